@@ -1,0 +1,65 @@
+# nanofleet: the verbs of this repository. `make help` lists them.
+.DEFAULT_GOAL := help
+SHELL := /bin/sh
+
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+export PATH := $(BIN):$(PATH)
+export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
+
+CORPUS ?=
+LAB ?= lab
+ARGS ?=
+# Labs of the tests carry this checkout's mark, so that two checkouts can test side by side.
+export NANOFLEET_TEST_LAB ?= t$(shell printf '%s' '$(CURDIR)' | cksum | cut -c1-5)
+
+.PHONY: help
+help: ## show this list
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: venv
+venv: ## all that a controller needs, in .venv
+	@scripts/bootstrap.sh venv
+
+.PHONY: lab-tools
+lab-tools:
+	@scripts/bootstrap.sh lab
+
+.PHONY: demo
+demo: lab-tools venv ## two hosts on this machine, a corpus, a model training on both (CORPUS=dir, ARGS="--steps 300")
+	@python -m fleet demo --lab $(LAB) $(if $(CORPUS),--corpus "$(CORPUS)") $(ARGS)
+
+.PHONY: lab-up
+lab-up: lab-tools venv ## only the lab: two systemd hosts with sshd and ufw (LAB=name)
+	@ansible-playbook lab.yml -e lab_state=up -e lab_name=$(LAB)
+
+.PHONY: lab-down
+lab-down: venv ## stop the lab and take its containers, network and state away (LAB=name)
+	@ansible-playbook lab.yml -e lab_state=down -e lab_name=$(LAB)
+
+.PHONY: lint
+lint: venv ## ruff, mypy, yamllint, ansible-lint (production, strict)
+	ruff check .
+	ruff format --check .
+	mypy
+	yamllint --strict .
+	ansible-lint --offline
+
+.PHONY: test-fast
+test-fast: lint ## lint and every test that needs no container: under 3 minutes
+	pytest -m "not lab and not slow"
+
+.PHONY: test
+test: lab-tools test-fast ## and Molecule on Debian 12 and 13 hosts, and the end-to-end run
+	scripts/molecule.sh default trixie
+	pytest -m "lab and not slow"
+
+.PHONY: test-full
+test-full: lab-tools lint ## everything
+	pytest -m "not lab"
+	scripts/molecule.sh default trixie
+	pytest -m lab
+
+.PHONY: clean
+clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
+	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts

@@ -1,0 +1,96 @@
+"""Fixtures of the end-to-end tests: a lab of their own, and playbooks run through ansible-runner."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ansible_runner
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAB = os.environ.get("NANOFLEET_TEST_LAB", "t") + "-e2e"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a playbook did: its exit status, its events and the text a person would have read."""
+
+    rc: int
+    events: list[dict[str, Any]]
+    stdout: str
+    stats: dict[str, dict[str, int]]
+
+    def changed(self) -> int:
+        return sum(self.stats["changed"].values())
+
+    def results(self, task: str) -> dict[str, dict[str, Any]]:
+        """The result of the named task, by host; the last one where it ran more than once."""
+        return {
+            event["event_data"]["host"]: event["event_data"]["res"]
+            for event in self.events
+            if event["event"] in {"runner_on_ok", "runner_on_failed"} and event["event_data"].get("task") == task
+        }
+
+
+class Fleet:
+    """Runs the root playbooks against one inventory, the way a person does, and keeps what they said."""
+
+    def __init__(self, workdir: Path, inventory: Path | None) -> None:
+        self.workdir = workdir
+        self.inventory = inventory
+
+    def play(self, playbook: str, *, fails: bool = False, **extravars: Any) -> Outcome:
+        run = ansible_runner.run(
+            private_data_dir=str(self.workdir),
+            project_dir=str(ROOT),
+            playbook=playbook,
+            inventory=str(self.inventory) if self.inventory else None,
+            extravars={name: str(value) for name, value in extravars.items()},
+            envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+            quiet=True,
+        )
+        stdout = run.stdout.read()
+        outcome = Outcome(run.rc, list(run.events), stdout, run.stats or {})
+        assert (outcome.rc != 0) is fails, f"{playbook} ended with {outcome.rc}:\n{stdout}"
+        return outcome
+
+    def on(self, host: str, command: str) -> str:
+        """Standard output of a shell command run on a host as root, over the same SSH as the playbooks."""
+        done = subprocess.run(
+            ["ansible", host, "-i", str(self.inventory), "--become", "-m", "ansible.builtin.shell", "-a", command, "-o"],
+            cwd=ROOT, capture_output=True, text=True, check=False,
+            env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.split("(stdout)", 1)[-1].strip().replace("\\n", "\n")
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small corpus of the standard library's own text, sharded and with a tokenizer."""
+    out = tmp_path_factory.mktemp("data")
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    command = [sys.executable, "-m", "trainer", "prepare", "--out", str(out), "--vocab-size", "512"]
+    for package in ("json", "email", "http", "logging"):
+        command += ["--source", str(stdlib / package)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    return out
+
+
+@pytest.fixture(scope="session")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    """Two systemd hosts with sshd and ufw, brought up for this session and taken away after it."""
+    workdir = tmp_path_factory.mktemp("runner")
+    lab = Fleet(workdir, None)
+    try:
+        lab.play("lab.yml", lab_state="up", lab_name=LAB)
+        yield Fleet(workdir, ROOT / ".lab" / LAB / "inventory" / "hosts.yml")
+    finally:
+        lab.play("lab.yml", lab_state="down", lab_name=LAB)

@@ -1,0 +1,115 @@
+"""From bare hosts to a stopped run, with the playbooks a person types, over real SSH, ufw and systemd."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from .conftest import LAB, Fleet
+
+pytestmark = pytest.mark.lab
+
+TINY = {
+    "depth": 2, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 1024,
+    "device_batch_size": 4, "warmup_steps": 2, "eval_tokens": 2048,
+}  # fmt: skip
+RUN = "/var/lib/nanofleet/runs"
+HOSTS = (f"{LAB}-1", f"{LAB}-2")
+
+
+def metrics(fleet: Fleet, run_id: str) -> list[dict[str, float]]:
+    lines = fleet.on(HOSTS[0], f"cat {RUN}/{run_id}/metrics.jsonl").splitlines()
+    return [entry for entry in map(json.loads, lines) if "loss" in entry]
+
+
+def test_setup_makes_hosts_ready_and_a_second_run_changes_nothing(fleet: Fleet, dataset: Path) -> None:
+    assert fleet.play("setup.yml", data_dir=dataset).changed() > 0
+    assert fleet.play("setup.yml", data_dir=dataset).changed() == 0
+
+
+def test_check_mode_after_setup_changes_nothing(fleet: Fleet, dataset: Path) -> None:
+    """--check --diff on hosts that are ready: nothing would change, nothing fails."""
+    done = subprocess.run(
+        ["ansible-playbook", "-i", str(fleet.inventory), "--check", "--diff", "setup.yml", "-e", f"data_dir={dataset}"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "changed=0" in done.stdout
+
+
+def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
+    fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
+    fleet.play("playbooks/watch.yml", run_id="e2e")
+    steps = metrics(fleet, "e2e")
+    assert [entry["step"] for entry in steps] == list(range(20)) or [e["step"] for e in steps] == list(range(1, 21))
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    for host in HOSTS:
+        outcome = json.loads(fleet.on(host, f"cat {RUN}/e2e/outcome.json"))
+        assert outcome["outcome"] == "finished", outcome
+    digests = {fleet.on(host, f"sha256sum {RUN}/e2e/run.json").split()[0] for host in HOSTS}
+    assert len(digests) == 1
+
+
+def test_status_shows_both_hosts(fleet: Fleet) -> None:
+    status = fleet.play("status.yml", run_id="e2e")
+    assert status.changed() == 0
+    for text in (*HOSTS, "e2e", "20/20", "finished"):
+        assert text in status.stdout
+
+
+def test_a_finished_run_says_so(fleet: Fleet) -> None:
+    again = fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
+    assert again.changed() == 0
+    assert "finished" in again.stdout
+
+
+def test_another_configuration_under_the_same_run_id_is_refused(fleet: Fleet) -> None:
+    refused = fleet.play("train.yml", fails=True, run_id="e2e", steps=30, **TINY)
+    assert "num_iterations" in refused.stdout
+
+
+def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
+    fleet.play("train.yml", run_id="long", steps=4000, **TINY)
+    twice = fleet.play("train.yml", run_id="long", steps=4000, **TINY)
+    assert twice.changed() == 0
+    assert "active" in twice.stdout
+    fleet.play("stop.yml", run_id="long")
+    stopped = json.loads(fleet.on(HOSTS[0], f"cat {RUN}/long/outcome.json"))
+    assert stopped["outcome"] == "stopped", stopped
+    assert 0 < stopped["step"] < 4000
+    for host in HOSTS:
+        assert fleet.on(host, "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
+        assert "29500" not in fleet.on(host, "ss -Htln")
+    assert fleet.play("stop.yml", run_id="long").changed() == 0
+
+    fleet.play("train.yml", run_id="long", steps=4000, **TINY)
+    fleet.play("stop.yml", run_id="long")
+    steps = [entry["step"] for entry in metrics(fleet, "long")]
+    assert steps == sorted(set(steps)), "a resumed run repeats or loses no step"
+    assert steps[-1] > stopped["step"]
+
+
+def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
+    assert "depth" in fleet.play("train.yml", fails=True, dept=2).stdout
+    wrong = fleet.play("train.yml", fails=True, depth="deep").stdout
+    assert "deep" in wrong
+    assert "Traceback" not in wrong
+
+
+def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
+    inventory = tmp_path / "hosts.yml"
+    shutil.copy(fleet.inventory, inventory)
+    text = inventory.read_text()
+    assert HOSTS[1] in text
+    # The last address of the lab's own subnet: nobody answers there.
+    import re
+
+    address = re.findall(r"ansible_host: [\"']?([0-9.]+)", text)[1]
+    inventory.write_text(text.replace(address, address.rsplit(".", 1)[0] + ".250"))
+    said = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
+    assert HOSTS[1] in said
+    assert "Traceback" not in said

@@ -1,0 +1,66 @@
+"""The house rules that a machine can check: ansible.cfg, root playbooks, argument specs, public words."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLES = sorted(p for p in (ROOT / "roles").iterdir() if p.is_dir())
+VERBS = sorted(p for p in ROOT.glob("*.yml") if p.name != "requirements.yml")
+
+
+def load(path: Path) -> object:
+    return yaml.safe_load(path.read_text())
+
+
+def test_ansible_cfg_is_valid() -> None:
+    done = subprocess.run(
+        ["ansible-config", "validate", "--format", "ini"],
+        cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def _environment() -> dict[str, str]:
+    import os
+
+    return {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda p: p.name)
+def test_root_playbooks_hold_one_import(verb: Path) -> None:
+    plays = load(verb)
+    assert isinstance(plays, list)
+    assert [set(play) for play in plays] == [{"name", "ansible.builtin.import_playbook"}]
+    assert plays[0]["ansible.builtin.import_playbook"] == f"playbooks/{verb.name}"
+
+
+@pytest.mark.parametrize("verb", [p for p in VERBS if p.name != "lab.yml"], ids=lambda p: p.name)
+def test_playbooks_pass_the_syntax_check(verb: Path) -> None:
+    done = subprocess.run(
+        ["ansible-playbook", "--syntax-check", "-i", "inventory/sample/hosts.yml", verb.name],
+        cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
+def test_defaults_and_argument_specs_hold_the_same_keys(role: Path) -> None:
+    defaults = load(role / "defaults" / "main.yml") or {}
+    specs = load(role / "meta" / "argument_specs.yml")["argument_specs"]
+    described = {name: option for spec in specs.values() for name, option in (spec.get("options") or {}).items()}
+    without_default = {name for name, option in described.items() if option.get("required")}
+    assert set(defaults) == set(described) - without_default
+    assert all(name.startswith(f"{role.name}_") for name in described)
+    for name, option in described.items():
+        assert option.get("type"), name
+        assert option.get("description"), name
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
+def test_roles_know_no_group(role: Path) -> None:
+    for path in role.rglob("*.y*ml"):
+        assert not re.search(r"\bgroups\s*\[|\bgroups\.|group_names", path.read_text()), path
