@@ -1,0 +1,147 @@
+"""`prepare` as a person runs it: its lines, its exit code, and a second run that does only what is needed."""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.data import prepare
+
+
+def run(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    prepare.add_arguments(parser)
+    return prepare.run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for i in range(60):
+        (folder / f"{i}.txt").write_text(f"file {i}: " + "the quick brown fox jumps over it. " * (5 + i % 7))
+    return folder
+
+
+def prepared(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+    assert run(*arguments, "--vocab-size", 300, "--json") == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_it_writes_what_the_manifest_says_and_sums_up(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (source / "picture.bin").write_bytes(b"\0\1\2")
+    assert run("--source", source, "--out", tmp_path / "data", "--vocab-size", 300) == 0
+    said = capsys.readouterr().out
+    assert "60 documents" in said
+    assert "1 binary or not UTF-8" in said
+    assert "2 shards" in said
+    assert "a vocabulary of 300" in said
+    manifest = json.loads((tmp_path / "data" / "manifest.json").read_text())
+    assert sorted(path.name for path in (tmp_path / "data").iterdir()) == [
+        ".lock",
+        "manifest.json",
+        "shards",
+        "tokenizer",
+    ]
+    names = sorted(path.name for path in (tmp_path / "data" / "shards").iterdir())
+    assert names == [entry["name"] for entry in manifest["shards"]]
+    assert manifest["documents"] == sum(entry["documents"] for entry in manifest["shards"]) == 60
+
+
+def test_a_second_run_does_only_what_has_changed(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--source", source, "--out", tmp_path / "data")
+    assert prepared(capsys, *arguments)["reused"] == ""
+    before = (tmp_path / "data" / "manifest.json").read_bytes()
+    assert prepared(capsys, *arguments)["reused"] == "all"
+    assert (tmp_path / "data" / "manifest.json").read_bytes() == before
+    assert run(*arguments, "--vocab-size", 280) == 0
+    assert "the text has not changed" in capsys.readouterr().out
+    assert prepared(capsys, *arguments)["reused"] == "shards"
+    assert prepared(capsys, *arguments, "--seed", 7)["reused"] == ""
+    (source / "new.txt").write_text("a new document\n" * 5)
+    assert prepared(capsys, *arguments, "--seed", 7)["documents"] == 61
+    (tmp_path / "data" / "shards" / "shard_00000.parquet").unlink()
+    assert prepared(capsys, *arguments, "--seed", 7)["reused"] == ""
+    (tmp_path / "data" / "tokenizer" / "tokenizer.json").write_text("{}")
+    assert prepared(capsys, *arguments, "--seed", 7)["reused"] == "shards"
+    assert prepared(capsys, *arguments, "--seed", 7)["reused"] == "all"
+
+
+def test_without_a_manifest_the_data_is_made_again_after_a_crash(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    arguments = ("--source", source, "--out", tmp_path / "data", "--vocab-size", 300)
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare, "write_whole", full)
+        assert run(*arguments) == 2
+    assert "No space left on device" in capsys.readouterr().err
+    assert not (tmp_path / "data" / "manifest.json").exists()
+    assert not list((tmp_path / "data").glob(".preparing-*"))
+    assert run(*arguments) == 0
+
+
+def test_the_place_written_to_is_no_source(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = prepared(capsys, "--source", source, "--out", source / "data")
+    assert prepared(capsys, "--source", source, "--out", source / "data")["reused"] == "all"
+    assert first["documents"] == 60
+    assert run("--source", source / "data", "--out", source / "data") == 2
+    assert "give another place with --out" in capsys.readouterr().err
+
+
+def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepared(capsys, "--source", source, "--out", tmp_path / "data")
+    rows = ("--rows", "--data-dir", tmp_path / "data", "--sequence-len", 16)
+    assert run(*rows) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("rows: digest=")
+    assert "(packed)" in said
+    assert "tokens/s" in said
+    assert run(*rows) == 0
+    assert "(reused)" in capsys.readouterr().out
+    assert run(*rows, "--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert set(result) == {"digest", "train_rows", "val_rows", "packed", "seconds"}
+    assert result["packed"] is False
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--out", "OUT"], "--source PATH"),
+        (["--source", "SOURCE"], "--out DIR"),
+        (["--source", "SOURCE/nowhere", "--out", "OUT"], "There is no file or folder"),
+        (["--source", "EMPTY", "--out", "OUT"], "No text found in"),
+        (["--source", "SOURCE", "--out", "OUT", "--vocab-size", "3"], "--vocab-size 3 is too small"),
+        (["--source", "SOURCE", "--out", "OUT", "--max-bytes", "-1"], "--max-bytes -1 is too small"),
+        (["--source", "SOURCE", "--out", "SOURCE/0.txt"], "Cannot write to"),
+        (["--rows", "--data-dir", "OUT"], "--sequence-len T"),
+        (["--rows", "--data-dir", "OUT", "--sequence-len", "16"], "There is no"),
+    ],
+)
+def test_bad_input_gets_a_sentence(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    (tmp_path / "empty").mkdir()
+    places = {"SOURCE": str(source), "EMPTY": str(tmp_path / "empty"), "OUT": str(tmp_path / "out")}
+    for name, place in places.items():
+        arguments = [argument.replace(name, place) for argument in arguments]
+    assert run(*arguments) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("prepare: ")
+    assert words in said
+
+
+def test_the_data_room_needs_no_torch() -> None:
+    code = "import sys; from trainer.data import loader, prepare; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,244 @@
+"""One frozen dataclass for a run: its knobs, their casts and checks, its digest and its default name.
+
+Only the standard library is imported, so that a controller without torch can check and name a run:
+
+    RunConfig.from_strings({"depth": "4", "num_iterations": "20"}).default_run_id()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RUN_FILE_SCHEMA = 1
+RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+DTYPES = ("float32", "float64")
+SYNC_MODES = ("dense",)
+TRACKERS = ("mlflow", "none")
+
+
+class ConfigError(ValueError):
+    """A knob or a run file that cannot be used; the message is for the person who set it."""
+
+
+def knob(default: Any, help: str) -> Any:
+    """A field with the sentence that explains it (shown by `python -m trainer train --help`)."""
+    return field(default=default, metadata={"help": help})
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Every knob of a run; checked when it is made. See `from_strings` for values that arrive as text."""
+
+    depth: int = knob(8, "transformer layers, the one dial: width, heads and rates follow from it")
+    aspect_ratio: int = knob(64, "width per layer: n_embd is depth * aspect_ratio rounded up to whole heads")
+    head_dim: int = knob(128, "width of one attention head, even")
+    n_kv_head: int = knob(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
+    sequence_len: int = knob(1024, "tokens of context, T")
+    window_pattern: str = knob("SSSL", "attention windows tiled over the layers: S short, L whole context")
+    device_batch_size: int = knob(2, "rows of a micro-batch: more is faster and takes more memory")
+    total_batch_size: int = knob(4096, "tokens of a step, all ranks together; 0 or auto: by the model's size")
+    num_iterations: int = knob(5000, "steps of the run; 0: from target_param_data_ratio")
+    target_param_data_ratio: float = knob(12.0, "tokens per scaling parameter when num_iterations is 0")
+    unembedding_lr: float = knob(0.008, "AdamW rate of lm_head")
+    embedding_lr: float = knob(0.3, "AdamW rate of wte; value embeddings take half of it")
+    matrix_lr: float = knob(0.02, "Muon rate of the matrices in the blocks")
+    scalar_lr: float = knob(0.5, "AdamW rate of the per-layer scalars")
+    weight_decay: float = knob(0.28, "Muon's cautious decay before scaling")
+    warmup_steps: int = knob(40, "steps of linear warm-up")
+    warmdown_ratio: float = knob(0.65, "share of the run over which rates fall")
+    final_lr_frac: float = knob(0.05, "what is left of the rates at the end")
+    eval_every: int = knob(250, "steps between evaluations; 0: only at the end")
+    eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together")
+    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    seed: int = knob(42, "seed of the weights and of the order of the rows")
+    dtype: str = knob("float32", f"number format of the run: {' or '.join(DTYPES)}")
+    sync: str = knob("dense", f"how gradients travel: {' or '.join(SYNC_MODES)}")
+    tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
+    digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
+
+    def __post_init__(self) -> None:
+        for name in ("depth", "aspect_ratio", "head_dim", "sequence_len", "device_batch_size", "eval_tokens"):
+            self._require(name, getattr(self, name) >= 1, "must be at least 1")
+        for name in ("n_kv_head", "total_batch_size", "num_iterations", "warmup_steps", "eval_every"):
+            self._require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("save_every", "digest_every", "seed", "weight_decay"):
+            self._require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "target_param_data_ratio"):
+            self._require(name, getattr(self, name) > 0, "must be above 0")
+        for name in ("warmdown_ratio", "final_lr_frac"):
+            self._require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
+        for name, choices in (("dtype", DTYPES), ("sync", SYNC_MODES), ("tracker", TRACKERS)):
+            self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
+        self._require("seed", self.seed < 2**63, "must be below 2^63")
+        self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
+        self._require(
+            "head_dim", self.n_embd >= 24, "makes the model narrower than 24; the smear gate reads 24"
+        )
+        self._require(
+            "window_pattern", re.fullmatch("[SL]+", self.window_pattern) is not None, "is made of S and L"
+        )
+        self._require(
+            "n_kv_head",
+            self.n_kv_head == 0 or self.n_head % self.n_kv_head == 0,
+            f"must divide the number of heads, {self.n_head} here",
+        )
+        self._require_whole_rows()
+
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}: it {what}.")
+
+    def _require_whole_rows(self) -> None:
+        rest = self.total_batch_size % self.sequence_len
+        if rest:
+            below = self.total_batch_size - rest
+            near = [str(size) for size in (below, below + self.sequence_len) if size]
+            raise ConfigError(
+                f"total_batch_size is {self.total_batch_size}: it must be a multiple of sequence_len "
+                f"({self.sequence_len}); use {' or '.join(near)}."
+            )
+
+    # -- derived ---------------------------------------------------------------------------------------
+
+    @property
+    def n_embd(self) -> int:
+        """Width D: depth * aspect_ratio rounded up to whole heads."""
+        return math.ceil(self.depth * self.aspect_ratio / self.head_dim) * self.head_dim
+
+    @property
+    def n_head(self) -> int:
+        return self.n_embd // self.head_dim
+
+    def digest(self) -> str:
+        """64 hex digits over every field: two runs with equal digests compute the same thing."""
+        return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
+
+    def default_run_id(self) -> str:
+        return f"d{self.depth}-{self.digest()[:8]}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    # -- made from text --------------------------------------------------------------------------------
+
+    @classmethod
+    def field_names(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in dataclasses.fields(cls))
+
+    @classmethod
+    def from_strings(cls, values: Mapping[str, Any]) -> RunConfig:
+        """Cast and check values as they come from a command line, YAML or JSON.
+
+        Raises ConfigError with a sentence for an unknown name, a value of the wrong type or out of range.
+        """
+        known = {f.name: f for f in dataclasses.fields(cls)}
+        cast: dict[str, Any] = {}
+        for name, value in values.items():
+            if name not in known:
+                near = difflib.get_close_matches(str(name), list(known), n=1)
+                hint = f"did you mean {near[0]}?" if near else f"the knobs are {', '.join(known)}."
+                raise ConfigError(f"{name} is not a knob of a run: {hint}")
+            cast[name] = _cast(name, str(known[name].type), value)
+        return cls(**cast)
+
+
+def _cast(name: str, kind: str, value: Any) -> Any:
+    text = str(value).strip()
+    if isinstance(value, bool) or value is None:
+        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.")
+    if kind == "str":
+        return text
+    if name == "total_batch_size" and text.lower() == "auto":
+        return 0
+    try:
+        number = float(text) if kind == "float" else int(text.replace("_", ""))
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.") from None
+    if isinstance(number, float) and not math.isfinite(number):
+        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.")
+    return number
+
+
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a word"}
+
+
+def canonical_json(value: Any) -> bytes:
+    """The one JSON form of a value: sorted keys, no blanks. Digests are taken over it."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+# -- the run file ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """What run.json says: the same bytes on every host of a run."""
+
+    run_id: str
+    config: RunConfig
+    hosts: tuple[str, ...] = ()
+    trainer_digest: str = ""
+    manifest_sha256: str = ""
+
+    def __post_init__(self) -> None:
+        if not RUN_ID_PATTERN.fullmatch(self.run_id):
+            raise ConfigError(
+                f"run_id is {self.run_id!r}: it takes 1 to 63 letters, digits, dots, dashes and underscores, "
+                "and starts with a letter or digit."
+            )
+
+    @classmethod
+    def load(cls, path: Path) -> RunFile:
+        """Read and check a run file. Raises ConfigError naming the file."""
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"The run file {path} cannot be read: {error.strerror}.") from None
+        except ValueError as error:
+            raise ConfigError(f"The run file {path} is not JSON: {error}.") from None
+        if not isinstance(raw, dict) or raw.get("schema") != RUN_FILE_SCHEMA:
+            raise ConfigError(f"The run file {path} is not of schema {RUN_FILE_SCHEMA}: render it again.")
+        if not isinstance(raw.get("config"), dict) or not isinstance(raw.get("hosts", []), list):
+            raise ConfigError(f"The run file {path} lacks its config or hosts: render it again.")
+        try:
+            return cls(
+                run_id=str(raw.get("run_id", "")),
+                config=RunConfig.from_strings(raw["config"]),
+                hosts=tuple(str(host) for host in raw.get("hosts", [])),
+                trainer_digest=str(raw.get("trainer_digest", "")),
+                manifest_sha256=str(raw.get("manifest_sha256", "")),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"In the run file {path}: {error}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "schema": RUN_FILE_SCHEMA,
+            "run_id": self.run_id,
+            "config": self.config.to_dict(),
+            "hosts": list(self.hosts),
+            "trainer_digest": self.trainer_digest,
+            "manifest_sha256": self.manifest_sha256,
+        }
+
+    def digest(self) -> str:
+        return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
+
+
+def code_digest() -> str:
+    """64 hex digits over every Python file of this package, by relative name: the trainer's version."""
+    root = Path(__file__).resolve().parent
+    total = hashlib.sha256()
+    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
+        total.update(path.relative_to(root).as_posix().encode() + b"\0")
+        total.update(hashlib.sha256(path.read_bytes()).digest())
+    return total.hexdigest()

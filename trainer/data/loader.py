@@ -1,0 +1,55 @@
+"""Which rows a step reads: a pure function of (seed, step), and a rank's slice of it.
+
+Nothing is remembered between steps, so the loss curve does not depend on how many ranks there are, and
+resuming is a seek.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def permutation(n: int, *seed: int) -> NDArray[np.int64]:
+    """The numbers 0..n-1 in an order that depends on `seed` alone.
+
+    Sorts raw draws, because numpy promises to keep those between releases but not `Generator.permutation`.
+    """
+    draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
+    return np.argsort(draws, kind="stable").astype(np.int64)
+
+
+@functools.lru_cache(maxsize=2)
+def _epoch(seed: int, epoch: int, n_rows: int) -> NDArray[np.int64]:
+    order = permutation(n_rows, seed, epoch)
+    order.setflags(write=False)
+    return order
+
+
+def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray[np.int64]:
+    """The row indices of the global batch of `step` (0-based), shape (rows_per_step,).
+
+    The steps walk one endless line of rows in which each epoch is a fresh permutation of all `n_rows`; a
+    batch may run across the border of two epochs, so no row is left out.
+    """
+    if min(seed, step) < 0 or min(rows_per_step, n_rows) < 1:
+        raise ValueError(
+            f"no batch of {rows_per_step} rows at step {step} out of {n_rows} rows with seed {seed}"
+        )
+    start, end = step * rows_per_step, (step + 1) * rows_per_step
+    parts = []
+    while start < end:
+        epoch, offset = divmod(start, n_rows)
+        take = min(end - start, n_rows - offset)
+        parts.append(_epoch(seed, epoch, n_rows)[offset : offset + take])
+        start += take
+    return np.concatenate(parts)
+
+
+def rank_rows(rows: NDArray[np.int64], shares: Sequence[int], rank: int) -> NDArray[np.int64]:
+    """The contiguous part of a global batch that `rank` takes; `shares` are the numbers of rows by rank."""
+    if sum(shares) != len(rows) or min(shares) < 0:
+        raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
+    start = sum(shares[:rank])
+    return rows[start : start + shares[rank]]

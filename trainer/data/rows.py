@@ -1,0 +1,269 @@
+"""Rows of T+1 tokens, packed once and memory-mapped.
+
+    info = pack(data_dir, sequence_len); rows = Rows(info.path).split("train")
+
+Each row starts with <|bos|> and is full: into the room that is left goes the largest document that fits, and
+where none does, the shortest is cut. What is cut off comes back as a document of its own, so no token is lost
+but those of the last row, which could not be filled.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.data import DataError
+from trainer.data.corpus import SHARDS, read_manifest
+from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_whole
+from trainer.data.progress import Progress
+from trainer.data.sources import shard_texts
+from trainer.data.tokenizer import FILE_NAME, Tokenizer
+
+PACKING = 1  # part of the digest: another way to pack makes other rows
+BUFFER_DOCUMENTS = 1000
+BUFFER_TOKENS = 2**24
+SPLITS = ("train", "val")
+
+
+@dataclass(frozen=True)
+class RowsInfo:
+    """What `pack` found or made; `seconds` and `tokens_per_s` are 0 where the rows were reused."""
+
+    path: Path
+    digest: str
+    sequence_len: int
+    vocab_size: int
+    train_rows: int
+    val_rows: int
+    train_sha256: str
+    val_sha256: str
+    packed: bool
+    seconds: float = 0.0
+    tokens_per_s: float = 0.0
+
+
+class Buffer:
+    """Documents waiting for a row, ordered by length and then by arrival."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[int, int]] = []
+        self.documents: dict[int, NDArray[Any]] = {}
+        self.arrivals = 0
+        self.tokens = 0
+
+    def add(self, document: NDArray[Any]) -> None:
+        """Take in one document."""
+        self.arrivals += 1
+        insort(self.order, (len(document), self.arrivals))
+        self.documents[self.arrivals] = document
+        self.tokens += len(document)
+
+    def best_fit(self, room: int) -> NDArray[Any]:
+        """Hand out the largest document of at most `room` tokens, else the shortest of all."""
+        position = max(0, bisect_left(self.order, (room + 1, 0)) - 1)
+        length, arrival = self.order.pop(position)
+        self.tokens -= length
+        return self.documents.pop(arrival)
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds enough documents to choose from."""
+        return len(self.order) >= BUFFER_DOCUMENTS or self.tokens >= BUFFER_TOKENS
+
+
+def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -> Iterator[NDArray[Any]]:
+    """Rows of `row_tokens` tokens out of documents that each start with `bos_id`.
+
+    The documents are used up: a cut writes <|bos|> over the last token that a row has taken from one.
+    """
+    buffer = Buffer()
+    exhausted = False
+    while True:
+        row = np.empty(0)
+        filled = 0
+        while filled < row_tokens:
+            while not exhausted and not buffer.full:
+                document = next(documents, None)
+                if document is None:
+                    exhausted = True
+                else:
+                    buffer.add(document)
+            if not buffer.order:
+                return
+            room = row_tokens - filled
+            document = buffer.best_fit(room)
+            if not filled:
+                row = np.empty(row_tokens, dtype=document.dtype)
+            part = document[:room]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            if len(document) > room:
+                document[room - 1] = bos_id
+                buffer.add(document[room - 1 :])
+        yield row
+
+
+def row_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type that holds every token id."""
+    return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
+
+
+def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
+    """Names the rows: changes with the shards, the tokenizer or the sequence length."""
+    shards = [shard["sha256"] for shard in manifest["shards"]]
+    return hashlib.sha256(json.dumps([PACKING, shards, tokenizer_sha256, sequence_len]).encode()).hexdigest()
+
+
+def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
+    """Make the rows of `data_dir` for T = `sequence_len`, or find them as made before.
+
+    Safe to call from several processes of a host at once: one packs, the others wait and reuse. `threads`
+    encode (0: all cores this process may use). Raises DataError for missing, damaged or too little data.
+    """
+    if sequence_len < 2:
+        raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")
+    data_dir = Path(data_dir)
+    manifest = read_manifest(data_dir)
+    tokenizer = Tokenizer.load(data_dir / "tokenizer")
+    tokenizer_sha256 = file_sha256(data_dir / "tokenizer" / FILE_NAME)
+    if tokenizer_sha256 != manifest.get("tokenizer_sha256"):
+        raise DataError(f"{data_dir / 'tokenizer' / FILE_NAME} is not the tokenizer that the manifest names.")
+    digest = rows_digest(manifest, tokenizer_sha256, sequence_len)
+    folder = data_dir / "rows" / digest[:16]
+    ready = _read_info(folder, digest)
+    if ready:
+        return ready
+    with locked(data_dir / "rows" / ".lock"):
+        return _read_info(folder, digest) or _pack(
+            data_dir, manifest, tokenizer, digest, sequence_len, threads
+        )
+
+
+def _pack(
+    data_dir: Path,
+    manifest: dict[str, Any],
+    tokenizer: Tokenizer,
+    digest: str,
+    sequence_len: int,
+    threads: int,
+) -> RowsInfo:
+    folder = data_dir / "rows" / digest[:16]
+    for leftover in folder.parent.glob(".packing-*"):
+        shutil.rmtree(leftover)
+    temporary = folder.parent / f".packing-{digest[:16]}"
+    temporary.mkdir()
+    started = time.monotonic()
+    try:
+        meta: dict[str, Any] = {
+            "digest": digest,
+            "sequence_len": sequence_len,
+            "vocab_size": tokenizer.vocab_size,
+        }
+        for split in SPLITS:
+            shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+            documents = _encoded(data_dir, shards, tokenizer, split, threads)
+            rows = fill_rows(documents, sequence_len + 1, tokenizer.bos_id)
+            meta[f"{split}_rows"], meta[f"{split}_sha256"] = _write_rows(temporary / f"{split}.bin", rows)
+        _refuse_too_little(meta, data_dir)
+        write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    seconds = time.monotonic() - started
+    tokens = (meta["train_rows"] + meta["val_rows"]) * (sequence_len + 1)
+    return RowsInfo(path=folder, packed=True, seconds=seconds, tokens_per_s=tokens / seconds, **meta)
+
+
+def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
+    for split, least in (("train", 2), ("val", 1)):
+        if meta[f"{split}_rows"] < least:
+            raise DataError(
+                f"Too little text in {data_dir}: the {split} split fills {meta[f'{split}_rows']} row(s) of "
+                f"{meta['sequence_len'] + 1} tokens, {least} needed. Give prepare more text, or a smaller "
+                "sequence length."
+            )
+
+
+def _encoded(
+    data_dir: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, split: str, threads: int
+) -> Iterator[NDArray[Any]]:
+    dtype = row_dtype(tokenizer.vocab_size)
+    with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
+        for shard in shards:
+            path = data_dir / SHARDS / shard["name"]
+            if path.exists() and file_sha256(path) != shard["sha256"]:
+                raise DataError(f"The shard {path} is damaged: its sha256 is not the one in the manifest.")
+            for texts in shard_texts(path):
+                for text, ids in zip(texts, tokenizer.encode_batch(texts, threads), strict=True):
+                    document = np.empty(len(ids) + 1, dtype=dtype)
+                    document[0] = tokenizer.bos_id
+                    document[1:] = ids
+                    progress.add(len(text))
+                    yield document
+
+
+def _write_rows(path: Path, rows: Iterator[NDArray[Any]]) -> tuple[int, str]:
+    n_rows = 0
+    sha256 = hashlib.sha256()
+    with open(path, "wb", buffering=2**20) as file:
+        for row in rows:
+            data = row.tobytes()
+            sha256.update(data)
+            file.write(data)
+            n_rows += 1
+        file.flush()
+        sync_file(file.fileno())
+    return n_rows, sha256.hexdigest()
+
+
+def _read_info(folder: Path, digest: str) -> RowsInfo | None:
+    """What lies in `folder` if it is whole and of that digest, else None."""
+    try:
+        meta = json.loads((folder / "meta.json").read_bytes())
+        info = RowsInfo(path=folder, packed=False, **meta)
+        row_bytes = (info.sequence_len + 1) * row_dtype(info.vocab_size).itemsize
+        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
+    except (OSError, ValueError, TypeError):
+        return None
+    whole = sizes == {"train": info.train_rows * row_bytes, "val": info.val_rows * row_bytes}
+    return info if whole and info.digest == digest else None
+
+
+class Rows:
+    """The rows of one folder `rows/<digest16>`, memory-mapped: nothing is read until it is indexed."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+        try:
+            digest = json.loads((self.path / "meta.json").read_bytes())["digest"]
+        except (OSError, ValueError, KeyError, TypeError):
+            digest = ""
+        info = _read_info(self.path, digest)
+        if info is None:
+            raise DataError(
+                f"{self.path} holds no whole rows. Make them with: python -m trainer prepare --rows"
+            )
+        self.info = info
+
+    def split(self, name: str) -> NDArray[Any]:
+        """The rows of "train" or "val", shape (n, T+1)."""
+        if name not in SPLITS:
+            raise ValueError(f"there is no split {name!r}, only {' and '.join(SPLITS)}")
+        return np.memmap(
+            self.path / f"{name}.bin",
+            dtype=row_dtype(self.info.vocab_size),
+            mode="r",
+            shape=(getattr(self.info, f"{name}_rows"), self.info.sequence_len + 1),
+        )

@@ -1,0 +1,168 @@
+"""Text that a machine already has: the files under some folders, and the documents in them.
+
+A file is a document (a long one several), a row of a parquet file's column `text` too. Hidden files and
+symlinks are not looked at; what is not UTF-8 text is left out, and counted.
+"""
+
+import codecs
+import gzip
+import os
+import stat
+import zlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from trainer.data import DataError
+from trainer.data.text import split_text
+
+HEAD_BYTES = 8192
+BLOCK_BYTES = 8 * 2**20
+BATCH_DOCUMENTS = 256
+TEXT_COLUMN = "text"
+
+BINARY = "binary or not UTF-8"
+UNREADABLE = "unreadable"
+EMPTY = "empty"
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file that may hold text, and what tells whether it has changed."""
+
+    path: Path
+    size: int
+    mtime_ns: int
+
+
+class SkippedFileError(Exception):
+    """This file gives no text; the message is the reason it is counted under."""
+
+
+def find_files(
+    sources: Sequence[Path], leave_out: Path | None = None
+) -> tuple[list[SourceFile], Counter[str]]:
+    """All regular files under `sources` in a fixed order, each once, and a count of what could not be seen.
+
+    `leave_out` is a folder that is not walked: the one the shards are written to.
+    """
+    found: list[SourceFile] = []
+    skipped: Counter[str] = Counter()
+    seen: set[tuple[int, int]] = set()
+
+    def take(path: Path) -> None:
+        try:
+            status = path.lstat()
+        except OSError:
+            skipped[UNREADABLE] += 1
+            return
+        identity = (status.st_dev, status.st_ino)
+        if not stat.S_ISREG(status.st_mode) or identity in seen:
+            return
+        seen.add(identity)
+        if status.st_size:
+            found.append(SourceFile(path, status.st_size, status.st_mtime_ns))
+        else:
+            skipped[EMPTY] += 1
+
+    for source in sources:
+        if not source.exists():
+            raise DataError(f"There is no file or folder {source}.")
+        root = source.resolve()
+        if leave_out and root.is_relative_to(leave_out):
+            raise DataError(f"{source} is where the shards are written to: give another place with --out.")
+        if root.is_file():
+            take(root)
+            continue
+        if not os.access(root, os.R_OK | os.X_OK):
+            raise DataError(f"The folder {source} cannot be read by this user.")
+        for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
+            subfolders[:] = sorted(
+                name
+                for name in subfolders
+                if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
+            )
+            for name in sorted(names):
+                if not name.startswith("."):
+                    take(Path(folder, name))
+    return found, skipped
+
+
+def documents(file: SourceFile, limit: int) -> Iterator[str]:
+    """The documents of a file, each of at most `limit` characters.
+
+    Raises SkippedFileError where a text file turns out not to be one, DataError for a bad parquet file.
+    """
+    if file.path.suffix == ".parquet":
+        for batch in shard_texts(file.path):
+            for text in batch:
+                yield from split_text(text, limit)
+        return
+    try:
+        for block in _text_blocks(file.path):
+            yield from split_text(block, limit)
+    except UnicodeDecodeError:
+        raise SkippedFileError(BINARY) from None
+    except (OSError, EOFError, zlib.error):
+        raise SkippedFileError(UNREADABLE) from None
+
+
+def _text_blocks(path: Path) -> Iterator[str]:
+    """A text file in blocks of whole lines, so that a huge one does not fill the memory."""
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    carry = ""
+    with _open(path) as file:
+        raw = file.read(HEAD_BYTES)
+        if b"\0" in raw:
+            raise SkippedFileError(BINARY)
+        raw += file.read(BLOCK_BYTES)
+        while raw:
+            if b"\0" in raw:
+                raise SkippedFileError(BINARY)
+            block = carry + decoder.decode(raw)
+            cut = block.rfind("\n") + 1 or len(block)
+            raw = file.read(BLOCK_BYTES)
+            if raw:
+                yield block[:cut]
+                carry = block[cut:]
+            else:
+                carry = block
+    yield carry + decoder.decode(b"", final=True)
+
+
+def _open(path: Path) -> BinaryIO:
+    return gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb")  # type: ignore[return-value]
+
+
+def shard_texts(path: Path) -> Iterator[list[str]]:
+    """The column `text` of a parquet file in batches; nulls and empty strings are left out.
+
+    Raises DataError, naming the file, if it is damaged or has no such column of strings.
+    """
+    empty = True
+    try:
+        with pq.ParquetFile(path) as shard:
+            if TEXT_COLUMN not in shard.schema_arrow.names:
+                columns = ", ".join(shard.schema_arrow.names) or "none"
+                raise DataError(f"{path} has no column `{TEXT_COLUMN}` (its columns: {columns}).")
+            kind = shard.schema_arrow.field(TEXT_COLUMN).type
+            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+                raise DataError(f"The column `{TEXT_COLUMN}` of {path} holds {kind}, not strings.")
+            for batch in shard.iter_batches(
+                batch_size=BATCH_DOCUMENTS, columns=[TEXT_COLUMN], use_threads=False
+            ):
+                texts = [text for text in batch.column(0).to_pylist() if text]
+                empty = empty and not texts
+                yield texts
+            if empty:
+                raise DataError(f"The column `{TEXT_COLUMN}` of {path} is empty.")
+    except FileNotFoundError:
+        raise DataError(f"There is no shard {path}.") from None
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        reason = str(error).splitlines()[0]
+        raise DataError(f"The shard {path} cannot be read: {reason}") from None

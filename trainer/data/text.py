@@ -1,0 +1,20 @@
+"""Cutting long text."""
+
+from collections.abc import Iterator
+
+
+def split_text(text: str, limit: int) -> Iterator[str]:
+    """Pieces of like size, each of at most `limit` characters; nothing is lost.
+
+    A piece ends behind a line where the room allows it.
+    """
+    start = 0
+    while len(text) - start > limit:
+        rest = len(text) - start
+        even = -(-rest // -(-rest // limit))
+        cut = text.find("\n", start + even - 1, start + limit) + 1
+        cut = cut or text.rfind("\n", start, start + even) + 1
+        cut = cut or start + limit
+        yield text[start:cut]
+        start = cut
+    yield text[start:]

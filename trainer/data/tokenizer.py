@@ -1,0 +1,153 @@
+"""Byte-pair encoding: rustbpe learns the merges, tiktoken applies them, a JSON file keeps them.
+
+tokenizer = Tokenizer.train(texts, vocab_size=8192); tokenizer.save(folder); Tokenizer.load(folder)
+"""
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Self
+
+import numpy as np
+import rustbpe
+import tiktoken
+from numpy.typing import NDArray
+
+from trainer.data import DataError
+from trainer.data.files import write_whole
+from trainer.data.text import split_text
+
+FILE_NAME = "tokenizer.json"
+
+# GPT-4's split pattern, but numbers in pieces of at most two digits: a small vocabulary has no room for 1,000
+# three-digit numbers.
+SPLIT_PATTERN = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
+BOS = "<|bos|>"
+# nanochat's: the start of a document, the turns of a conversation, calls of a Python tool.
+SPECIAL_TOKENS = (
+    BOS,
+    "<|user_start|>",
+    "<|user_end|>",
+    "<|assistant_start|>",
+    "<|assistant_end|>",
+    "<|python_start|>",
+    "<|python_end|>",
+    "<|output_start|>",
+    "<|output_end|>",
+)
+# The engine behind the pattern runs out of stack on about a million blanks: longer text goes in by pieces.
+LONGEST = 200_000  # characters
+MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
+
+
+class Tokenizer:
+    """Token ids 0..255+merges-1 are pieces of bytes in merge order; the special tokens come last."""
+
+    def __init__(
+        self, ranks: Sequence[bytes], pattern: str = SPLIT_PATTERN, specials: Sequence[str] = SPECIAL_TOKENS
+    ) -> None:
+        self.ranks = list(ranks)
+        self.pattern = pattern
+        self.specials = {name: len(self.ranks) + i for i, name in enumerate(specials)}
+        self.vocab_size = len(self.ranks) + len(self.specials)
+        self.bos_id = self.specials[BOS]
+        self._encoding = tiktoken.Encoding(
+            "nanofleet",
+            pat_str=pattern,
+            mergeable_ranks={piece: rank for rank, piece in enumerate(self.ranks)},
+            special_tokens=self.specials,
+            explicit_n_vocab=self.vocab_size,
+        )
+
+    @classmethod
+    def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
+        """Learn a vocabulary of `vocab_size` tokens, the special ones included.
+
+        Text with too few repeated pieces gives a smaller one; ask the result for its `vocab_size`.
+        """
+        if vocab_size < MIN_VOCAB_SIZE:
+            raise DataError(
+                f"A vocabulary of {vocab_size} is too small: the 256 bytes and {len(SPECIAL_TOKENS)} special "
+                f"tokens alone are {MIN_VOCAB_SIZE}. Give --vocab-size {MIN_VOCAB_SIZE} or more."
+            )
+        learner = rustbpe.Tokenizer()
+        pieces = (piece for text in texts for piece in split_text(text, LONGEST))
+        learner.train_from_iterator(pieces, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
+        by_rank = sorted(learner.get_mergeable_ranks(), key=lambda entry: entry[1])
+        return cls([bytes(piece) for piece, _ in by_rank])
+
+    @property
+    def token_bytes(self) -> NDArray[np.int32]:
+        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens."""
+        return np.array([len(piece) for piece in self.ranks] + [0] * len(self.specials), dtype=np.int32)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`; what looks like a special token in it is plain text."""
+        return [i for piece in split_text(text, LONGEST) for i in self._encoding.encode_ordinary(piece)]
+
+    def encode_batch(self, texts: Sequence[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
+        """Token ids of each text, in order, encoded on `threads` cores (0: all this process may use)."""
+
+        def encode(text: str) -> NDArray[np.uint32]:
+            pieces = split_text(text, LONGEST)
+            return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
+
+        threads = threads or usable_cores()
+        if threads == 1:
+            yield from map(encode, texts)
+            return
+        with ThreadPoolExecutor(threads) as pool:
+            yield from pool.map(encode, texts)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids`; bytes that are not whole characters show as the replacement character."""
+        return self._encoding.decode(list(ids))
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `tokenizer.json` into `folder`; the same tokenizer always gives the same bytes."""
+        content = {
+            "schema": 1,
+            "pattern": self.pattern,
+            "special_tokens": list(self.specials),
+            "ranks": [base64.b64encode(piece).decode() for piece in self.ranks],
+        }
+        path = Path(folder) / FILE_NAME
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode())
+        return path
+
+    @classmethod
+    def load(cls, folder: Path | str) -> Self:
+        """Read what `save` wrote; raises DataError with the file's name if it is missing or damaged."""
+        path = Path(folder) / FILE_NAME
+        try:
+            content = json.loads(path.read_bytes())
+            if content["schema"] != 1:
+                raise DataError(f"{path} has schema {content['schema']}; this release reads schema 1.")
+            ranks = [base64.b64decode(piece, validate=True) for piece in content["ranks"]]
+            if len(set(ranks)) != len(ranks) or BOS not in content["special_tokens"]:
+                raise ValueError("a token stands twice, or the start of a document is missing")
+            return cls(ranks, content["pattern"], content["special_tokens"])
+        except FileNotFoundError:
+            raise DataError(
+                f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out DIR"
+            ) from None
+        except DataError:
+            raise
+        except OSError as error:
+            raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{path} is no tokenizer that this program wrote ({error}).") from None
+
+
+def usable_cores() -> int:
+    """Cores that this process may use: its affinity where the system knows one."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
