@@ -1,0 +1,371 @@
+"""The preflight role: every sentence about a knob, an inventory or a host, and the table of them all."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = ROOT / "roles" / "preflight"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"test_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+knobs = load(ROLE / "action_plugins" / "preflight_knobs.py")
+preflight = load(ROLE / "filter_plugins" / "preflight.py")
+KNOWN = knobs.known_names(
+    ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "knobs.yml"
+)
+
+
+def check(asked: dict[str, Any], inventory: dict[str, Any] | None = None) -> list[tuple[str, str, str]]:
+    found = knobs.check(asked, inventory or {}, KNOWN, RunConfig, "train.yml")
+    return [(f["host"], f["problem"], f["remedy"]) for f in found]
+
+
+# -- knobs
+
+
+def test_good_knobs_pass_as_text_and_as_numbers() -> None:
+    assert check({"depth": "4", "steps": "20", "run_id": "evening-1", "stop_now": "true"}) == []
+    assert (
+        check({"depth": 4, "total_batch_size": "auto", "network_ufw_enable": True, "ansible_user": "me"})
+        == []
+    )
+    assert check({}, {"depth": 4, "fleet_threads": 2}) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("dept", "depth"),
+        ("Depth", "depth"),
+        ("step", "steps"),
+        ("runid", "run_id"),
+        ("network_port_lo", "network_port_low"),
+        ("nanofleet_usr", "nanofleet_user"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    assert check({name: "8"}) == [
+        (
+            f"-e {name}=8",
+            f"no such knob; did you mean {nearest}?",
+            f"ansible-playbook train.yml -e {nearest}=8",
+        )
+    ]
+
+
+def test_a_name_like_no_other_points_to_the_list() -> None:
+    [(where, problem, remedy)] = check({"zzzzzz": "8"})
+    assert (where, problem) == ("-e zzzzzz=8", "no such knob.")
+    assert "inventory/sample/group_vars/fleet.yml" in remedy
+
+
+def test_a_word_without_a_value_is_refused() -> None:
+    [(where, problem, remedy)] = check({"_raw_params": "depth 8"})
+    assert (where, problem) == ("-e depth", "a knob needs a value.")
+    assert "-e depth=VALUE" in remedy
+
+
+@pytest.mark.parametrize(
+    ("asked", "sentence", "remedy"),
+    [
+        ({"depth": "abc"}, "depth is 'abc': it takes a whole number.", "-e depth=8"),
+        ({"depth": "0"}, "depth is 0: it must be at least 1.", "-e depth=8"),
+        ({"matrix_lr": "fast"}, "matrix_lr is 'fast': it takes a number.", "-e matrix_lr=0.02"),
+        ({"steps": "many"}, "steps is 'many': it takes a whole number.", "-e steps=5000"),
+        ({"steps": "-1"}, "steps is -1: it takes a whole number of at least 0.", "-e steps=5000"),
+        ({"stop_now": "perhaps"}, "stop_now is 'perhaps': it takes true or false.", "-e stop_now=true"),
+        ({"network_store_port": "http"}, "network_store_port is 'http': it takes a whole number.", "=29500"),
+        (
+            {"run_id": "../x"},
+            "run_id is '../x': it takes 1 to 63 letters, digits, dots, dashes and underscores, "
+            "and starts with a letter or digit.",
+            "-e run_id=evening-1",
+        ),
+        (
+            {"sequence_len": "1000"},
+            "total_batch_size is 4096: it must be a multiple of sequence_len (1000); use 4000 or 5000.",
+            "-e total_batch_size=4000",
+        ),
+    ],
+)
+def test_a_value_that_cannot_be_used_gets_a_sentence(
+    asked: dict[str, str], sentence: str, remedy: str
+) -> None:
+    [(_, problem, typed)] = check(asked)
+    assert problem == sentence
+    assert typed.startswith("ansible-playbook train.yml -e ")
+    assert typed.endswith(remedy)
+
+
+def test_choices_are_listed() -> None:
+    spec = {"type": "str", "choices": ["up", "down"]}
+    assert (
+        knobs.value_problem("lab_state", "sideways", spec) == "lab_state is 'sideways': it takes up or down."
+    )
+    assert knobs.value_problem("lab_hosts", "9", {"type": "int", "min": 1, "max": 8}) == (
+        "lab_hosts is 9: it takes a whole number from 1 to 8."
+    )
+
+
+def test_templates_are_left_to_where_they_are_used() -> None:
+    assert check({"depth": "{{ small }}", "steps": "{{ few }}"}) == []
+
+
+def test_both_names_of_the_steps_are_refused() -> None:
+    [(where, problem, _)] = check({"steps": "20", "num_iterations": "30"})
+    assert where == "-e steps=20"
+    assert problem == "steps and num_iterations are the same knob; give one of them."
+
+
+def test_all_findings_come_at_once_and_the_inventorys_too() -> None:
+    found = check({"dept": "8", "depth": "x", "seed": "y"}, {"matrix_lr": "z", "depth": "overruled"})
+    assert [where for where, _, _ in found] == ["-e dept=8", "inventory matrix_lr", "-e depth=x", "-e seed=y"]
+
+
+def test_every_knob_of_our_own_is_read_by_a_playbook_or_the_wiring() -> None:
+    read = "\n".join(path.read_text() for path in (ROOT / "playbooks").rglob("*.yml"))
+    own = yaml.safe_load((ROLE / "vars" / "knobs.yml").read_text())["preflight_known_knobs"]
+    assert [name for name in own if not re.search(rf"\b{name}\b", read)] == []
+
+
+def test_the_sample_inventory_lists_the_runs_knobs_with_their_defaults() -> None:
+    text = (ROOT / "inventory" / "sample" / "group_vars" / "fleet.yml").read_text()
+    lines = [line[2:] for line in text.splitlines() if line.startswith("# ") and ": " in line.split("#")[1]]
+    sample = yaml.safe_load("\n".join(line for line in lines if line.split(":")[0].isidentifier()))
+    defaults = RunConfig().to_dict()
+    assert set(defaults) - {"num_iterations"} <= set(sample)
+    assert {name: sample[name] for name in defaults if name in sample} == {
+        name: value for name, value in defaults.items() if name in sample
+    }
+    assert set(sample) <= {*defaults, *KNOWN}
+
+
+# -- inventory
+
+
+@pytest.fixture
+def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "is_resolvable", lambda address: address != "nowhere")
+
+
+@pytest.mark.usefixtures("_every_name_resolves")
+@pytest.mark.parametrize(
+    ("coordinators", "workers", "addresses", "host", "sentence"),
+    [
+        ([], [], {}, "inventory", "It lists no host in the groups coordinator and workers."),
+        ([], ["a"], {}, "inventory", "The group coordinator must hold exactly one host; it holds none."),
+        (["a", "b"], [], {}, "inventory", "The group coordinator must hold exactly one host; it holds a, b."),
+        (["a"], ["a"], {}, "a", "It is listed both as coordinator and as worker."),
+        (["a"], ["b"], {"a": "10.0.0.1", "b": "10.0.0.1"}, "b", "It has the same address as a, 10.0.0.1."),
+        (
+            ["a"],
+            ["b"],
+            {"a": "10.0.0.1", "b": "nowhere"},
+            "b",
+            "Its address nowhere does not resolve on this machine.",
+        ),
+    ],
+)
+def test_an_inventory_that_is_no_fleet_gets_a_sentence(
+    coordinators: list[str], workers: list[str], addresses: dict[str, str], host: str, sentence: str
+) -> None:
+    [found] = preflight.inventory_findings(addresses, coordinators, workers)
+    assert (found["host"], found["problem"]) == (host, sentence)
+    assert found["remedy"]
+
+
+def test_an_empty_inventory_points_to_the_sample() -> None:
+    [found] = preflight.inventory_findings({}, [], [])
+    assert found["remedy"].startswith("cp -r inventory/sample")
+
+
+@pytest.mark.usefixtures("_every_name_resolves")
+def test_a_fleet_of_one_or_more_passes() -> None:
+    assert preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], []) == []
+    assert preflight.inventory_findings({"a": "tower.lan", "b": "10.0.0.2"}, ["a"], ["b"]) == []
+
+
+# -- hosts
+
+LIMITS: dict[str, Any] = {
+    "free_gb": 3,
+    "skew_s": 5,
+    "pythons": ["3.11", "3.12", "3.13"],
+    "architectures": ["x86_64", "aarch64"],
+    "config": {},
+}
+GOOD = """kernel=Linux
+machine=x86_64
+systemd=yes
+distribution=debian 12
+python3=yes
+python=3.11
+memory_kb=16000000
+disk=/opt/nanofleet 9000000 /
+disk=/var/lib/nanofleet 9000000 /
+"""
+ROOT_OK = {"stdout": "sent=1000 time=1001 uid=0\r\n"}
+
+
+def host(text: str = GOOD, root: dict[str, str] | None = None, **limits: Any) -> list[tuple[str, str]]:
+    variables = {
+        "__preflight_probe": {"stdout": text},
+        "__preflight_root": root or ROOT_OK,
+        "ansible_user": "me",
+    }
+    found = preflight.host_findings(["laptop"], {"laptop": variables}, {**LIMITS, **limits})
+    assert all(f["host"] == "laptop" for f in found)
+    return [(f["problem"], f["remedy"]) for f in found]
+
+
+def test_a_fit_host_has_no_finding() -> None:
+    assert host() == []
+    assert host(GOOD.replace("\n", "\r\n"), config={"depth": 8}) == []
+
+
+def test_without_python_it_says_so() -> None:
+    [(problem, remedy)] = host(GOOD.replace("python3=yes\npython=3.11\n", ""))
+    assert problem == "No python3 is installed; Ansible and the trainer need Python 3.11 or 3.12 or 3.13."
+    assert remedy == "sudo apt install python3 python3-venv  (on laptop)"
+
+
+def test_an_old_python_is_named() -> None:
+    [(problem, remedy)] = host(GOOD.replace("3.11", "3.9").replace("debian 12", "debian 11"))
+    assert problem == "Python 3.11 or 3.12 or 3.13 is needed; it has 3.9 (debian 11)."
+    assert "python3.11" in remedy
+
+
+@pytest.mark.parametrize(("old", "new"), [("systemd=yes\n", ""), ("kernel=Linux", "kernel=Darwin")])
+def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
+    [(problem, remedy)] = host(GOOD.replace(old, new))
+    assert "without systemd; runs are systemd units" in problem
+    assert "remove laptop from the inventory" in remedy
+
+
+def test_other_processors_are_refused() -> None:
+    [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
+    assert problem == "Its processor is riscv64; torch is at hand for x86_64 and aarch64."
+
+
+def test_a_full_disk_is_said_once_a_mount() -> None:
+    [(problem, remedy)] = host(GOOD.replace("9000000", "1048576"))
+    assert problem == "1.0 GiB are free on / for /opt/nanofleet and /var/lib/nanofleet; 3 are needed."
+    assert "du -xh" in remedy
+    apart = GOOD.replace("9000000", "1048576").replace(
+        "/var/lib/nanofleet 1048576 /", "/var/lib/nanofleet 9000000 /var"
+    )
+    assert [problem for problem, _ in host(apart)] == [
+        "1.0 GiB are free on / for /opt/nanofleet; 3 are needed."
+    ]
+
+
+def test_a_host_that_is_set_up_needs_less_space() -> None:
+    two_left = GOOD.replace("9000000", "2097152")
+    assert len(host(two_left)) == 1
+    assert host(two_left + "installed=yes\n") == []
+
+
+def test_too_little_memory_for_the_depth() -> None:
+    [(problem, remedy)] = host(GOOD.replace("16000000", "2000000"), config={"depth": "8"})
+    assert problem == "Depth 8 needs at least 2.4 GiB of memory; it has 1.9 GiB."
+    assert remedy == "ansible-playbook train.yml -e depth=4"
+
+
+def test_memory_follows_the_parameter_count() -> None:
+    assert preflight.fixed_memory_gb({"depth": 8}) == pytest.approx(125_829_354 * 16 / 2**30, rel=1e-3)
+
+
+def test_a_missing_command_is_named_with_its_package() -> None:
+    assert host(GOOD + "missing=ip\n") == [
+        ("The command ip is missing.", "sudo apt install iproute2  (on laptop)")
+    ]
+
+
+@pytest.mark.parametrize(("time", "words"), [(1020, "20 s ahead of"), (980, "20 s behind")])
+def test_a_clock_that_is_off(time: int, words: str) -> None:
+    [(problem, remedy)] = host(root={"stdout": f"sent=1000 time={time} uid=0"})
+    assert problem == f"Its clock is {words} the controller's."
+    assert remedy == "sudo timedatectl set-ntp true  (on laptop)"
+
+
+def test_sudo_that_wants_a_password() -> None:
+    [(problem, remedy)] = host(root={"msg": "Task failed: Missing sudo password"})
+    assert problem == "sudo asks for a password of me."
+    assert remedy.startswith("add -K")
+    [(problem, _)] = host(root={"msg": "Incorrect sudo password"})
+    assert problem == "sudo refuses the password of me."
+
+
+@pytest.mark.parametrize(
+    ("said", "meaning", "remedy"),
+    [
+        (
+            "ssh: connect to host 10.0.0.11 port 22: Connection timed out",
+            "down, asleep",
+            "ssh -p 2222 me@10.0.0.11",
+        ),
+        (
+            "ssh: connect to host 10.0.0.11 port 22: No route to host",
+            "down or on another",
+            "ssh -p 2222 me@10.0.0.11",
+        ),
+        ("ssh: connect: Network is unreachable", "this machine has no route", "ssh -p 2222 me@10.0.0.11"),
+        (
+            "ssh: connect to host 10.0.0.11 port 22: Connection refused",
+            "no SSH server",
+            "apt install openssh-server",
+        ),
+        (
+            "me@10.0.0.11: Permission denied (publickey).",
+            "refuses this user or key",
+            "ssh-copy-id -p 2222 me@10.0.0.11",
+        ),
+        ("Host key verification failed.", "host key", "ssh -p 2222 me@10.0.0.11"),
+        (
+            "ssh: Could not resolve hostname laptop: Name or service not known",
+            "does not resolve",
+            "ansible_host",
+        ),
+        ("Something else", "Something else", "ssh -p 2222 me@10.0.0.11"),
+    ],
+)
+def test_a_host_that_cannot_be_reached(said: str, meaning: str, remedy: str) -> None:
+    variables = {
+        "__preflight_probe": {"unreachable": True, "msg": f"Failed to connect to the host via ssh: {said}"},
+        "ansible_host": "10.0.0.11",
+        "ansible_user": "me",
+        "ansible_port": 2222,
+    }
+    [found] = preflight.host_findings(["laptop"], {"laptop": variables}, LIMITS)
+    assert found["problem"].startswith("Cannot be reached at me@10.0.0.11: ")
+    assert meaning in found["problem"]
+    assert remedy in found["remedy"]
+
+
+def test_the_table_holds_every_finding_of_every_host() -> None:
+    down = {"__preflight_probe": {"unreachable": True, "msg": "Connection timed out"}}
+    old = {
+        "__preflight_probe": {"stdout": GOOD.replace("3.11", "3.9")},
+        "__preflight_root": {"msg": "Missing sudo"},
+    }
+    found = preflight.host_findings(["a", "laptop"], {"a": down, "laptop": old}, LIMITS)
+    lines = preflight.table(found).splitlines()
+    assert lines[0] == "3 findings; nothing was changed."
+    assert [line.split("  ")[0] for line in lines[1::2]] == ["a", "laptop", "laptop"]
+    assert all(line.strip().startswith("Type: ") for line in lines[2::2])
