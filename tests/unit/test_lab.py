@@ -1,0 +1,337 @@
+"""The lab's decisions, and what bootstrap.sh says: no container is started here."""
+
+from __future__ import annotations
+
+import importlib.util
+import ipaddress
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = ROOT / "roles" / "lab"
+BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
+
+
+def load_filters() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("lab_filters", ROLE / "filter_plugins" / "lab.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+lab = load_filters()
+
+
+# The subnet
+
+
+def test_a_subnet_is_the_same_for_the_same_name_and_free():
+    first = lab.lab_free_subnet("lab", [])
+    assert first == lab.lab_free_subnet("lab", ["default", "192.0.2.0/24", "fd00::/64"])
+    assert ipaddress.ip_network(first).subnet_of(ipaddress.ip_network("10.88.0.0/13"))
+
+
+def test_a_subnet_that_is_routed_or_lies_in_a_routed_one_is_not_taken():
+    first = lab.lab_free_subnet("lab", [])
+    second = lab.lab_free_subnet("lab", [first])
+    assert second != first
+    wide = str(ipaddress.ip_network(first).supernet(new_prefix=16))
+    assert not ipaddress.ip_network(lab.lab_free_subnet("lab", [wide])).overlaps(ipaddress.ip_network(wide))
+    host_route = str(ipaddress.ip_network(first)[7])
+    assert lab.lab_free_subnet("lab", [host_route]) != first
+
+
+def test_two_names_start_their_search_in_different_places():
+    assert len({lab.lab_free_subnet(name, []) for name in ("lab", "lab2", "test", "molecule-default")}) == 4
+
+
+def test_a_vpn_that_routes_all_of_10_leaves_labs_their_pool():
+    assert lab.lab_free_subnet("lab", ["10.0.0.0/8"]) == lab.lab_free_subnet("lab", [])
+
+
+def test_no_room_left_is_a_sentence():
+    with pytest.raises(lab.LabError, match="take labs down"):
+        lab.lab_free_subnet("lab", [f"10.{b}.0.0/16" for b in range(89, 99)])
+
+
+def test_subnets_are_read_from_podman_with_and_without_a_name():
+    networks = [
+        {"name": "nanofleet-a", "subnets": [{"subnet": "10.90.1.0/24", "gateway": "10.90.1.1"}]},
+        {"name": "none"},
+        {"name": "v6", "subnets": None},
+    ]
+    assert lab.lab_subnets(networks) == ["10.90.1.0/24"]
+    assert lab.lab_subnets(networks, "nanofleet-a") == ["10.90.1.0/24"]
+    assert lab.lab_subnets(networks, "nanofleet-b") == []
+
+
+# The hosts
+
+
+def test_each_host_has_an_address_and_cores_of_its_own():
+    plan = lab.lab_plan("x", 2, "10.90.1.0/24", 2, [0, 1, 2, 3])
+    assert [host["name"] for host in plan] == ["x-1", "x-2"]
+    assert [host["address"] for host in plan] == ["10.90.1.11", "10.90.1.12"]
+    assert [host["cpuset"] for host in plan] == ["0,1", "2,3"]
+
+
+@pytest.mark.parametrize(
+    ("count", "cores", "cpus", "expected"),
+    [(3, 1, [0, 1], ["0", "1", "0"]), (2, 4, [0, 1], ["0,1", "0,1"]), (2, 1, [4, 6], ["4", "6"])],
+)
+def test_too_few_cores_are_shared_in_turn(count, cores, cpus, expected):
+    assert [host["cpuset"] for host in lab.lab_plan("x", count, "10.90.1.0/24", cores, cpus)] == expected
+
+
+def test_two_hundred_hosts_fit_the_subnet():
+    addresses = {host["address"] for host in lab.lab_plan("x", 200, "10.90.1.0/24", 1, [0])}
+    assert len(addresses) == 200
+    assert "10.90.1.255" not in addresses
+
+
+def test_this_machines_cores_and_rights_are_read_from_proc():
+    status = "Name:\tx\nCapBnd:\t000001fffeffffff\nCpus_allowed_list:\t0-2,5\n"
+    assert lab.lab_cpus(status) == [0, 1, 2, 5]
+    assert not lab.lab_can_raise_limits(status)
+    assert lab.lab_can_raise_limits("CapBnd:\t000001ffffffffff\n")
+    assert lab.lab_cpus("") == [0]
+
+
+# Whose containers they are
+
+
+def test_containers_of_the_name_are_found_with_their_owner():
+    containers = [
+        {"Names": ["x-1"], "Labels": {"nanofleet.lab": "x", "nanofleet.state": "/a/.lab/x"}},
+        {"Names": ["x-2"], "Labels": None},
+        {"Names": ["x-2-1"], "Labels": {"nanofleet.lab": "x-2", "nanofleet.state": "/a/.lab/x-2"}},
+        {"Names": ["other"], "Labels": {}},
+    ]
+    assert lab.lab_containers(containers, "x") == [
+        {"name": "x-1", "owner": "/a/.lab/x"},
+        {"name": "x-2", "owner": ""},
+    ]
+    assert lab.lab_containers(None, "x") == []
+
+
+def test_failures_name_the_host_and_its_words():
+    results = [
+        {"failed": False, "item": {"name": "x-1"}},
+        {"failed": True, "item": {"name": "x-2"}, "stderr": "no such image\n"},
+        {"failed": True, "msg": "odd"},
+    ]
+    assert lab.lab_failures(results) == "x-2: no such image; odd"
+
+
+# The link and the mirror
+
+
+@pytest.mark.parametrize(
+    ("rate", "burst"),
+    [("none", "0"), ("1gbit", "256kb"), ("100mbit", "256kb"), ("2.5gbit", "640kb"), ("64kbit", "32kb")],
+)
+def test_the_bucket_grows_with_the_rate(rate, burst):
+    assert lab.lab_burst(rate) == burst
+
+
+def test_a_rate_that_is_none_is_refused():
+    with pytest.raises(lab.LabError, match="fast is not a rate"):
+        lab.lab_burst("fast")
+
+
+def test_the_machines_own_mirror_is_taken_unless_it_is_the_usual():
+    local = "http://mirror.example/debian-security/\nhttp://mirror.example/debian/\n"
+    assert lab.lab_mirror_of(local, "debian") == "http://mirror.example/debian"
+    assert lab.lab_mirror_of(local, "ubuntu") == ""
+    assert lab.lab_mirror_of("http://deb.debian.org/debian/\n", "debian") == ""
+
+
+# The role's files
+
+
+def test_defaults_and_argument_specs_hold_the_same():
+    defaults = yaml.safe_load((ROLE / "defaults/main.yml").read_text())
+    options = yaml.safe_load((ROLE / "meta/argument_specs.yml").read_text())["argument_specs"]["main"][
+        "options"
+    ]
+    assert {key: option["default"] for key, option in options.items()} == defaults
+
+
+@pytest.mark.parametrize("hosts", [1, 3])
+def test_the_inventory_has_one_coordinator_and_checks_host_keys(tmp_path, hosts):
+    data = render(
+        "hosts.yml.j2",
+        tmp_path,
+        lab_name="x",
+        lab_cores="2",
+        __lab_plan=lab.lab_plan("x", hosts, "10.90.1.0/24", 2, [0]),
+        __lab_user="ops",
+        __lab_key="/r/.lab/x/id_ed25519",
+        __lab_known_hosts="/r/.lab/x/known_hosts",
+        __lab_control_dir="/r/.lab/x/cp",
+    )
+    inventory = yaml.safe_load(data)
+    assert inventory["coordinator"]["hosts"] == {"x-1": {"ansible_host": "10.90.1.11"}}
+    assert list(inventory["workers"]["hosts"]) == ["x-2", "x-3"][: hosts - 1]
+    variables = inventory["fleet"]["vars"]
+    assert variables["fleet_threads"] == 2
+    assert "StrictHostKeyChecking=yes" in variables["ansible_ssh_common_args"]
+
+
+def render(template: str, tmp_path: Path, **values: object) -> str:
+    """Render one of the role's templates as the template module would."""
+    from ansible.parsing.dataloader import DataLoader
+    from ansible.template import Templar, trust_as_template
+
+    text = trust_as_template((ROLE / "templates" / template).read_text())
+    return Templar(loader=DataLoader(), variables=json.loads(json.dumps(values))).template(text)
+
+
+# What a person reads who asked for something that cannot be
+
+
+@pytest.mark.parametrize(
+    ("knob", "sentence"),
+    [
+        ("lab_hosts=two", "lab_hosts=two is not a number of hosts"),
+        ("lab_hosts=0", "lab_hosts=0 is not a number of hosts"),
+        ("lab_cores=0", "lab_cores=0 is not a number of cores"),
+        ("lab_link=fast", "lab_link=fast is not a rate"),
+        ("lab_distribution=sid", "lab_distribution=sid is not known: say one of bookworm, trixie, noble"),
+        ("lab_name=My_Lab", "lab_name=My_Lab cannot be a host's name"),
+        ("lab_state=sideways", "say lab_state=up or lab_state=down"),
+        ("lab_memory=lots", "lab_memory=lots is not an amount of memory"),
+    ],
+)
+def test_a_bad_knob_gets_a_sentence(knob, sentence):
+    done = playbook("-e", knob)
+    assert done.returncode != 0
+    assert sentence in " ".join(done.stdout.split())
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+# What Ansible's local connection cannot do without.
+SHELL = ("sh", "echo", "mkdir", "chmod", "rm", "sleep", "python3")
+
+
+def test_without_podman_a_lab_says_what_to_type(tmp_path):
+    done = playbook("-e", "lab_name=nopodman", path=tools(tmp_path, *SHELL, "uname", "id"))
+    assert done.returncode != 0
+    said = " ".join(done.stdout.split())
+    assert "podman is not installed on this machine" in said
+    assert "scripts/bootstrap.sh lab" in said
+
+
+def playbook(*args: str, path: str | None = None) -> subprocess.CompletedProcess[str]:
+    import sys
+
+    env = os.environ | {"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1", "COLUMNS": "400"}
+    if path:
+        env["PATH"] = path
+    command = [str(Path(sys.executable).with_name("ansible-playbook")), "lab.yml", *args]
+    return subprocess.run(
+        command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def tools(folder: Path, *names: str, **scripts: str) -> str:
+    """A PATH that holds these tools of the machine and these scripts, and nothing else."""
+    for name in names:
+        found = shutil.which(name)
+        assert found, name
+        (folder / name).symlink_to(found)
+    for name, body in scripts.items():
+        tool = folder / name.replace("_", "-")
+        tool.write_text("#!/bin/sh\n" + body)
+        tool.chmod(0o755)
+    return str(folder)
+
+
+def bootstrap(part: str, path: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+    script = (cwd or ROOT) / "scripts" / "bootstrap.sh"
+    return subprocess.run(
+        ["/bin/sh", "-u", str(script), part],
+        env={"PATH": path, "BOOTSTRAP_PATH": "", "BOOTSTRAP_HELPERS": "/nowhere", **env},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+BARE = ("dirname", "grep", "cat", "sed", "cksum")
+
+
+def test_without_sudo_the_missing_packages_and_the_command_are_named(tmp_path):
+    path = tools(tmp_path, *BARE, "uname", id="echo 1000\n", apt_get="exit 1\n")
+    done = bootstrap("lab", path)
+    assert done.returncode == 1
+    assert "a lab needs podman runc netavark" in done.stderr
+    assert "there is no sudo here, so type as root: apt-get update && apt-get install" in done.stderr
+
+
+def test_packages_are_installed_with_sudo_and_announced_first(tmp_path):
+    log = tmp_path / "log"
+    path = tools(tmp_path, *BARE, "uname", id="echo 1000\n", apt_get="exit 1\n", sudo=f'echo "$@" >>{log}\n')
+    done = bootstrap("lab", path)
+    assert done.returncode == 0, done.stderr
+    assert "installing with sudo" in done.stdout
+    assert "apt-get install --yes --no-install-recommends podman runc" in log.read_text()
+
+
+def test_with_all_there_nothing_is_said_or_done(tmp_path):
+    there = dict.fromkeys(
+        ("podman", "runc", "crun", "iptables", "nft", "mmdebstrap", "rsync", "ssh", "ip"), "exit 1\n"
+    )
+    helpers = tmp_path / "helpers"
+    helpers.mkdir()
+    tools(helpers, netavark="exit 1\n", aardvark_dns="exit 1\n")
+    path = tools(tmp_path, *BARE, "uname", **there)
+    done = bootstrap("lab", path, BOOTSTRAP_HELPERS=str(helpers), BOOTSTRAP_KEYRING=str(tmp_path))
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_a_lab_on_macos_is_refused_with_a_way_on(tmp_path):
+    done = bootstrap("lab", tools(tmp_path, *BARE, uname="echo Darwin\n"))
+    assert done.returncode == 1
+    assert "a lab needs Linux; real hosts work from here" in done.stderr
+
+
+def test_an_old_python_is_named(tmp_path):
+    old = 'case $1 in -V) echo "Python 3.9.2" ;; *) exit 1 ;; esac\n'
+    done = bootstrap("venv", tools(tmp_path, *BARE, "uname", python3=old), cwd=checkout(tmp_path))
+    assert done.returncode == 1
+    assert "Python 3.11 to 3.13 is needed, and python3 is Python 3.9.2" in done.stderr
+
+
+def test_a_venv_that_fits_is_left_alone(tmp_path):
+    here = checkout(tmp_path)
+    (here / ".venv/bin").mkdir(parents=True)
+    python = here / ".venv/bin/python"
+    python.write_text("#!/bin/sh\nexit 1\n")
+    python.chmod(0o755)
+    sums = subprocess.run(
+        "cat pyproject.toml constraints.txt | cksum", shell=True, cwd=here, capture_output=True, text=True
+    )
+    (here / ".venv/.nanofleet").write_text(sums.stdout)
+    done = bootstrap("venv", tools(tmp_path, *BARE), cwd=here)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def checkout(folder: Path) -> Path:
+    """A folder with what bootstrap.sh reads."""
+    here = folder / "checkout"
+    (here / "scripts").mkdir(parents=True)
+    shutil.copy(BOOTSTRAP, here / "scripts")
+    (here / "pyproject.toml").write_text("[project]\n")
+    (here / "constraints.txt").write_text("torch==2.13.0\n")
+    return here
