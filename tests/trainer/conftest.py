@@ -1,0 +1,165 @@
+"""A small dataset, and ranks started as torchrun starts them, for the tests that train."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.__main__ import main
+from trainer.config import RunConfig, RunFile
+from trainer.host.place import Place, Voice
+from trainer.outcome import Attempt
+
+TINY = {
+    "depth": 2,
+    "aspect_ratio": 16,
+    "head_dim": 16,
+    "sequence_len": 32,
+    "total_batch_size": 160,  # 5 rows, so that 2 and 3 ranks take uneven slices
+    "device_batch_size": 2,
+    "num_iterations": 6,
+    "warmup_steps": 2,
+    "eval_tokens": 320,
+    "unembedding_lr": 0.3,
+    "embedding_lr": 10.0,
+    "matrix_lr": 0.8,
+    "tracker": "none",
+    "digest_every": 1,
+}
+RATES = {"unembedding_lr": 0.1, "embedding_lr": 1.0, "matrix_lr": 0.1, "scalar_lr": 0.5, "weight_decay": 0.1}
+LONGEST_SECONDS = 120.0
+OLD_CPU = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+
+
+@pytest.fixture(scope="session")
+def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Shards, tokenizer and rows of some generated text."""
+    folder = tmp_path_factory.mktemp("trainer")
+    source = folder / "text"
+    source.mkdir()
+    draw = random.Random(7)
+    syllables = [draw.choice("aeiou") + "".join(draw.choices("bcdfglmnprst", k=2)) for _ in range(80)]
+    words = [syllable * draw.randint(1, 2) for syllable in syllables]
+    for number in range(40):
+        sentences = [" ".join(draw.choices(words, k=draw.randint(4, 9))) + ".\n" for _ in range(40)]
+        (source / f"{number:02d}.txt").write_text("".join(sentences), encoding="utf-8")
+    out = folder / "data"
+    assert main(["prepare", "--source", str(source), "--out", str(out), "--vocab-size", "300"]) == 0
+    assert main(["prepare", "--rows", "--data-dir", str(out), "--sequence-len", "32"]) == 0
+    return out
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def flags(knobs: dict[str, Any]) -> list[str]:
+    return [text for name, value in knobs.items() for text in (f"--{name.replace('_', '-')}", str(value))]
+
+
+@dataclass
+class Rank:
+    """A rank that was started, in a run directory of its own as on a host of its own."""
+
+    process: subprocess.Popen[str]
+    run_dir: Path
+
+    def wait(self, seconds: float = LONGEST_SECONDS) -> tuple[int, str]:
+        """Its exit code and everything it said."""
+        said, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, said
+
+    def outcome(self) -> dict[str, Any]:
+        return dict(json.loads((self.run_dir / "outcome.json").read_text()))
+
+    def reach_step(self, step: int, seconds: float = LONGEST_SECONDS) -> None:
+        """Wait until its heartbeat says that so many steps are done."""
+        deadline = time.monotonic() + seconds
+        beat = self.run_dir / "heartbeat-0.json"
+        while not (beat.exists() and json.loads(beat.read_text())["step"] >= step):
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, f"step {step} was not reached"
+            time.sleep(0.02)
+
+
+Start = Callable[..., list[Rank]]
+
+
+@pytest.fixture
+def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
+    """Start ranks as torchrun would: start(2, depth=3, per_rank=[{}, {"seed": 1}], env=[{}, OLD_CPU])."""
+    begun: list[Rank] = []
+
+    def begin(
+        world_size: int,
+        *,
+        name: str = "run",
+        per_rank: Sequence[dict[str, Any]] = (),
+        env: Sequence[dict[str, str]] = (),
+        **knobs: Any,
+    ) -> list[Rank]:
+        port = str(free_port())
+        ranks = []
+        for rank in range(world_size):
+            run_dir = tmp_path / f"{name}-{rank}"
+            config = {**TINY, **knobs, **(per_rank[rank] if per_rank else {})}
+            environment = {
+                **os.environ,
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "NANOFLEET_HOST": f"host-{rank + 1}",
+                **(env[rank] if env else {}),
+            }
+            if world_size > 1:
+                environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
+                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            command = [sys.executable, "-m", "trainer", "train", "--data-dir", str(data_dir)]
+            command += ["--run-dir", str(run_dir), "--run-id", "test", *flags(config)]
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            ranks.append(Rank(process, run_dir))
+        begun.extend(ranks)
+        return ranks
+
+    yield begin
+    for rank in begun:
+        if rank.process.poll() is None:
+            rank.process.kill()
+            rank.process.communicate()
+
+
+def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
+    """Train as one rank in this process, where torch is already imported."""
+    import torch
+
+    from trainer.train import train
+
+    attempt = Attempt(run_dir, Place())
+    attempt.begin()
+    run_file = RunFile("here", RunConfig.from_strings({**TINY, **knobs}))
+    try:
+        reason = train(run_file, data_dir, run_dir, Place(), attempt, Voice(Place()))
+        attempt.end("finished", reason)
+    finally:
+        torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
+    return attempt
+
+
+def losses(run_dir: Path) -> list[float]:
+    """The losses of a run's steps."""
+    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]

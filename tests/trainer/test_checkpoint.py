@@ -1,0 +1,176 @@
+"""Checkpoints are whole or absent, damage is named, and the figures beside them follow the run."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RATES, TINY, free_port
+
+from trainer import checkpoint
+from trainer.checkpoint import DamagedCheckpointError, State
+from trainer.config import ConfigError, RunConfig
+from trainer.data import DataError
+from trainer.host.place import Place
+from trainer.model import GPT, GPTConfig
+from trainer.optim import build_optimizer
+from trainer.outcome import Attempt, Final, Retryable, Stopped, conclude, is_expected
+from trainer.tracking import MetricsFile, MlflowTracker, Tracker
+
+CONFIG = RunConfig.from_strings(TINY)
+MODEL = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
+
+
+def state_at(step: int) -> State:
+    torch.manual_seed(step)
+    model = GPT(MODEL)
+    model.init_weights()
+    optimizer = build_optimizer(model, **RATES)
+    model(torch.randint(300, (1, 8)), torch.randint(300, (1, 8))).backward()
+    optimizer.step()
+    meta = {"step": step, "config": CONFIG.to_dict(), "model_config": MODEL.__dict__, "hashes": {"rows": "r"}}
+    return State(meta, dict(model.state_dict()), optimizer.state_dict())
+
+
+def said_by(lines: list[str]) -> str:
+    return "\n".join(lines)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, data_dir: Path) -> Path:
+    """Checkpoints of steps 20 and 30; step 10's has been dropped."""
+    for step in (10, 20, 30):
+        checkpoint.save(tmp_path / "checkpoints", state_at(step), data_dir / "tokenizer")
+    return tmp_path / "checkpoints"
+
+
+def test_the_newest_two_are_kept_and_come_back_bitwise(folder: Path) -> None:
+    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step_000030", "step_000020"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000030"]
+    state = checkpoint.newest(folder, lambda text: pytest.fail(text))
+    assert state is not None
+    expected = state_at(30)
+    assert state.step == 30
+    assert state.model.keys() == expected.model.keys()
+    assert all(torch.equal(state.model[name], tensor) for name, tensor in expected.model.items())
+    for name, tensors in expected.optim.items():
+        assert all(torch.equal(state.optim[name][key], tensor) for key, tensor in tensors.items()), name
+    model, tokenizer = checkpoint.load_model(folder / "step_000030")
+    assert model.config == MODEL
+    assert tokenizer.vocab_size == 300
+
+
+@pytest.mark.parametrize("file", ["model.pt", "optim.pt", "tokenizer/tokenizer.json", "meta.json"])
+def test_a_damaged_one_is_named_and_the_one_before_taken(folder: Path, file: str) -> None:
+    path = folder / "step_000030" / file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data if file != "meta.json" else data[: len(data) // 2])
+    said: list[str] = []
+    state = checkpoint.newest(folder, said.append)
+    assert state is not None
+    assert state.step == 20
+    assert len(said) == 1
+    assert str(path) in said[0]
+
+
+def test_none_whole_is_refused_and_none_at_all_is_a_start(folder: Path, tmp_path: Path) -> None:
+    for path in folder.glob("*/model.pt"):
+        path.unlink()
+    with pytest.raises(ConfigError, match="None of the 2 checkpoint"):
+        checkpoint.newest(folder, lambda text: None)
+    assert checkpoint.newest(tmp_path / "none", lambda text: None) is None
+
+
+def test_an_interrupted_save_leaves_the_old_ones(
+    folder: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full_disk(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "write_whole", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            checkpoint.save(folder, state_at(40), data_dir / "tokenizer")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000030"]
+    (folder / ".step_000050.tmp").mkdir()  # as SIGKILL leaves it
+    checkpoint.save(folder, state_at(40), data_dir / "tokenizer")
+    assert sorted(path.name for path in folder.iterdir()) == ["step_000030", "step_000040"]
+
+
+def test_pickles_are_not_loaded(folder: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[object, tuple[str]]:
+            return (print, ("loaded",))
+
+    path = folder / "step_000030" / "model.pt"
+    torch.save({"x": Evil()}, path)
+    meta = json.loads((path.parent / "meta.json").read_text())
+    meta["sha256"]["model.pt"] = checkpoint.file_sha256(path)
+    (path.parent / "meta.json").write_text(json.dumps(meta))
+    with pytest.raises(DamagedCheckpointError, match=r"model\.pt cannot be read"):
+        checkpoint.load(path.parent)
+
+
+def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) -> None:
+    state = checkpoint.load(folder / "step_000030")
+    checkpoint.check_continues(state, CONFIG, {"rows": "r"}, "run")
+    other = RunConfig.from_strings({**TINY, "seed": 43, "tracker": "mlflow"})
+    with pytest.raises(ConfigError, match="seed was 42, now 43; "):
+        checkpoint.check_continues(state, other, {"rows": "r"}, "run")
+    with pytest.raises(DataError, match="other data: rows"):
+        checkpoint.check_continues(state, CONFIG, {"rows": "s"}, "run")
+
+
+def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 1}\n{"step": 4, "lo')
+    MetricsFile(path, resume_step=2).write({"step": 3, "loss": 1.5})
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 3},
+        {"step": 2, "loss": 2},
+        {"step": 3, "loss": 1.5},
+    ]
+    MetricsFile(path, resume_step=0)
+    assert path.read_text() == ""
+
+
+def test_a_tracker_that_is_away_costs_one_line_and_no_time(tmp_path: Path) -> None:
+    said: list[str] = []
+    mlflow = MlflowTracker(f"http://127.0.0.1:{free_port()}", "run", CONFIG.to_dict(), {}, said.append)
+    tracker = Tracker(tmp_path, 0, mlflow)
+    began = time.monotonic()
+    for step in range(1, 2001):
+        tracker.step(step, {"loss": 1.0, "lr_multiplier": 0.5})
+    assert time.monotonic() - began < 1
+    deadline = time.monotonic() + 30  # importing mlflow takes seconds
+    while not said and time.monotonic() < deadline:
+        time.sleep(0.05)
+    tracker.close("finished")
+    assert len([line for line in said if "does not answer" in line]) == 1
+    assert "training goes on without it" in said[0]
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2000
+
+
+def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:
+    assert conclude(Stopped("asked")) == ("stopped", "asked", 0)
+    assert conclude(Retryable("gone")) == ("retryable", "gone", 75)
+    assert conclude(Final("nan")) == ("final", "nan", 1)
+    assert conclude(ConfigError("depth")) == ("final", "depth", 2)
+    assert conclude(OSError(28, "No space", "/runs"))[1] == "No space is left on the disk of /runs."
+    with pytest.raises(KeyError) as caught:
+        {}["x"]
+    outcome, reason, code = conclude(caught.value)
+    assert (outcome, code, is_expected(caught.value)) == ("final", 1, False)
+    assert "Unexpected KeyError in test_checkpoint.py" in reason
+
+    attempt = Attempt(tmp_path / "run", Place(rank=1, world_size=2))
+    attempt.begin()
+    attempt.state(step=3, loss=1.5)
+    assert attempt.end("retryable", "Lost rank 0.")
+    assert not attempt.end("stopped", "too late")
+    outcome_file = json.loads((tmp_path / "run" / "outcome.json").read_text())
+    assert (outcome_file["outcome"], outcome_file["step"], outcome_file["rank"]) == ("retryable", 3, 1)

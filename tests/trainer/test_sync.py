@@ -1,0 +1,173 @@
+"""Gradients between ranks: the curve does not depend on how many there are, and all hold the same bytes."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OLD_CPU, RATES, Start, free_port, losses, train_here
+
+from trainer.contract import Record, compare, explain, meet
+from trainer.host.place import Place
+from trainer.model import GPT, GPTConfig
+from trainer.optim import build_optimizer
+from trainer.outcome import Final, Retryable
+from trainer.sync import make_sync
+from trainer.sync.dense import share_out
+from trainer.sync.digest import compare_parameters
+from trainer.sync.group import Group, Peer, broadcast_sends
+from trainer.sync.store import join_store
+
+
+def test_float64_curve_is_that_of_one_rank(start: Start, data_dir: Path, tmp_path: Path) -> None:
+    """1, 2 and 3 ranks, 5 rows a step: 5, 3+2 and 2+2+1. Digests are compared after every step."""
+    knobs = {"dtype": "float64", "num_iterations": 20}
+    runs = [start(n, name=f"of{n}", **knobs) for n in (2, 3)]
+    train_here(data_dir, tmp_path / "alone", **knobs)
+    alone = losses(tmp_path / "alone")
+    assert len(alone) == 20
+    assert alone[-1] < alone[0] - 0.5
+    for ranks in runs:
+        for rank in ranks:
+            code, said = rank.wait()
+            assert code == 0, said
+        assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-10)
+        bpb = json.loads((tmp_path / "alone" / "outcome.json").read_text())["val_bpb"]
+        assert ranks[0].outcome()["val_bpb"] == pytest.approx(bpb, rel=1e-9)
+
+
+def test_float32_curve_with_an_old_cpu_among_the_ranks(start: Start, data_dir: Path, tmp_path: Path) -> None:
+    """Ranks stay bitwise equal though one computes with AVX2, and near to a rank alone."""
+    usual = {"num_iterations": 5, "unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02}
+    pair = start(2, env=[{}, OLD_CPU], **usual)
+    train_here(data_dir, tmp_path / "alone", **usual)
+    for rank in pair:
+        code, said = rank.wait()
+        assert code == 0, said
+    assert losses(pair[0].run_dir) == pytest.approx(losses(tmp_path / "alone"), rel=1e-6)
+    step = json.loads((pair[0].run_dir / "metrics.jsonl").read_text().splitlines()[1])
+    model = GPT(GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16))
+    gradient_bytes = 4 * model.param_counts()["total"]
+    assert gradient_bytes < step["bytes_sent"] < 1.3 * gradient_bytes
+
+
+def test_one_rank_steps_as_the_optimizer_alone_does() -> None:
+    """Flat buffers and views change no bit."""
+    torch.manual_seed(1)
+    config = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
+    plain, synced = GPT(config), GPT(config)
+    plain.init_weights()
+    synced.load_state_dict(plain.state_dict())
+    optimizer, other = build_optimizer(plain, **RATES), build_optimizer(synced, **RATES)
+    sync = make_sync("dense", Group(Place(), []), synced, other)
+    idx = torch.randint(300, (2, 33))
+    for _ in range(3):
+        optimizer.zero_grad()
+        plain(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
+        for parameter in plain.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 64
+        optimizer.step()
+        sync.zero_grad()
+        synced(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
+        sync.reduce_gradients(64)
+        sync.step()
+        sync.hand_out()
+    for (name, one), two in zip(plain.named_parameters(), synced.parameters(), strict=True):
+        assert torch.equal(one, two), name
+
+
+def test_work_is_shared_out_by_cost() -> None:
+    assert share_out([1.0, 8.0, 4.0, 4.0], 2) == [0, 0, 1, 1]
+    assert share_out([1.0] * 5, 1) == [0] * 5
+    assert set(share_out([3.0, 2.0], 3)) == {0, 1}
+
+
+def test_broadcast_sends_one_copy_to_everyone() -> None:
+    for world_size in range(1, 9):
+        assert sum(broadcast_sends(rank, world_size) for rank in range(world_size)) == world_size - 1
+    assert [broadcast_sends(rank, 4) for rank in range(4)] == [2, 1, 0, 0]
+
+
+class GroupOfThree(Group):
+    """Rank 1 holds other bytes in the parameters from `first` on."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__(Place(world_size=3), [Peer(rank, f"host-{rank + 1}", "") for rank in range(3)])
+        self.first = first
+
+    def gather_int64(self, values: torch.Tensor) -> torch.Tensor:
+        table = values.repeat(3, 1)
+        table[1, self.first :] += 1
+        return table
+
+
+def test_a_rank_that_differs_is_named_with_the_parameter() -> None:
+    model = GPT(GPTConfig.from_depth(1, 300, 32, aspect_ratio=32, head_dim=32))
+    model.init_weights()
+    names = [name for name, _ in model.named_parameters()]
+    compare_parameters(GroupOfThree(len(names)), model, 50)
+    with pytest.raises(Final) as caught:
+        compare_parameters(GroupOfThree(3), model, 50)
+    assert f"rank 1 (host-2) in {names[3]} and {len(names) - 4} more" in str(caught.value)
+    assert "rank 0" not in str(caught.value)
+
+
+def test_a_lost_peer_is_named_by_its_address() -> None:
+    peers = [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2"), Peer(2, "c", "10.0.0.3")]
+    group = Group(Place(world_size=3), peers)
+    said = group._blame("[/pytorch/gloo/pair.cc:537] Connection closed by peer [10.0.0.3]:20011. This may be")
+    assert said.startswith("Lost rank 2 (c): its process or its host is gone (Connection closed by peer")
+    assert "This may" not in said
+    said = group._blame("Timed out waiting 100ms for recv")
+    assert said.startswith("rank 1 (b) or rank 2 (c) did not answer in time")
+
+
+def test_contract_names_the_odd_host_and_field() -> None:
+    records = [
+        Record(rank, host, "", {"config.seed": seed, "torch": "2.13.0"}, {})
+        for rank, (host, seed) in enumerate([("tower", "42"), ("laptop", "43"), ("attic", "42")])
+    ]
+    assert compare([records[0], records[2]]) == {}
+    said, table = explain(compare(records), records)
+    assert "config.seed is 42, but rank 1 (laptop) has 43" in said
+    assert "torch" not in said
+    assert table.splitlines()[-1].split() == ["config.seed", "42", "43", "42"]
+    assert meet(None, records[0], 1) == [records[0]]
+
+
+def test_what_is_wrong_on_one_host_is_said_on_all() -> None:
+    place = Place(world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
+    server = dist.TCPStore("127.0.0.1", place.master_port, is_master=True, timeout=timedelta(seconds=5))
+    records = [
+        Record(0, "tower", "", {}, {}),
+        Record(1, "laptop", "", {}, {}, "There is no data here."),
+    ]
+    stores = [join_store(replace(place, rank=rank), "run") for rank in (0, 1)]
+    with ThreadPoolExecutor(2) as pool:
+        meetings = [pool.submit(meet, store, mine, 2) for store, mine in zip(stores, records, strict=True)]
+    for meeting in meetings:
+        assert str(meeting.exception()) == "rank 1 (laptop): There is no data here."
+    del server
+
+
+def test_a_store_of_the_past_and_an_absent_rank_are_told_apart() -> None:
+    place = Place(rank=0, world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
+    with pytest.raises(Retryable, match="did not answer within 1 s"):
+        join_store(place, "run", seconds=1)
+    server = dist.TCPStore("127.0.0.1", place.master_port, is_master=True, timeout=timedelta(seconds=5))
+    store = join_store(place, "run")
+    with pytest.raises(Retryable, match="an attempt that is ending"):
+        join_store(place, "run")
+    began = time.monotonic()
+    with pytest.raises(Retryable, match="Rank 1 did not arrive within 1 s of rank 0"):
+        meet(store, Record(0, "tower", "", {}, {}), 2, arrival_seconds=1)
+    assert time.monotonic() - began < 5
+    del server

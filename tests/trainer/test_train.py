@@ -1,0 +1,152 @@
+"""Whole runs: under torchrun, stopped and resumed, with ranks that differ, die, diverge or are ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import TINY, Start, flags, free_port, losses, train_here
+
+from trainer.__main__ import main
+from trainer.host.heartbeat import Heartbeat
+from trainer.host.place import Place
+from trainer.outcome import Final
+
+FILES = ("model.pt", "optim.pt")
+
+
+def test_stopped_and_resumed_equals_uninterrupted(
+    start: Start, data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Bitwise, weights and optimizer state: one run under torchrun in a go, one stopped by the file."""
+    whole = tmp_path / "whole"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=0"]
+    command += [
+        "--master-addr=127.0.0.1",
+        f"--master-port={free_port()}",
+        "--rdzv-id=whole",
+        "-m",
+        "trainer",
+        "train",
+    ]
+    command += ["--data-dir", str(data_dir), "--run-dir", str(whole), *flags({**TINY, "num_iterations": 24})]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    first = start(2, num_iterations=24)
+    first[0].reach_step(2)
+    (first[0].run_dir / "stop").touch()
+    for rank in first:
+        code, said = rank.wait()
+        assert code == 0, said
+        assert rank.outcome()["outcome"] == "stopped"
+    stopped = first[0].outcome()
+    assert 2 <= stopped["step"] < 24
+    assert stopped["checkpoint"] == f"checkpoints/step_{stopped['step']:06d}"
+
+    second = start(2, num_iterations=24)
+    for rank in second:
+        code, said = rank.wait()
+        assert code == 0, said
+        assert f"Going on from the checkpoint of step {stopped['step']}." in said
+        assert rank.outcome()["outcome"] == "finished"
+    said = torchrun.communicate(timeout=60)[0]
+    assert torchrun.returncode == 0, said
+
+    resumed = second[0].run_dir
+    assert losses(resumed) == losses(whole)
+    assert len(losses(whole)) == 24
+    hashes = [
+        json.loads((run / "checkpoints/step_000024/meta.json").read_text())["sha256"]
+        for run in (whole, resumed)
+    ]
+    assert [hashes[0][name] for name in FILES] == [hashes[1][name] for name in FILES]
+
+    outcome = json.loads((whole / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["step"], outcome["rank"]) == ("finished", 24, 0)
+    assert outcome["loss"] < outcome["first_loss"] - 1
+    assert outcome["sample"].startswith("The ")
+    assert (whole / "sample.txt").read_text().strip() == outcome["sample"].strip()
+    beats = [json.loads((whole / f"heartbeat-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [(beat["phase"], beat["step"]) for beat in beats] == [("done", 24)] * 2
+    lines = [line for line in said.splitlines() if line.startswith("[rank 0] ")]
+    assert any("bits per byte" in line for line in lines)
+    assert any("transformer_matrices" in line for line in lines)
+
+    arguments = [
+        "sample",
+        "--checkpoint",
+        str(whole / "checkpoints/step_000024"),
+        "--prompt",
+        "A",
+        "--max-tokens",
+        "8",
+    ]
+    capfd.readouterr()
+    assert main(arguments) == 0
+    text = capfd.readouterr().out
+    assert text.startswith("A")
+    assert main(arguments) == 0
+    assert capfd.readouterr().out == text
+
+
+def test_ranks_that_differ_end_with_a_table(start: Start) -> None:
+    ranks = start(2, per_rank=[{}, {"seed": 43}])
+    for rank in ranks:
+        code, said = rank.wait(30)
+        assert code == 1, said
+        assert "config.seed is 42, but rank 1 (host-2) has 43" in said
+        assert "Traceback" not in said
+        assert "config.seed  42" in said
+        assert rank.outcome()["outcome"] == "final"
+        assert "\n" not in rank.outcome()["reason"]
+        assert rank.outcome()["step"] == 0
+
+
+def test_a_killed_peer_is_named_and_worth_a_retry(start: Start) -> None:
+    ranks = start(2, num_iterations=100_000)
+    ranks[0].reach_step(2)
+    ranks[1].process.kill()
+    began = time.monotonic()
+    code, said = ranks[0].wait(20)
+    assert time.monotonic() - began < 15
+    assert code == 75
+    outcome = ranks[0].outcome()
+    assert outcome["outcome"] == "retryable", said
+    assert "Lost rank 1 (host-2)" in outcome["reason"]
+    assert "Traceback" not in said
+
+
+def test_a_loss_that_is_no_number_is_final(data_dir: Path, tmp_path: Path) -> None:
+    with pytest.raises(Final, match="the run has diverged"):
+        train_here(data_dir, tmp_path, num_iterations=50, embedding_lr=1e30, matrix_lr=1e30)
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_sigterm_ends_a_rank_with_an_outcome(start: Start) -> None:
+    (told,) = start(1, num_iterations=100_000)
+    told.reach_step(1)
+    told.process.send_signal(signal.SIGTERM)
+    code, said = told.wait(10)
+    assert code == 128 + signal.SIGTERM
+    assert told.outcome()["outcome"] == "stopped", said
+    assert told.outcome()["loss"] is not None
+
+
+def test_heartbeat_states_phase_and_keeps_time(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, Place(rank=3, world_size=4, host="attic"), "run")
+    for phase in ("data", "forward", "backward", "forward", "backward"):
+        heartbeat.enter(phase)
+    heartbeat.state(step=7, loss=2.5)
+    beat = json.loads((tmp_path / "heartbeat-3.json").read_text())
+    assert (beat["phase"], beat["step"], beat["host"], beat["pid"]) == ("backward", 7, "attic", os.getpid())
+    assert set(heartbeat.lap()) == {"data", "forward", "backward"}
+    with pytest.raises(ValueError, match="none of the phases"):
+        heartbeat.enter("lunch")

@@ -1,0 +1,140 @@
+"""The trainer's commands; each one has its own --help.
+
+python -m trainer prepare --source FOLDER --out data
+python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
+python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.config import ConfigError, RunConfig, RunFile
+from trainer.data import DataError
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line; torch is not imported for it."""
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer", description="Train nanochat models data-parallel."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="{prepare,train,sample}")
+
+    command = commands.add_parser("prepare", help="text to shards, tokenizer and rows")
+    from trainer.data import prepare
+
+    prepare.add_arguments(command)
+
+    command = commands.add_parser("train", help="train, alone or under torchrun")
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    command.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files go"
+    )
+    command.add_argument("--run-file", type=Path, metavar="FILE", help="run.json, instead of the knobs below")
+    command.add_argument(
+        "--run-id", metavar="NAME", help="the run's name (default: from depth and configuration)"
+    )
+    command.add_argument(
+        "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
+    )
+    knobs = command.add_argument_group("knobs of the run")
+    for knob in dataclasses.fields(RunConfig):
+        flag = "--" + knob.name.replace("_", "-")
+        help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
+        knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+
+    command = commands.add_parser("sample", help="text from a checkpoint")
+    add_sample_arguments(command)
+    return parser
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory"
+    )
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most (%(default)s)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest token (%(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (%(default)s)")
+
+
+def run_file_from(args: argparse.Namespace) -> RunFile:
+    """The run file that --run-file names, or one made of the knobs. Raises ConfigError."""
+    given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
+    if args.run_file:
+        if given or args.run_id:
+            raise ConfigError(
+                "--run-file says everything: leave the knobs and --run-id away, or the run file."
+            )
+        return RunFile.load(args.run_file)
+    config = RunConfig.from_strings(given)
+    return RunFile(args.run_id or config.default_run_id(), config)
+
+
+def train(args: argparse.Namespace) -> int:
+    """Run one attempt and write its outcome, whatever happens."""
+    from trainer.host.place import Place, Voice
+    from trainer.outcome import EXIT_CODES, Attempt, conclude, heed_sigterm, is_expected
+
+    place = Place.from_environment()
+    attempt = Attempt(args.run_dir, place)
+    attempt.begin()
+    say = Voice(place)
+    heed_sigterm(attempt, say)
+    try:
+        run_file = run_file_from(args)
+        from trainer.train import train as train_run
+
+        reason = train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
+        outcome, code, detail = "finished", EXIT_CODES["finished"], ""
+    except BaseException as error:
+        if not is_expected(error):
+            traceback.print_exc()
+        outcome, reason, code = conclude(error)
+        detail = getattr(error, "detail", "")
+    attempt.end(outcome, reason)
+    say(f"{outcome}: {reason}" + (f"\n{detail}" if detail else ""))
+    return code
+
+
+def sample(args: argparse.Namespace) -> int:
+    from trainer import sample
+
+    return sample.run(args)
+
+
+def prepare(args: argparse.Namespace) -> int:
+    from trainer.data import prepare
+
+    return prepare.run(args)
+
+
+COMMANDS = {"prepare": prepare, "train": train, "sample": sample}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code. Bad input ends with a sentence and 2."""
+    args = make_parser().parse_args(argv)
+    try:
+        return COMMANDS[args.command](args)
+    except (ConfigError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # A lost peer leaves Gloo's threads waiting for it; the interpreter would wait for them.
+    os._exit(code)

@@ -1,0 +1,255 @@
+"""Checkpoints: step_NNNNNN directories on the coordinator, each written whole or not at all.
+
+step_000100/model.pt              {parameter name: tensor}
+            optim.pt              {parameter name: {state name: tensor}}, shared-out state gathered
+            tokenizer/            so that a checkpoint can be sampled from alone
+            meta.json             step, config, losses, and the sha256 of every file above
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError, RunConfig
+from trainer.data import DataError
+from trainer.data.files import file_sha256, sync_folder, write_whole
+from trainer.data.tokenizer import FILE_NAME, Tokenizer
+from trainer.model import GPT, GPTConfig
+from trainer.optim import MuonAdamW, ParameterState
+from trainer.sync import Sync
+from trainer.sync.group import Group
+
+SCHEMA = 1
+KEEP = 2
+FILES = ("model.pt", "optim.pt", f"tokenizer/{FILE_NAME}")
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint that is not as it was written; the message names the file."""
+
+
+@dataclass
+class State:
+    """A run at a step: what a checkpoint holds and what rank 0 gives to all at the start."""
+
+    meta: dict[str, Any]
+    model: dict[str, Tensor]
+    optim: dict[str, ParameterState]
+
+    @property
+    def step(self) -> int:
+        return int(self.meta.get("step", 0))
+
+
+# -- on the disk -------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = KEEP) -> Path:
+    """Write `state` as the checkpoint of its step, then drop all but the newest `keep`. Raises OSError."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    target = folder / f"step_{state.step:06d}"
+    temporary = folder / f".{target.name}.tmp"
+    try:
+        (temporary / "tokenizer").mkdir(parents=True)
+        _write_tensors(temporary / "model.pt", {name: _alone(t) for name, t in state.model.items()})
+        _write_tensors(
+            temporary / "optim.pt",
+            {name: {key: _alone(t) for key, t in tensors.items()} for name, tensors in state.optim.items()},
+        )
+        write_whole(temporary / "tokenizer" / FILE_NAME, (tokenizer_dir / FILE_NAME).read_bytes())
+        meta = {
+            **state.meta,
+            "schema": SCHEMA,
+            "sha256": {name: file_sha256(temporary / name) for name in FILES},
+        }
+        write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+        if target.exists():
+            _take_away(target)
+        os.replace(temporary, target)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    for old in checkpoints(folder)[keep:]:
+        _take_away(old)
+    return target
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints under `folder`, newest first."""
+    found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def newest(folder: Path, say: Callable[[str], None]) -> State | None:
+    """The newest good checkpoint, None if there never was one; a damaged one is named and passed over."""
+    found = checkpoints(folder)
+    for path in found:
+        try:
+            return load(path)
+        except DamagedCheckpointError as error:
+            say(f"{error} The checkpoint before it is taken.")
+    if found:
+        raise ConfigError(
+            f"None of the {len(found)} checkpoint(s) in {folder} is whole. Move the folder away to start "
+            "from step 0."
+        )
+    return None
+
+
+def load(path: Path) -> State:
+    """Read and verify a checkpoint. Raises DamagedCheckpointError naming the file that is not right."""
+    meta = read_meta(path)
+    tensors = {name: _read_tensors(path / name) for name in ("model.pt", "optim.pt")}
+    return State(meta, tensors["model.pt"], tensors["optim.pt"])
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """The meta.json of a checkpoint whose files are all as they were written."""
+    if not path.is_dir():
+        raise ConfigError(f"There is no checkpoint directory {path}.")
+    try:
+        meta = json.loads((path / "meta.json").read_bytes())
+        hashes = {name: meta["sha256"][name] for name in FILES}
+        GPTConfig(**meta["model_config"])
+        RunConfig(**meta["config"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{path / 'meta.json'} is missing or damaged ({error}).") from None
+    if meta.get("schema") != SCHEMA:
+        raise DamagedCheckpointError(f"{path} has schema {meta.get('schema')}; this release reads {SCHEMA}.")
+    for name, sha256 in hashes.items():
+        try:
+            actual = file_sha256(path / name)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{path / name} cannot be read: {error.strerror}.") from None
+        if actual != sha256:
+            raise DamagedCheckpointError(f"{path / name} is damaged: its sha256 is not the one in meta.json.")
+    return dict(meta)
+
+
+def load_model(path: Path) -> tuple[GPT, Tokenizer]:
+    """The model and tokenizer of a checkpoint, ready to be sampled from."""
+    meta = read_meta(path)
+    weights = _read_tensors(path / "model.pt")
+    model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError:
+        raise DamagedCheckpointError(
+            f"{path / 'model.pt'} does not hold the model that meta.json names."
+        ) from None
+    return model.eval(), Tokenizer.load(path / "tokenizer")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Take away what an attempt that was killed while saving or dropping has left."""
+    for leftover in folder.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _take_away(path: Path) -> None:
+    """Under another name first, so that a half-removed directory is never taken for a checkpoint."""
+    hidden = path.with_name(f".{path.name}.old")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that drags no larger buffer into the file it is saved to."""
+    tensor = tensor.detach()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        torch.save(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _read_tensors(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise DamagedCheckpointError(f"{path} cannot be read: it holds more than tensors.") from None
+    except (OSError, RuntimeError, ValueError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from None
+
+
+# -- between ranks -----------------------------------------------------------------------------------------
+
+
+def gather_optimizer(group: Group, sync: Sync, optimizer: MuonAdamW) -> dict[str, ParameterState]:
+    """The whole optimizer state on rank 0, where owners bring theirs; what is left elsewhere has no use."""
+    state = optimizer.state_dict()
+    gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
+    for owner in range(1, group.world_size):
+        mine = {
+            f"{name}/{key}": tensor
+            for name, tensors in state.items()
+            if sync.owner_of(name) == owner
+            for key, tensor in tensors.items()
+        }
+        for path, tensor in group.bring_to_coordinator(mine if group.rank == owner else {}, owner).items():
+            name, _, key = path.rpartition("/")
+            gathered.setdefault(name, {})[key] = tensor
+    return gathered
+
+
+def give_to_all(group: Group, state: State | None) -> State:
+    """Rank 0's state on every rank; the others pass None."""
+    if group.world_size == 1:
+        assert state is not None
+        return state
+    flat: dict[str, Tensor] | None = None
+    if state is not None:
+        flat = {"meta": torch.tensor(list(json.dumps(state.meta).encode()), dtype=torch.uint8)}
+        flat |= {f"model/{name}": tensor for name, tensor in state.model.items()}
+        flat |= {
+            f"optim/{name}/{key}": tensor
+            for name, tensors in state.optim.items()
+            for key, tensor in tensors.items()
+        }
+    flat = group.broadcast_named(flat)
+    given = State(json.loads(flat.pop("meta").numpy().tobytes()), {}, {})
+    for path, tensor in flat.items():
+        kind, _, rest = path.partition("/")
+        if kind == "model":
+            given.model[rest] = tensor
+        else:
+            name, _, key = rest.rpartition("/")
+            given.optim.setdefault(name, {})[key] = tensor
+    return given
+
+
+def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
+    saved = state.meta["config"]
+    asked = dataclasses.asdict(config)
+    differing = [
+        f"{name} was {saved.get(name)!r}, now {asked[name]!r}"
+        for name in asked
+        if saved.get(name) != asked[name]
+    ]
+    if differing:
+        raise ConfigError(
+            f"The run {run_id} was begun with another configuration: {'; '.join(differing)}. "
+            "Take another run_id, or the old values to go on."
+        )
+    other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
+    if other:
+        raise DataError(
+            f"The run {run_id} was begun on other data: {', '.join(other)} differ(s). Take another run_id, "
+            "or bring the old data back."
+        )

@@ -1,0 +1,63 @@
+"""Bits per byte on the validation split, shared by all ranks: a loss that no vocabulary changes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.data.loader import rank_rows
+from trainer.model import GPT
+from trainer.sync.group import Group
+
+
+class Evaluation(NamedTuple):
+    """Bits per byte of text, and the mean loss in nats per token."""
+
+    val_bpb: float
+    val_loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    rows: NDArray[Any],
+    token_bytes: Tensor,
+    eval_tokens: int,
+    device_batch_size: int,
+    group: Group,
+) -> Evaluation:
+    """Evaluate on the first rows of the split, as many as hold `eval_tokens` (rounded up, at most all).
+
+    `rows` is (n, T+1); `token_bytes` (V,) the bytes of text behind each token, 0 for special tokens, whose
+    losses count for nothing in val_bpb.
+    """
+    n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
+    mine = rank_rows(np.arange(n_rows), even_shares(n_rows, group.world_size), group.rank)
+    totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
+    for start in range(0, len(mine), device_batch_size):
+        batch = torch.from_numpy(rows[mine[start : start + device_batch_size]].astype(np.int64))
+        targets = batch[:, 1:].flatten()
+        losses = model(batch[:, :-1], batch[:, 1:], loss_reduction="none").double()
+        size = token_bytes[targets]
+        totals += torch.stack(
+            [
+                losses[size > 0].sum(),
+                size.sum().double(),
+                losses.sum(),
+                torch.tensor(float(len(targets)), dtype=torch.float64),
+            ]
+        )
+    group.sum([totals])
+    nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
+    return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)
+
+
+def even_shares(n: int, world_size: int) -> list[int]:
+    """How many of n rows each rank takes: as equal as can be, the first ranks one more."""
+    share, rest = divmod(n, world_size)
+    return [share + (rank < rest) for rank in range(world_size)]

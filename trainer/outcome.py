@@ -1,0 +1,184 @@
+"""How an attempt at a run ended, in a sentence: outcome.json in the run directory, and the exit code.
+
+finished   every step was done
+stopped    somebody asked for it
+retryable  trying again can help: a peer left, the store did not answer
+final      trying again cannot help: bad input, a loss that is not a number, ranks that disagree
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.data import DataError
+from trainer.data.files import write_whole
+from trainer.host.place import Place
+
+EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
+BAD_INPUT_EXIT_CODE = 2
+
+
+class RunEnd(Exception):  # noqa: N818 - an end, not always an error
+    """Ends the attempt with a sentence for its outcome; `detail`, lines under it, goes to the log alone."""
+
+    outcome = "final"
+
+    def __init__(self, sentence: str, detail: str = "") -> None:
+        super().__init__(sentence)
+        self.detail = detail
+
+
+class Final(RunEnd):
+    """Trying again cannot help."""
+
+
+class Retryable(RunEnd):
+    """Trying again can help."""
+
+    outcome = "retryable"
+
+
+class Stopped(RunEnd):
+    """Somebody asked for the end."""
+
+    outcome = "stopped"
+
+
+class Attempt:
+    """One attempt at a run on this rank: gathers its figures and writes its outcome once."""
+
+    def __init__(self, run_dir: Path, place: Place) -> None:
+        name = "outcome.json" if place.speaks_for_host else f"outcome-{place.rank}.json"
+        self.path = run_dir / name
+        self._place = place
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._at_end: list[Callable[[str, bool], None]] = []
+        self._figures: dict[str, Any] = {
+            "run_id": None,
+            "step": 0,
+            "num_iterations": None,
+            "first_loss": None,
+            "loss": None,
+            "val_bpb": None,
+            "checkpoint": None,
+            "sample": None,
+            "tok_per_s": None,
+        }
+
+    def begin(self) -> None:
+        """Make the run directory and take the outcome of an earlier attempt away."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.unlink(missing_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"The run directory {self.path.parent} cannot be used: {error.strerror}."
+            ) from None
+
+    def state(self, **figures: Any) -> None:
+        """Set figures of the outcome: step, loss, val_bpb, checkpoint ..."""
+        unknown = figures.keys() - self._figures.keys()
+        if unknown:
+            raise ValueError(f"an outcome has no {', '.join(sorted(unknown))}")
+        self._figures.update(figures)
+
+    def at_end(self, call: Callable[[str, bool], None]) -> None:
+        """Call `call` with the outcome, and whether there is a hurry, when the attempt ends."""
+        self._at_end.append(call)
+
+    @property
+    def step(self) -> int:
+        return int(self._figures["step"])
+
+    def end(self, outcome: str, reason: str, hurry: bool = False) -> bool:
+        """Write the outcome; only the first end of an attempt counts. Returns whether this was it."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended = True
+            content = {
+                **self._figures,
+                "outcome": outcome,
+                "reason": reason,
+                "rank": self._place.rank,
+                "seconds": round(time.monotonic() - self._started, 3),
+                "time": time.time(),
+            }
+            try:
+                write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+            except OSError as error:
+                print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+            for call in self._at_end:
+                call(outcome, hurry)
+            return True
+
+
+def conclude(error: BaseException) -> tuple[str, str, int]:
+    """The outcome, its sentence and the exit code that an exception stands for."""
+    if isinstance(error, RunEnd):
+        return error.outcome, str(error), EXIT_CODES[error.outcome]
+    if isinstance(error, ConfigError | DataError):
+        return "final", str(error), BAD_INPUT_EXIT_CODE
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped", "Interrupted from the keyboard; nothing was saved.", 128 + signal.SIGINT
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return (
+            "final",
+            f"No space is left on the disk of {error.filename or 'the run directory'}.",
+            EXIT_CODES["final"],
+        )
+    if isinstance(error, MemoryError):
+        return "final", "The host has too little memory for this run; lower depth or device_batch_size.", 1
+    last = traceback.extract_tb(error.__traceback__)[-1:]
+    where = f" in {Path(last[0].filename).name}, line {last[0].lineno}" if last else ""
+    return "final", f"Unexpected {type(error).__name__}{where}: {error} (the log has the traceback).", 1
+
+
+def is_expected(error: BaseException) -> bool:
+    """Whether a sentence says it all, so that a traceback would only hide it."""
+    return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")
+
+
+def heed_sigterm(attempt: Attempt, say: Callable[[str], None]) -> None:
+    """From now on SIGTERM writes an outcome and ends the process, even in the middle of a collective.
+
+    A thread waits for the signal, because a Python handler would run only after the collective returns. Call
+    it before other threads start: they inherit the blocked signal.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        info = signal.sigwaitinfo({signal.SIGTERM})
+        outcome, reason = _terminated(info.si_pid == os.getppid(), attempt)
+        if attempt.end(outcome, reason, hurry=True):
+            say(f"{outcome}: {reason}")
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+
+
+def _terminated(by_parent: bool, attempt: Attempt) -> tuple[str, str]:
+    """torchrun also sends SIGTERM to the ranks left on its host when one of them has died."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if by_parent and local_world_size > 1:
+        return (
+            "retryable",
+            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died.",
+        )
+    return (
+        "stopped",
+        f"Asked to end by SIGTERM after step {attempt.step}; nothing was saved since the last checkpoint.",
+    )

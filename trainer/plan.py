@@ -1,0 +1,106 @@
+"""What follows from a run's knobs once vocabulary and ranks are known: batch, horizon, scales, cost."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config import ConfigError, RunConfig
+from trainer.contract import render_table
+from trainer.evaluate import even_shares
+from trainer.model import GPT, GPTConfig, scaling_params
+from trainer.optim import width_scale
+from trainer.schedule import REFERENCE_DEPTH, BatchScales, auto_batch_size, batch_scales, steps_for_ratio
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run in numbers. `shares` is the number of rows of a step that each rank takes."""
+
+    model: GPTConfig
+    scaling_params: int
+    total_batch_size: int
+    num_iterations: int
+    scales: BatchScales
+    shares: list[int]
+
+    @property
+    def rows_per_step(self) -> int:
+        return sum(self.shares)
+
+
+def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> Plan:
+    """Derive the plan. Raises ConfigError when a step has fewer rows than there are ranks."""
+
+    def model_of(depth: int) -> GPTConfig:
+        return GPTConfig.from_depth(
+            depth,
+            vocab_size=vocab_size,
+            sequence_len=config.sequence_len,
+            aspect_ratio=config.aspect_ratio,
+            head_dim=config.head_dim,
+            n_kv_head=config.n_kv_head,
+            window_pattern=config.window_pattern,
+        )
+
+    model = model_of(config.depth)
+    size = scaling_params(model)
+    reference = GPTConfig.from_depth(
+        REFERENCE_DEPTH, vocab_size, config.sequence_len, config.aspect_ratio, config.head_dim
+    )
+    reference_size = scaling_params(reference)
+    batch = config.total_batch_size or auto_batch_size(size, reference_size)
+    rows = max(1, round(batch / config.sequence_len))
+    if rows < world_size:
+        raise ConfigError(
+            f"total_batch_size {batch} is {rows} row(s) of {config.sequence_len} tokens, too few for "
+            f"{world_size} ranks: use {world_size * config.sequence_len} or more, or fewer ranks."
+        )
+    batch = rows * config.sequence_len
+    return Plan(
+        model=model,
+        scaling_params=size,
+        total_batch_size=batch,
+        num_iterations=config.num_iterations or steps_for_ratio(config.target_param_data_ratio, size, batch),
+        scales=batch_scales(batch, size, reference_size),
+        shares=even_shares(rows, world_size),
+    )
+
+
+def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
+    """The table a person reads before step 0."""
+    tokens = plan.total_batch_size * plan.num_iterations
+    flops = model.flops_per_token()
+    counts = model.param_counts()
+    ratio = tokens / plan.scaling_params
+    shape = plan.model
+    text = [
+        f"depth {shape.n_layer}: width {shape.n_embd}, {shape.n_head} heads of {shape.head_dim} "
+        f"({shape.n_kv_head} key/value), context {shape.sequence_len}, vocabulary {shape.vocab_size:,}",
+        render_table([["parameters", ""], *([name, f"{count:>13,}"] for name, count in counts.items())]),
+        f"{plan.num_iterations:,} steps of {plan.total_batch_size:,} tokens ({plan.rows_per_step} rows, "
+        f"{'/'.join(map(str, plan.shares))} by rank) = {tokens:,} tokens, "
+        f"{tokens / (train_rows * shape.sequence_len):.2f} epochs of the data",
+        f"{flops:,} FLOPs per token, {flops * tokens:.4g} in all",
+        f"{ratio:.3g} tokens per scaling parameter"
+        + (
+            f": far below {config.target_param_data_ratio:g}, so the model stays undertrained"
+            if ratio < config.target_param_data_ratio / 2
+            else ""
+        ),
+        f"scales: learning rates {plan.scales.lr:.4g}, Muon's weight decay "
+        f"{config.weight_decay * plan.scales.weight_decay:.5g}, "
+        f"AdamW's width {width_scale(shape.n_embd):.7g}",
+    ]
+    return "\n".join(text)
+
+
+def duration(seconds: float) -> str:
+    """45s, 2m34s, 3h05m, 2d04h."""
+    seconds = max(0, round(seconds))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02d}s"
+    if seconds < 86400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
+    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

@@ -1,0 +1,84 @@
+"""Text from a trained model, streamed.
+
+python -m trainer sample --checkpoint runs/d4-1a2b3c4d/checkpoints/step_000100 --prompt "The "
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.model import GPT, KVCache
+
+REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole character
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
+) -> Iterator[int]:
+    """Token ids that continue `tokens`; temperature 0 takes the likeliest each time.
+
+    A window that is full moves on by half of it, so that long texts stay cheap.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    limit = model.config.sequence_len
+    seen = tokens[-limit:]
+    cache, fresh = _new_cache(model), seen
+    for _ in range(max_tokens):
+        if cache.length + len(fresh) > limit:
+            seen = seen[-(limit // 2) :]
+            cache, fresh = _new_cache(model), seen
+        logits = model(torch.tensor([fresh]), cache=cache)[0, -1]
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        yield token
+        seen = [*seen, token]
+        fresh = [token]
+
+
+def _new_cache(model: GPT) -> KVCache:
+    return KVCache(model.config, 1, model.config.sequence_len, dtype=next(model.parameters()).dtype)
+
+
+def stream_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 42,
+) -> Iterator[str]:
+    """The pieces of text that continue `prompt`, of whole characters each; ends where the document does."""
+    ids: list[int] = []
+    shown = ""
+    for token in generate(
+        model, [tokenizer.bos_id, *tokenizer.encode(prompt)], max_tokens, temperature, seed
+    ):
+        if token == tokenizer.bos_id:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        whole = text.rstrip(REPLACEMENT)
+        if len(whole) > len(shown):
+            yield whole[len(shown) :]
+            shown = whole
+
+
+def run(args: argparse.Namespace) -> int:
+    from trainer.checkpoint import load_model
+    from trainer.config import ConfigError
+
+    if args.temperature < 0 or args.max_tokens < 1:
+        raise ConfigError("--temperature must not be negative, and --max-tokens at least 1.")
+    model, tokenizer = load_model(args.checkpoint)
+    print(args.prompt, end="", flush=True)
+    for piece in stream_text(model, tokenizer, args.prompt, args.max_tokens, args.temperature, args.seed):
+        print(piece, end="", flush=True)
+    print()
+    return 0

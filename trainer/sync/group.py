@@ -1,0 +1,245 @@
+"""All ranks as one group over Gloo, and what they say to each other. With one rank nothing here sends a byte.
+
+Every failure of a collective means that a peer is gone or cut off; it becomes PeerLost, which names it.
+Bytes are counted as Gloo's algorithms send them: ring all-reduce, ring reduce and gather, binomial broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.host.place import Place
+from trainer.outcome import Final, Retryable
+
+# Gloo gives up connecting after five times its time-out, so this is 45 s.
+FIRST_TIMEOUT = timedelta(seconds=9)
+# Until a step has been measured: loading a checkpoint, compiling, the first step of a slow host.
+UNMEASURED_TIMEOUT = timedelta(minutes=10)
+CHUNK_BYTES = 32 * 2**20
+PROBLEM_BYTES = 512
+
+
+class PeerLost(Retryable):
+    """A collective failed: a peer is gone, frozen or cut off."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as the others speak of it."""
+
+    rank: int
+    host: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+class Group:
+    """The ranks of a run. Make it with `open`, which returns only when all of them have met."""
+
+    def __init__(self, place: Place, peers: list[Peer]) -> None:
+        self.rank = place.rank
+        self.world_size = place.world_size
+        self.peers = peers
+        self.bytes_sent = 0
+
+    @classmethod
+    def open(cls, place: Place, peers: list[Peer], store: dist.Store | None) -> Group:
+        """Connect every rank with every other; raises PeerLost within a minute if that does not succeed."""
+        group = cls(place, peers)
+        if group.world_size > 1:
+            assert store is not None
+            with group._naming_the_peer():
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore("gloo", store),
+                    rank=place.rank,
+                    world_size=place.world_size,
+                    timeout=FIRST_TIMEOUT,
+                )
+                dist.all_reduce(torch.zeros(1))
+            group.set_timeout(UNMEASURED_TIMEOUT)
+        return group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long a collective may last from now on. A private call: torch has no public one for Gloo."""
+        if self.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+
+    def close(self) -> None:
+        """Part in order, so that nobody takes the end for a failure."""
+        if self.world_size > 1 and dist.is_initialized():
+            with self._naming_the_peer():
+                dist.barrier()
+                dist.destroy_process_group()
+
+    # -- tensors ---------------------------------------------------------------------------------------
+
+    def sum(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each flat tensor by its sum over all ranks: the same bytes everywhere."""
+        self._all(self._start_sum(tensor) for tensor in tensors)
+
+    def sum_and_collect(self, sums: Iterable[Tensor], collected: Mapping[int, Tensor]) -> None:
+        """`sum` and `collect` at once, so that the wire is busy in both directions."""
+        works = [self._start_sum(tensor) for tensor in sums]
+        works += [self._start_collect(tensor, owner) for owner, tensor in collected.items()]
+        self._all(works)
+
+    def hand_out(self, owned: Mapping[int, Tensor]) -> None:
+        """Give every rank each owner's bytes."""
+        self._all([self._start_hand_out(tensor, owner) for owner, tensor in owned.items()])
+
+    def _start_sum(self, tensor: Tensor) -> Callable[[], Any]:
+        n = self.world_size
+        return self._start(
+            tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
+        )
+
+    def _start_collect(self, tensor: Tensor, owner: int) -> Callable[[], Any]:
+        n = self.world_size
+        return self._start(
+            tensor,
+            (n - 1) / n if self.rank == owner else 1.0,
+            lambda part: dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, async_op=True),
+        )
+
+    def _start_hand_out(self, tensor: Tensor, owner: int) -> Callable[[], Any]:
+        return self._start(
+            tensor,
+            broadcast_sends((self.rank - owner) % self.world_size, self.world_size),
+            lambda part: dist.broadcast(part, src=owner, async_op=True),
+        )
+
+    def _start(self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any]) -> Callable[[], Any]:
+        if self.world_size == 1 or not tensor.numel():
+            return lambda: None
+        self.bytes_sent += round(copies * tensor.numel() * tensor.element_size())
+        parts = tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
+        with self._naming_the_peer():
+            works = [start(part) for part in parts]
+        return lambda: [work.wait() for work in works]
+
+    def _all(self, waits: Iterable[Callable[[], Any]]) -> None:
+        waits = list(waits)
+        with self._naming_the_peer():
+            for wait in waits:
+                wait()
+
+    # -- words -----------------------------------------------------------------------------------------
+
+    def gather_int64(self, values: Tensor) -> Tensor:
+        """Every rank's int64 values, shape (world_size, n), on every rank."""
+        if self.world_size == 1:
+            return values[None]
+        table = values.new_empty((self.world_size, values.numel()))
+        self.bytes_sent += values.numel() * values.element_size() * (self.world_size - 1)
+        with self._naming_the_peer():
+            dist.all_gather(list(table.unbind()), values)
+        return table
+
+    def agree(self, problem: str | None) -> None:
+        """End the run on every rank if one has a problem, with that rank's sentence."""
+        if self.world_size > 1:
+            text = (problem or "").encode()[:PROBLEM_BYTES]
+            mine = torch.zeros(PROBLEM_BYTES, dtype=torch.uint8)
+            mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+            table = [torch.empty_like(mine) for _ in range(self.world_size)]
+            with self._naming_the_peer():
+                dist.all_gather(table, mine)
+            for peer, row in zip(self.peers, table, strict=True):
+                said = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
+                if said:
+                    raise Final(f"{peer}: {said}")
+        elif problem:
+            raise Final(problem)
+
+    def broadcast_named(self, tensors: Mapping[str, Tensor] | None, source: int = 0) -> dict[str, Tensor]:
+        """Give every rank the named tensors of `source`; the others pass None. Nothing is pickled."""
+        if self.world_size == 1:
+            return dict(tensors or {})
+        header = _header(tensors or {})
+        size = torch.tensor([len(header)])
+        self.hand_out({source: size})
+        packed = torch.tensor(list(header), dtype=torch.uint8) if tensors is not None else None
+        if packed is None or self.rank != source:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        self.hand_out({source: packed})
+        out = dict(tensors) if tensors is not None and self.rank == source else _allocate(packed)
+        for tensor in out.values():
+            flat = tensor.detach().contiguous().view(-1)
+            self.hand_out({source: flat})
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view_as(tensor))
+        return out
+
+    def bring_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
+        """Give rank 0 the named tensors of `owner`; returns them there and nothing elsewhere."""
+        if owner == 0:
+            return dict(tensors) if self.rank == 0 else {}
+        with self._naming_the_peer():
+            if self.rank == owner:
+                header = _header(tensors)
+                dist.send(torch.tensor([len(header)]), dst=0)
+                dist.send(torch.tensor(list(header), dtype=torch.uint8), dst=0)
+                for tensor in tensors.values():
+                    dist.send(tensor.detach().contiguous().view(-1), dst=0)
+            elif self.rank == 0:
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, src=owner)
+                packed = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(packed, src=owner)
+                out = _allocate(packed)
+                for tensor in out.values():
+                    dist.recv(tensor.view(-1), src=owner)
+                return out
+        return {}
+
+    # -- failures --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _naming_the_peer(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise PeerLost(self._blame(str(error))) from None
+
+    def _blame(self, message: str) -> str:
+        """Gloo names the other end by address; say whose it is."""
+        cause = re.sub(r"^\[[^\]]*\]\s*", "", (message.strip().splitlines() or ["no reason given"])[0])
+        cause = cause.split(". This ")[0]  # general advice follows
+        others = [peer for peer in self.peers if peer.rank != self.rank]
+        named = [peer for peer in others if peer.address and f"{peer.address}]" in message] or others
+        who = " or ".join(map(str, named[:4])) + (" or another" if len(named) > 4 else "")
+        if "Timed out" in message or "timeout" in message.lower():
+            return f"{who} did not answer in time: it is frozen, slow or cut off ({cause})."
+        return f"Lost {who}: its process or its host is gone ({cause})."
+
+
+def broadcast_sends(virtual_rank: int, world_size: int) -> int:
+    """To how many ranks Gloo's binomial broadcast makes a rank send; the source is virtual rank 0."""
+    return sum(
+        1
+        for bit in range((world_size - 1).bit_length())
+        if virtual_rank < 2**bit and virtual_rank + 2**bit < world_size
+    )
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    return json.dumps(described).encode()
+
+
+def _allocate(packed: Tensor) -> dict[str, Tensor]:
+    described = json.loads(packed.numpy().tobytes())
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in described}
