@@ -35,7 +35,8 @@ class Outcome:
         return {
             event["event_data"]["host"]: event["event_data"]["res"]
             for event in self.events
-            if event["event"] in {"runner_on_ok", "runner_on_failed"} and event["event_data"].get("task") == task
+            if event["event"] in {"runner_on_ok", "runner_on_failed"}
+            and event["event_data"].get("task") == task
         }
 
 
@@ -63,8 +64,9 @@ class Fleet:
 
     def on(self, host: str, command: str) -> str:
         """Standard output of a shell command run on a host as root, over the same SSH as the playbooks."""
+        where = [host, "-i", str(self.inventory), "--become", "-o"]
         done = subprocess.run(
-            ["ansible", host, "-i", str(self.inventory), "--become", "-m", "ansible.builtin.shell", "-a", command, "-o"],
+            ["ansible", *where, "-m", "ansible.builtin.shell", "-a", command],
             cwd=ROOT, capture_output=True, text=True, check=False,
             env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
         )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
+import re
 import subprocess
 from pathlib import Path
 
@@ -33,8 +33,9 @@ def test_setup_makes_hosts_ready_and_a_second_run_changes_nothing(fleet: Fleet, 
 
 def test_check_mode_after_setup_changes_nothing(fleet: Fleet, dataset: Path) -> None:
     """--check --diff on hosts that are ready: nothing would change, nothing fails."""
+    dry = ["--check", "--diff", "-e", f"data_dir={dataset}"]
     done = subprocess.run(
-        ["ansible-playbook", "-i", str(fleet.inventory), "--check", "--diff", "setup.yml", "-e", f"data_dir={dataset}"],
+        ["ansible-playbook", "-i", str(fleet.inventory), *dry, "setup.yml"],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -45,7 +46,9 @@ def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
     fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
     fleet.play("playbooks/watch.yml", run_id="e2e")
     steps = metrics(fleet, "e2e")
-    assert [entry["step"] for entry in steps] == list(range(20)) or [e["step"] for e in steps] == list(range(1, 21))
+    assert [entry["step"] for entry in steps] == list(range(20)) or [e["step"] for e in steps] == list(
+        range(1, 21)
+    )
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     for host in HOSTS:
         outcome = json.loads(fleet.on(host, f"cat {RUN}/e2e/outcome.json"))
@@ -102,14 +105,13 @@ def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
 
 def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     inventory = tmp_path / "hosts.yml"
-    shutil.copy(fleet.inventory, inventory)
-    text = inventory.read_text()
+    text = fleet.inventory.read_text()
     assert HOSTS[1] in text
-    # The last address of the lab's own subnet: nobody answers there.
-    import re
-
+    # An address of the lab's own subnet where nobody answers.
     address = re.findall(r"ansible_host: [\"']?([0-9.]+)", text)[1]
     inventory.write_text(text.replace(address, address.rsplit(".", 1)[0] + ".250"))
-    said = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
+    said = (
+        Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
+    )
     assert HOSTS[1] in said
     assert "Traceback" not in said

@@ -1,5 +1,6 @@
 """The house rules that a machine can check: ansible.cfg, root playbooks, argument specs, public words."""
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -25,8 +26,6 @@ def test_ansible_cfg_is_valid() -> None:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")}
 
 
@@ -51,7 +50,9 @@ def test_playbooks_pass_the_syntax_check(verb: Path) -> None:
 def test_defaults_and_argument_specs_hold_the_same_keys(role: Path) -> None:
     defaults = load(role / "defaults" / "main.yml") or {}
     specs = load(role / "meta" / "argument_specs.yml")["argument_specs"]
-    described = {name: option for spec in specs.values() for name, option in (spec.get("options") or {}).items()}
+    described = {
+        name: option for spec in specs.values() for name, option in (spec.get("options") or {}).items()
+    }
     without_default = {name for name, option in described.items() if option.get("required")}
     assert set(defaults) == set(described) - without_default
     assert all(name.startswith(f"{role.name}_") for name in described)
