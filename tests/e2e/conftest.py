@@ -64,14 +64,14 @@ class Fleet:
 
     def on(self, host: str, command: str) -> str:
         """Standard output of a shell command run on a host as root, over the same SSH as the playbooks."""
-        where = [host, "-i", str(self.inventory), "--become", "-o"]
+        where = [host, "-i", str(self.inventory), "--become"]
         done = subprocess.run(
             ["ansible", *where, "-m", "ansible.builtin.shell", "-a", command],
             cwd=ROOT, capture_output=True, text=True, check=False,
             env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout.split("(stdout)", 1)[-1].strip().replace("\\n", "\n")
+        return done.stdout.split(">>\n", 1)[-1].strip()
 
 
 @pytest.fixture(scope="session")
