@@ -1,0 +1,222 @@
+#!/usr/bin/python
+"""One virtual environment a lock, made offline by uv from a wheelhouse, and a link to the current one.
+
+    VENVS/<first 12 of the lock's sha256>/     with nanofleet-venv.json inside, written last
+    LINK -> the current one
+
+An environment without that file, or whose installed packages are no longer those that were recorded in it, is
+unfinished or was changed by hand: it is made again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.nanofleet_lock import REQUIREMENTS, TOOLS, faults, read_lock, sha256_of
+
+DOCUMENTATION = r"""
+module: locked_venv
+short_description: Install a wheelhouse into a virtual environment of its own, hashes required
+description:
+  - Checks every wheel against the lock, then lets the wheelhouse's own uv install them without a network.
+  - Switches the link at the end and removes environments that no process uses.
+options:
+  wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
+  digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
+  python: {description: The Python to build on., type: path, required: true}
+  venvs: {description: Folder of the environments., type: path, required: true}
+  link: {description: Link to the current one., type: path, required: true}
+  imports: {description: Modules to try once after installing., type: list, elements: str}
+"""
+RETURN = r"""
+ready: {description: Was it in place before the call?, type: bool, returned: always}
+path: {description: The environment., type: str, returned: always}
+digest: {description: "sha256 of the lock it was made from.", type: str, returned: always}
+installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
+versions: {description: "Name and version of each package.", type: dict, returned: always}
+removed: {description: Environments that were removed., type: list, elements: str, returned: always}
+"""
+
+MARKER = "nanofleet-venv.json"
+UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
+
+
+class VenvError(Exception):
+    """A sentence for the person who ran the playbook."""
+
+
+def installed_digest(venv: Path) -> str:
+    """sha256 over the RECORDs, which hold every installed file's hash; empty when nothing is installed.
+
+    Two hosts with one digest have the same packages byte for byte, as far as their installers recorded.
+    """
+    digest = hashlib.sha256()
+    records = sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
+    for record in records:
+        lines = [
+            line
+            for line in record.read_text(encoding="utf-8").splitlines()
+            if not line.split(",")[0].endswith((".pyc", *UNHASHED))
+        ]
+        digest.update(f"{record.parent.name}\n{chr(10).join(sorted(lines))}\n".encode())
+    return digest.hexdigest() if records else ""
+
+
+def read_marker(venv: Path) -> dict[str, Any]:
+    try:
+        marker = json.loads((venv / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return marker if isinstance(marker, dict) else {}
+
+
+def is_good(venv: Path, digest: str, python: str) -> bool:
+    """Finished, made from this lock on this Python, and unchanged since."""
+    marker = read_marker(venv)
+    return (
+        bool(digest)
+        and marker.get("digest") == digest
+        and marker.get("python") == os.path.realpath(python)
+        and (venv / "bin" / "python").exists()
+        and marker.get("installed") == installed_digest(venv)
+    )
+
+
+def points_at(link: Path, venv: Path) -> bool:
+    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(venv)
+
+
+def switch(link: Path, venv: Path) -> None:
+    """Point the link at another environment in one step."""
+    if link.exists() and not link.is_symlink():
+        raise VenvError(f"{link} is not a link: move it away and run the playbook again.")
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(venv, link.parent))
+    os.replace(fresh, link)
+
+
+def in_use(venv: Path) -> bool:
+    """Has a process of this host mapped a file of the environment, or was it started out of it?"""
+    inside = f"{venv}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if inside in (process / "cmdline").read_bytes() or inside in (process / "maps").read_bytes():
+                return True
+        except OSError:  # it ended meanwhile
+            continue
+    return False
+
+
+def command(arguments: list[str], what: str, **environment: str) -> None:
+    result = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, **environment})
+    if result.returncode != 0:
+        lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
+        raise VenvError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
+
+
+def build(p: dict[str, Any], venv: Path) -> None:
+    """Make the environment in place, its marker last."""
+    wheelhouse, lock = Path(p["wheelhouse"]), Path(p["wheelhouse"]) / REQUIREMENTS
+    if not lock.is_file() or sha256_of(lock) != p["digest"]:
+        raise VenvError(f"{lock} is not the one the controller made: run the playbook again to push it.")
+    broken = faults(wheelhouse)
+    if broken:
+        raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
+    if venv.exists():
+        shutil.rmtree(venv)
+    # uv and its cache lie beside the environments: one file system, so that it links instead of copying.
+    with tempfile.TemporaryDirectory(prefix=".uv-", dir=venv.parent) as scratch:
+        with zipfile.ZipFile(wheelhouse / read_lock(wheelhouse / TOOLS)[0].file) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".data/scripts/uv"))
+            uv = Path(scratch) / "uv"
+            uv.write_bytes(archive.read(member))
+        uv.chmod(0o700)
+        settings = {"UV_CACHE_DIR": f"{scratch}/cache", "UV_NO_CONFIG": "1", "UV_OFFLINE": "1"}
+        settings |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
+        make = [str(uv), "venv", "--quiet", "--python", p["python"], str(venv)]
+        command(make, f"No environment could be made on {p['python']}", **settings)
+        install = [str(uv), "pip", "install", "--quiet", "--python", f"{venv}/bin/python", "--no-index"]
+        install += ["--find-links", str(wheelhouse), "--require-hashes", "--no-deps", "-r", str(lock)]
+        command(install, "uv could not install the wheelhouse", **settings)
+    for name in p["imports"] or []:
+        # As root once, so that the bytecode is there for every later start; and a wheel that this CPU or
+        # system cannot run is found now.
+        command([f"{venv}/bin/python", "-c", f"import {name}"], f"{name} does not work on this host")
+    marker = {
+        "digest": p["digest"],
+        "installed": installed_digest(venv),
+        "python": os.path.realpath(p["python"]),
+        "versions": {wheel.name: wheel.version for wheel in read_lock(lock)},
+    }
+    partial = venv / f"{MARKER}.partial"
+    partial.write_text(json.dumps(marker, indent=1), encoding="utf-8")
+    os.replace(partial, venv / MARKER)
+
+
+def stale(p: dict[str, Any], venv: Path) -> list[Path]:
+    others = [path for path in Path(p["venvs"]).glob("*") if path.is_dir() and path != venv]
+    return [path for path in others if not in_use(path)]
+
+
+def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
+    venv, link = Path(p["venvs"]) / p["digest"][:12], Path(p["link"])
+    good = is_good(venv, p["digest"], p["python"])
+    ready = good and points_at(link, venv)
+    removed: list[Path] = []
+    before = read_marker(link).get("versions", {})
+    if not check_mode and not ready:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        if not good:
+            build(p, venv)
+        switch(link, venv)
+        removed = stale(p, venv)
+        for path in removed:
+            shutil.rmtree(path)
+    marker = read_marker(venv if p["digest"] else link)
+    return {
+        "changed": not ready,
+        "ready": ready,
+        "path": str(venv),
+        "digest": marker.get("digest", ""),
+        "installed": marker.get("installed", ""),
+        "versions": marker.get("versions", {}),
+        "removed": [str(path) for path in removed],
+        "diff": {"before": listing(before), "after": listing(marker.get("versions", {}) or before)},
+    }
+
+
+def listing(versions: dict[str, str]) -> str:
+    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "wheelhouse": {"type": "path", "required": True},
+            "digest": {"type": "str", "required": True},
+            "python": {"type": "path", "required": True},
+            "venvs": {"type": "path", "required": True},
+            "link": {"type": "path", "required": True},
+            "imports": {"type": "list", "elements": "str"},
+        },
+        supports_check_mode=True,
+    )
+    try:
+        result = run(module.params, module.check_mode)
+    except (VenvError, ValueError, OSError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

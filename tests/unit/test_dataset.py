@@ -1,0 +1,137 @@
+"""The dataset role's module and filters: every way a data directory can differ from its manifest is named."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"nanofleet_test_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+module = load(ROLE / "library" / "verify_shards.py")
+filters = load(ROLE / "filter_plugins" / "dataset.py")
+
+
+def sha(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "tokenizer").mkdir()
+    (tmp_path / "tokenizer" / "tokenizer.json").write_bytes(b"{}")
+    shards = []
+    for i in range(3):
+        name, content = f"shard_{i:05d}.parquet", bytes([i]) * 100
+        (tmp_path / "shards" / name).write_bytes(content)
+        shards.append({"name": name, "sha256": sha(content), "bytes": 100, "split": "train"})
+    manifest = {"schema": 1, "shards": shards, "tokenizer_sha256": sha(b"{}")}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    return tmp_path
+
+
+def test_whole_data_are_hashed_once(data: Path) -> None:
+    first = module.verify(data, "")
+    assert (first["findings"], first["shards"], first["bytes"], first["hashed"]) == ([], 3, 300, 4)
+    assert module.verify(data, first["manifest_sha256"])["hashed"] == 0
+
+
+def missing(data: Path) -> None:
+    (data / "shards" / "shard_00001.parquet").unlink()
+
+
+def extra(data: Path) -> None:
+    (data / "shards" / "shard_00009.parquet").write_bytes(b"x")
+
+
+def short(data: Path) -> None:
+    os.truncate(data / "shards" / "shard_00000.parquet", 99)
+
+
+def altered(data: Path) -> None:
+    path = data / "shards" / "shard_00002.parquet"
+    path.write_bytes(b"\xff" * 100)
+    os.utime(path, (1, 1))
+
+
+def tokenizer(data: Path) -> None:
+    (data / "tokenizer" / "tokenizer.json").write_bytes(b"[]")
+
+
+@pytest.mark.parametrize(
+    ("damage", "phrase"),
+    [
+        (missing, "shard_00001.parquet is missing"),
+        (extra, "shard_00009.parquet is not in the manifest"),
+        (short, "shard_00000.parquet has 99 bytes instead of 100"),
+        (altered, "shard_00002.parquet was altered (its sha256 is not the manifest's)"),
+        (tokenizer, "tokenizer/tokenizer.json was altered (its sha256 is not the manifest's)"),
+    ],
+)
+def test_damage_is_named(data: Path, damage: Callable[[Path], None], phrase: str) -> None:
+    module.verify(data, "")
+    damage(data)
+    assert module.verify(data, "")["findings"] == [phrase]
+
+
+def test_another_manifest_than_the_controllers(data: Path) -> None:
+    assert module.verify(data, "0" * 64)["findings"] == ["manifest.json is not the controller's"]
+
+
+def test_no_data_and_no_manifest(tmp_path: Path, data: Path) -> None:
+    assert module.verify(tmp_path / "nowhere", "")["findings"] == ["manifest.json is missing"]
+    (data / "manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read as a manifest"):
+        module.verify(data, "")
+
+
+def test_check_mode_remembers_nothing(data: Path) -> None:
+    module.verify(data, "", remember=False)
+    assert not (data / module.MEMORY).exists()
+
+
+def test_a_spoilt_memory_is_no_answer(data: Path) -> None:
+    (data / module.MEMORY).write_text('{"shard_00000.parquet": "yes"}')
+    assert module.verify(data, "")["findings"] == []
+
+
+def test_hosts_are_named() -> None:
+    hosts = {
+        "a": {"__dataset_verified": {"findings": []}},
+        "b": {"__dataset_verified": {"findings": ["x is missing"]}},
+    }
+    assert filters.dataset_findings(["a", "b"], {**hosts, "c": {}}) == ["b: x is missing."]
+
+
+def test_the_host_with_other_rows_is_named() -> None:
+    def packed(digest: str) -> dict[str, object]:
+        line = json.dumps({"digest": digest, "packed": True})
+        return {"__dataset_packed": {"stdout": f"some words\n{line}\n"}}
+
+    hosts = {
+        "a": packed("a" * 64),
+        "b": packed("b" * 64),
+        "c": packed("a" * 64),
+        "d": {"__dataset_packed": {"skipped": True}},
+    }
+    found = filters.dataset_rows_findings(list(hosts), hosts)
+    assert len(found) == 1
+    assert found[0].startswith("b packed rows bbbb")
+    assert filters.dataset_rows(packed("x")["__dataset_packed"])["packed"] is True  # type: ignore[arg-type]

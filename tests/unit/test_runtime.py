@@ -1,0 +1,297 @@
+"""The wheelhouse and the locked environment, without an index: wheels are made here and pip is a stand-in."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ansible.module_utils
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = ROOT / "roles" / "runtime"
+sys.path.insert(0, str(ROLE / "module_utils"))
+ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"nanofleet_test_{path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+wheelhouse = load(ROLE / "library" / "wheelhouse.py")
+locked_venv = load(ROLE / "library" / "locked_venv.py")
+filters = load(ROLE / "filter_plugins" / "runtime.py")
+from ansible.module_utils import nanofleet_lock as locks  # type: ignore[attr-defined]  # noqa: E402
+from ansible.module_utils import nanofleet_pins as pins  # type: ignore[attr-defined]  # noqa: E402
+
+
+def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), body: str = "") -> Path:
+    info = f"{name}-{version}.dist-info"
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    metadata += "".join(f"Requires-Dist: {each}\n" for each in requires)
+    files = {f"{name}.py": body, f"{info}/METADATA": metadata}
+    files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    record = "".join(f"{each},,\n" for each in [*files, f"{info}/RECORD"])
+    with zipfile.ZipFile(path, "w") as archive:
+        for each, text in {**files, f"{info}/RECORD": record}.items():
+            archive.writestr(each, text)
+    return path
+
+
+INDEX = {
+    "alpha": ("1.0", ("beta[fast]>=1", "gone; sys_platform == 'darwin'", "old; python_version < '3.12'")),
+    "beta": ("2.0", ("speed; extra == 'fast'", "slow; extra == 'slow'")),
+    "old": ("0.1", ()),
+    "speed": ("3.0", ()),
+    "uv": ("0.1", ()),
+}
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Parameters of a wheelhouse in a small tree; what pip is asked for is in asked."""
+    tree = tmp_path / "tree"
+    (tree / "trainer").mkdir(parents=True)
+    (tree / "trainer" / "a.py").write_text("x = 1\n")
+    (tree / "pyproject.toml").write_text(
+        '[project]\nname = "nanofleet"\n[project.optional-dependencies]\ntrain = ["alpha"]\n'
+    )
+    (tree / "constraints.txt").write_text("# pins\n" + "".join(f"{n}=={v}\n" for n, (v, _) in INDEX.items()))
+    asked: list[str] = []
+
+    def pip(self: Any, wanted: list[str], staging: Path, *options: str) -> None:
+        asked.extend(wanted)
+        for each in wanted:
+            name, version = each.split("==")
+            make_wheel(staging, name, version, INDEX[name][1])
+
+    def build(self: Any, staging: Path) -> None:
+        make_wheel(staging, "nanofleet", "0.1.0", body=(tree / "trainer" / "a.py").read_text())
+
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_pip", pip)
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_build", build)
+    return {
+        "source": str(tree),
+        "dest": str(tmp_path / "wheels" / "3.11-x86_64" / "train"),
+        "constraints": str(tree / "constraints.txt"),
+        "extra": "train",
+        "project": True,
+        "python_version": "3.11",
+        "architecture": "x86_64",
+        "torch_build": "cpu",
+        "torch_index": "",
+        "asked": asked,
+    }
+
+
+def names(dest: str) -> list[str]:
+    return sorted(path.name.split("-")[0] for path in Path(dest).glob("*.whl"))
+
+
+def test_requirements_follow_the_hosts_markers_and_extras(house: dict[str, Any]) -> None:
+    assert wheelhouse.run(house, False)["changed"]
+    assert names(house["dest"]) == ["alpha", "beta", "nanofleet", "old", "speed", "uv"]
+    newer = {**house, "python_version": "3.12", "dest": house["dest"].replace("3.11", "3.12")}
+    wheelhouse.run(newer, False)
+    assert "old" not in names(newer["dest"])
+
+
+def test_lock_has_all_but_the_tool(house: dict[str, Any]) -> None:
+    wheelhouse.run(house, False)
+    lock = locks.read_lock(Path(house["dest"]) / locks.REQUIREMENTS)
+    assert [wheel.name for wheel in lock] == ["alpha", "beta", "nanofleet", "old", "speed"]
+    assert [wheel.name for wheel in locks.read_lock(Path(house["dest"]) / locks.TOOLS)] == ["uv"]
+
+
+def test_second_run_asks_nothing_and_sources_alone_rebuild_only_the_project(house: dict[str, Any]) -> None:
+    first = wheelhouse.run(house, False)
+    house["asked"].clear()
+    second = wheelhouse.run(house, False)
+    assert (second["changed"], second["digest"]) == (False, first["digest"])
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 2\n")
+    third = wheelhouse.run(house, False)
+    assert third["changed"]
+    assert third["digest"] != first["digest"]
+    assert house["asked"] == []
+
+
+def test_a_new_pin_fetches_that_package_alone(house: dict[str, Any]) -> None:
+    wheelhouse.run(house, False)
+    house["asked"].clear()
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("beta==2.0", "beta==2.1"))
+    wheelhouse.run(house, False)
+    assert house["asked"] == ["beta==2.1"]
+    assert len(list(Path(house["dest"]).glob("beta-*"))) == 1
+
+
+def test_check_mode_makes_nothing(house: dict[str, Any], tmp_path: Path) -> None:
+    result = wheelhouse.run(house, True)
+    assert (result["changed"], result["digest"]) == (True, "")
+    assert not (tmp_path / "wheels").exists()
+
+
+@pytest.mark.parametrize(("bytes_", "phrase"), [(b"short", "has 5 bytes instead of"), (None, "was altered")])
+def test_a_bad_wheel_is_named_and_not_replaced(
+    house: dict[str, Any], bytes_: bytes | None, phrase: str
+) -> None:
+    wheelhouse.run(house, False)
+    path = next(Path(house["dest"]).glob("beta-*"))
+    content = path.read_bytes()
+    path.write_bytes(bytes_ or content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(wheelhouse.WheelhouseError, match=rf"beta-2\.0.*{phrase}"):
+        wheelhouse.run(house, False)
+    path.unlink()
+    assert wheelhouse.run(house, False)["changed"]
+    assert locks.faults(Path(house["dest"])) == []
+
+
+def test_a_failure_leaves_no_half_wheelhouse(house: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = wheelhouse.run(house, False)
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 3\n")
+
+    def broken(self: Any, staging: Path) -> None:
+        raise wheelhouse.WheelhouseError("no")
+
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_build", broken)
+    with pytest.raises(wheelhouse.WheelhouseError):
+        wheelhouse.run(house, False)
+    dest = Path(house["dest"])
+    assert locks.sha256_of(dest / locks.REQUIREMENTS) == first["digest"]
+    assert [path.name for path in dest.parent.iterdir() if path.is_dir()] == ["train"]
+
+
+def test_an_unpinned_requirement_is_a_sentence(house: dict[str, Any]) -> None:
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("speed==3.0\n", ""))
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"speed is needed .* but not pinned"):
+        wheelhouse.run(house, False)
+
+
+def test_an_unknown_extra_names_those_there_are(house: dict[str, Any]) -> None:
+    with pytest.raises(wheelhouse.WheelhouseError, match="no extra 'nope'; it has: train"):
+        wheelhouse.run({**house, "extra": "nope"}, False)
+
+
+def test_every_dependency_of_the_project_is_pinned() -> None:
+    """The direct dependencies of all extras; the rest is checked whenever a wheelhouse is made."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(r for group in project["optional-dependencies"].values() for r in group),
+    ]
+    pinned = pins.read_pins(ROOT / "constraints.txt")
+    markers = pins.markers_of("3.11", "x86_64")
+    assert {name for name, _ in pins.needed(lines, markers)} <= pinned.keys()
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> dict[str, Any]:
+    """Parameters of an environment on a host whose wheelhouse holds two small wheels and the real uv."""
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    if uv is None:
+        pytest.skip("uv is not installed")
+    wheels = tmp_path / "wheelhouse"
+    wheels.mkdir()
+    make_wheel(wheels, "alpha", "1.0", body="x = 1\n")
+    make_wheel(wheels, "beta", "2.0")
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
+    tool = wheels / "uv-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(tool, "w") as archive:
+        archive.write(uv, "uv-0.1.data/scripts/uv")
+    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    return {
+        "wheelhouse": str(wheels),
+        "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
+        "python": sys.executable,
+        "venvs": str(tmp_path / "venvs"),
+        "link": str(tmp_path / "venv"),
+        "imports": ["alpha"],
+    }
+
+
+def test_environment_is_made_once_and_mended_when_changed(host: dict[str, Any]) -> None:
+    assert locked_venv.run(host, True)["changed"]
+    assert not Path(host["venvs"]).exists()
+    first = locked_venv.run(host, False)
+    assert first["changed"]
+    assert first["versions"] == {"alpha": "1.0", "beta": "2.0"}
+    again = locked_venv.run(host, False)
+    assert (again["changed"], again["installed"]) == (False, first["installed"])
+
+    shutil.rmtree(next(Path(host["link"]).glob("lib/python*/site-packages/beta-*.dist-info")))
+    mended = locked_venv.run(host, False)
+    assert (mended["changed"], mended["installed"]) == (True, first["installed"])
+
+    (Path(host["link"]) / locked_venv.MARKER).unlink()  # as if it had been interrupted
+    assert locked_venv.run(host, False)["changed"]
+
+
+def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, Any]) -> None:
+    old = locked_venv.run(host, False)
+    wheels = Path(host["wheelhouse"])
+    next(wheels.glob("beta-*")).unlink()
+    make_wheel(wheels, "beta", "2.1")
+    found = [locks.wheel_of(path) for path in wheels.glob("*.whl") if not path.name.startswith("uv-")]
+    locks.write_lock(wheels / locks.REQUIREMENTS, found)
+    new = locked_venv.run({**host, "digest": locks.sha256_of(wheels / locks.REQUIREMENTS)}, False)
+    assert new["removed"] == [old["path"]]
+    assert Path(host["link"]).resolve() == Path(new["path"]).resolve()
+    assert "beta==2.1" in new["diff"]["after"]
+    assert "beta==2.0" in new["diff"]["before"]
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_refused_by_name(host: dict[str, Any]) -> None:
+    make_wheel(Path(host["wheelhouse"]), "beta", "2.0", body="import os\n")
+    with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl"):
+        locked_venv.run(host, False)
+    assert not Path(host["link"]).exists()
+
+
+def test_another_lock_than_the_controllers_is_refused(host: dict[str, Any]) -> None:
+    with pytest.raises(locked_venv.VenvError, match="not the one the controller made"):
+        locked_venv.run({**host, "digest": "0" * 64}, False)
+
+
+def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None:
+    with pytest.raises(
+        locked_venv.VenvError, match=r"gamma does not work on this host: .*No module named 'gamma'"
+    ):
+        locked_venv.run({**host, "imports": ["gamma"]}, False)
+    assert not Path(host["link"]).exists()
+
+
+def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
+    return {
+        name: {
+            "__runtime_probe": {"stdout": f'{{"kind": "{kind}"}}'},
+            "__runtime_asked": {"ready": True, "installed": installed, "versions": versions},
+        }
+        for name, (kind, installed, versions) in hosts.items()
+    }
+
+
+def test_the_odd_host_is_named() -> None:
+    torch = {"torch": "2.0+cpu"}
+    same = hostvars(
+        a=("3.11", "x" * 64, torch), b=("3.11", "x" * 64, torch), c=("3.12", "z" * 64, {"torch": "2.0"})
+    )
+    assert filters.runtime_findings(["a", "b", "c"], same) == []
+    assert filters.runtime_kinds(["a", "b", "c"], same) == ["3.11", "3.12"]
+    odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
+    found = filters.runtime_findings(["a", "b", "c", "d"], odd)
+    assert [sentence.split(":")[0].split()[0] for sentence in found] == ["d", "d"]
+    assert "torch 1.9, the others 2.0" in found[1]
