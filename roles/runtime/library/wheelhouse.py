@@ -58,7 +58,7 @@ fetched: {description: Wheels that were fetched or built., type: list, elements:
 STAMP = "made-from.json"
 TOOL = "uv"
 OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "trainer", "fleet")
+SOURCES = ("pyproject.toml", "LICENSE", "trainer", "fleet")
 
 
 class WheelhouseError(Exception):

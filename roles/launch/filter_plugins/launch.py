@@ -1,0 +1,229 @@
+"""What train.yml decides on the controller: the run's configuration and name, and whether it may start.
+
+Pure functions of what the hosts said (results of the module run_state, in rank order): tested without a host.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+RESERVED = {"tracker", "none"}
+"""Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""
+State = Mapping[str, Any]
+
+
+def _config_module() -> Any:
+    """trainer.config of this checkout, which needs only the standard library."""
+    if str(REPOSITORY) not in sys.path:
+        sys.path.insert(0, str(REPOSITORY))
+    return importlib.import_module("trainer.config")
+
+
+class RefusedError(Exception):
+    """The run must not start; the message is for the person."""
+
+
+def launch_name(given: Mapping[str, Any], run_id: str = "") -> str:
+    """The run's name: the one asked for, else the default of its configuration."""
+    trainer = _config_module()
+    try:
+        return run_id or str(trainer.RunConfig.from_strings(given).default_run_id())
+    except trainer.ConfigError as error:
+        raise AnsibleFilterError(str(error)) from None
+
+
+def launch_plan(
+    given: Mapping[str, Any],
+    run_id: str,
+    states: Sequence[State],
+    hosts: Sequence[str],
+    manifest_sha256: str = "",
+) -> dict[str, Any]:
+    """Decide what to do about the run that was asked for.
+
+    given: knobs as they came; run_id: as asked, empty for the default; states: of every host in rank order.
+    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message"}.
+    """
+    trainer = _config_module()
+    name = run_id
+    try:
+        name = launch_name(given, run_id)
+        if name in RESERVED:
+            raise RefusedError(
+                f"run_id {name!r} is taken by nanofleet itself: choose another, -e run_id=NAME."
+            )
+        stored = stored_run(name, states)
+        # An existing run keeps its own values for every knob that is not given anew.
+        config = trainer.RunConfig.from_strings({**((stored or {}).get("config") or {}), **given})
+        run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256)
+        action, message = _decide(run_file, stored, states)
+    except (trainer.ConfigError, RefusedError) as error:
+        return {"run_id": name, "file": None, "action": "refuse", "message": str(error)}
+    return {"run_id": name, "file": run_file.to_dict(), "action": action, "message": message}
+
+
+def _decide(run_file: Any, stored: State | None, states: Sequence[State]) -> tuple[str, str]:
+    """The action and what to say about it. Raises RefusedError."""
+    name, hosts = run_file.run_id, run_file.hosts
+    if stored:
+        _refuse_another_config(name, stored["config"], run_file.config.to_dict())
+    unit = f"nanofleet-{name}.service"
+    active = [
+        host for host, state in zip(hosts, states, strict=True) if unit in state.get("active_units", [])
+    ]
+    if active:
+        return "none", _says_active(name, active, hosts, states)
+    _refuse_other_holders(hosts, states, unit)
+    outcome = next((s["outcome"] for s in states if s.get("outcome") and s.get("run_id") == name), None)
+    if stored and outcome and outcome.get("outcome") == "finished":
+        return "none", _says_finished(name, outcome)
+    _refuse_lost_checkpoint(name, hosts, states)
+    return ("resume" if stored else "start"), ""
+
+
+def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
+    """The run file of an earlier attempt, from the first host in rank order that has one."""
+    for state in states:
+        if state.get("run_id") == run_id and isinstance((state.get("run_file") or {}).get("config"), Mapping):
+            return state["run_file"]
+    return None
+
+
+def _refuse_another_config(run_id: str, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    differing = [name for name in config if name in stored and stored[name] != config[name]]
+    if differing:
+        table = "; ".join(f"{name} is {stored[name]} there and {config[name]} here" for name in differing)
+        raise RefusedError(
+            f"The run {run_id} exists with another configuration: {table}. To go on with it, leave "
+            f"{' and '.join(differing)} out; for a new run choose another name: -e run_id=NAME."
+        )
+
+
+def _says_active(run_id: str, active: Sequence[str], hosts: Sequence[str], states: Sequence[State]) -> str:
+    beats = [beat for state in states for beat in state.get("heartbeats", []) if beat.get("step") is not None]
+    at = f" at step {beats[0]['step']} of {beats[0].get('num_iterations')}" if beats else ""
+    missing = [host for host in hosts if host not in active]
+    lost = f" Its unit is missing on {', '.join(missing)}: stop it and start it again." if missing else ""
+    return (
+        f"The run {run_id} is active{at} on {', '.join(active)}; nothing was changed.{lost} "
+        f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={run_id}"
+    )
+
+
+def _says_finished(run_id: str, outcome: Mapping[str, Any]) -> str:
+    loss = outcome.get("loss")
+    closing = f", loss {loss:.4f}" if isinstance(loss, float) else ""
+    steps = f"step {outcome.get('step')} of {outcome.get('num_iterations')}"
+    return (
+        f"The run {run_id} has finished: {steps}{closing}."
+        " Nothing was changed. For a new run change a knob, or name it: -e run_id=NAME"
+    )
+
+
+def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: str) -> None:
+    for host, state in zip(hosts, states, strict=True):
+        for other in state.get("active_units", []):
+            other_id = other.removeprefix("nanofleet-").removesuffix(".service")
+            raise RefusedError(
+                f"{host} is busy with another run, {other_id} (unit {other}). "
+                f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
+            )
+    # Only the coordinator opens the store's port.
+    for held in states[0].get("listeners", []):
+        if held.get("unit") == unit:
+            continue
+        who = (
+            f"process {held['pid']} of {held['user']} ({held['command']})"
+            if held.get("pid")
+            else "an unknown process"
+        )
+        of_unit = f", unit {held['unit']}" if held.get("unit") else ""
+        end = f"systemctl stop {held['unit']}" if held.get("unit") else f"kill {held.get('pid') or 'PID'}"
+        raise RefusedError(
+            f"Port {held['port']} on {hosts[0]} is held by {who}{of_unit}: the run's store needs it. "
+            f"End that on {hosts[0]} (sudo {end}), or take another port: -e store_port=PORT"
+        )
+
+
+def _refuse_lost_checkpoint(run_id: str, hosts: Sequence[str], states: Sequence[State]) -> None:
+    if states[0].get("checkpoint"):
+        return
+    for host, state in zip(hosts, states, strict=True):
+        if state.get("checkpoint") and state.get("run_id") == run_id:
+            raise RefusedError(
+                f"The run {run_id} has its checkpoints on {host}, its coordinator before; now {hosts[0]} is."
+                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {hosts[0]}."
+            )
+
+
+def launch_installed(hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
+    """What is installed, by host: the output of files/installed.py and the dataset's digest."""
+    return {
+        host: {
+            **json.loads(variables["__launch_installed"]["stdout"]),
+            "dataset": variables["__launch_manifest"]["stat"].get("checksum", "missing"),
+        }
+        for host, variables in hosts.items()
+    }
+
+
+def launch_skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
+    """A sentence on what differs between the hosts' installations, or an empty string.
+
+    installed: host -> what files/installed.py printed there; digest: of this checkout's trainer.
+    """
+    said = []
+    for field in dict.fromkeys(name for facts in installed.values() for name in facts):
+        values: dict[str, list[str]] = {}
+        for host, facts in installed.items():
+            values.setdefault(facts.get(field, "missing"), []).append(host)
+        if len(values) > 1:
+            shown = "; ".join(f"{value[:12]} on {', '.join(where)}" for value, where in values.items())
+            said.append(f"{field} is {shown}")
+    if said:
+        differing = ", and ".join(said)
+        return (
+            f"The hosts differ in what is installed: {differing}. Make them equal: ansible-playbook setup.yml"
+        )
+    if any(facts.get("trainer") != digest for facts in installed.values()):
+        return "The hosts hold another trainer than this folder. Bring it to them: ansible-playbook setup.yml"
+    return ""
+
+
+def launch_outcome(state: State, kind: str, reason: str) -> dict[str, Any]:
+    """An outcome for a host whose ranks were ended from outside, with what its first heartbeat knew."""
+    beat = (state.get("heartbeats") or [{}])[0]
+    known = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
+    return {
+        "run_id": state["run_id"],
+        "outcome": kind,
+        "reason": reason,
+        **{name: beat.get(name) for name in known},
+        "first_loss": None,
+        "checkpoint": state.get("checkpoint"),
+        "sample": None,
+        "seconds": None,
+        "time": state["time"],
+    }
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            "launch_name": launch_name,
+            "launch_plan": launch_plan,
+            "launch_outcome": launch_outcome,
+            "launch_installed": launch_installed,
+            "launch_skew": launch_skew,
+            "launch_trainer_digest": lambda _ignored="": _config_module().code_digest(),
+        }

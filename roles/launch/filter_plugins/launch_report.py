@@ -1,0 +1,308 @@
+"""What status.yml, stop.yml and a failed start show: plain text made from the module run_state's results."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+State = Mapping[str, Any]
+
+HEADER = ("host", "unit", "rank", "phase", "step", "loss", "tok/s", "last step")
+NUMBERS = {"rank", "step", "loss", "tok/s", "last step"}
+STALE_SECONDS = 60.0
+GFLOPS_A_THREAD = 40
+"""Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
+USUAL_VOCABULARY = 32_768
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as aligned lines under a header; numbers to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if name in NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        )
+        return "  ".join(cells).rstrip()
+
+    return [line(header), line(["-" * width for width in widths]), *(line(row) for row in rows)]
+
+
+def screen(lines: Sequence[str]) -> str:
+    """One text that YAML output shows as it is: no tabs, blanks at the end, emoji, control characters."""
+    kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
+    return "\n".join(line.rstrip() for line in kept).rstrip()
+
+
+def unreachable(state: State | None) -> bool:
+    """Whether the host did not answer when its state was asked for."""
+    return not state or bool(state.get("unreachable")) or "unit" not in state
+
+
+def answered(states: Mapping[str, State]) -> dict[str, State]:
+    """The states of the hosts that did answer."""
+    return {host: state for host, state in states.items() if not unreachable(state)}
+
+
+def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
+    """Rank 0's heartbeat, else any, else an empty one."""
+    beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
+    return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
+
+
+def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
+    """The table's rows of one host: one a rank, or one that says why there is none."""
+    if unreachable(state):
+        return [[host, "unreachable", *["-"] * 6]]
+    if not state["found"]:
+        return [[host, "no such run" if run_id else "-", *["-"] * 6]]
+    unit, result = state["unit"]["active_state"], state["unit"].get("result")
+    if state["failed_unit"]:
+        unit = "failed" if result in ("success", "", None) else f"failed ({result})"
+    return [[host, unit, *_beat_cells(beat)] for beat in state["heartbeats"]] or [[host, unit, *["-"] * 6]]
+
+
+def _beat_cells(beat: Mapping[str, Any]) -> list[str]:
+    step = beat.get("step")
+    return [
+        str(beat.get("rank", "-")),
+        str(beat.get("phase") or "-"),
+        "-" if step is None else f"{step}/{beat.get('num_iterations')}",
+        "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
+        "-" if beat.get("tok_per_s") is None else f"{beat['tok_per_s']:,.0f}",
+        f"{duration(beat.get('age'))} ago",
+    ]
+
+
+def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
+    """The run to show when hosts name different ones: the asked one, an active one, else the newest."""
+    named = [state for state in answered(states).values() if state["found"]]
+    active = [state["run_id"] for state in named if state["active_units"]]
+    runs = [run for state in named for run in state["runs"]]
+    newest = max(runs, key=lambda run: run["time"], default={"run_id": ""})
+    return run_id or str(active[0] if active else newest["run_id"])
+
+
+def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
+    """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
+    reached = answered(states)
+    missing = [host for host in states if host not in reached]
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines = []
+    if not found and run_id:
+        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
+        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
+    elif not found and reached:
+        lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
+    if found or missing:
+        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
+        lines += [*([f"Run {run_id}", ""] if found else []), *table(HEADER, rows), ""]
+    lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
+    lines += _about(found, tracker_uri) + _others_active(states, run_id) + launch_errors(found)
+    return screen(lines)
+
+
+def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
+    """What stands below the table: how far, how it ended, where things are."""
+    lines = []
+    ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
+    evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
+    if any(not state["ended"] for state in found.values()):
+        if rank_zero(found).get("eta_seconds") is not None:
+            lines.append(f"Time left:   {duration(rank_zero(found)['eta_seconds'])}")
+        if ages and min(ages) > STALE_SECONDS:
+            lines.append(f"No rank has said anything for {duration(min(ages))}.")
+        if any(state["stop_requested"] for state in found.values()):
+            lines.append("Stop:        asked for; the run saves and ends after its current step")
+    if evaluation:
+        at = f"at step {evaluation.get('step')}"
+        lines.append(f"Validation:  {evaluation['val_bpb']:.4f} bits per byte {at}")
+    for host, state in found.items():
+        if state["checkpoint"]:
+            lines.append(f"Checkpoint:  {state['run_dir']}/{state['checkpoint']} on {host}")
+    lines += _ending(found)
+    if tracker_uri and found:
+        lines.append(f"Tracker:     {tracker_uri}")
+    return lines
+
+
+def _ending(found: Mapping[str, State]) -> list[str]:
+    """How the run ended: once where all hosts agree on a good end, else by host."""
+    ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
+    words = {outcome["outcome"] for outcome in ended.values()}
+    if len(words) == 1 and words <= {"finished", "stopped"}:
+        ended = {"": next(iter(ended.values()))}
+    return [
+        f"Outcome:     {outcome['outcome']}{f' on {host}' if host else ''}: {outcome.get('reason') or '-'}"
+        for host, outcome in ended.items()
+    ]
+
+
+def _others_active(states: Mapping[str, State], run_id: str) -> list[str]:
+    """A line for every other run that is up."""
+    up: dict[str, list[str]] = {}
+    for host, state in answered(states).items():
+        for unit in state["active_units"]:
+            up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+    return [
+        f"Also active: run {other} on {', '.join(hosts)}. End it: ansible-playbook stop.yml -e run_id={other}"
+        for other, hosts in up.items()
+        if other != run_id
+    ]
+
+
+def launch_errors(states: Mapping[str, State]) -> list[str]:
+    """The first error's log lines of every host that has one."""
+    lines: list[str] = []
+    for host, state in answered(states).items():
+        if state["error"]:
+            lines += ["", f"{host}: {state['run_dir']}/train.log says"]
+            lines += [f"  {line}" for line in state["error"]]
+    return lines
+
+
+def launch_failure(states: Mapping[str, State], run_id: str) -> str:
+    """Why a start failed, in a sentence that names the host, then every host's first error.
+
+    The hosts come in the order in which their units ended: the first of them is where to look.
+    """
+    never = float("inf")
+    ended = {host: (s["ended"] and s["unit"].get("since")) or never for host, s in answered(states).items()}
+    reached = {host: states[host] for host in sorted(ended, key=lambda host: ended[host])}
+    odd = [host for host in states if host not in reached]
+    waiting = [host for host, state in reached.items() if not state["stepped"]]
+    dead = [host for host in waiting if reached[host]["ended"]]
+    silent = [host for host in waiting if not reached[host]["ended"]]
+    phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
+    last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has said anything"
+    said = [f"{', '.join(odd)} did not answer"] if odd else []
+    said += [f"its unit ended on {', then on '.join(dead)} before the first step"] if dead else []
+    said += [f"no step was made on {', '.join(silent)} ({last})"] if silent else []
+    reasons = [
+        f"  {host}: {state['outcome']['reason']}"
+        for host, state in reached.items()
+        if (state["outcome"] or {}).get("reason")
+    ]
+    head = f"The run {run_id} did not start: {'; '.join(said) or 'a unit could not be started'}."
+    again = f"When that is mended: ansible-playbook train.yml -e run_id={run_id}"
+    return screen([head, *reasons, *launch_errors(reached), "", again])
+
+
+def launch_started(states: Mapping[str, State], run_id: str) -> str:
+    """What train.yml says once every rank has made a step."""
+    beat = rank_zero(states)
+    parts = [f"step {beat.get('step')} of {beat.get('num_iterations')}"]
+    if beat.get("loss") is not None:
+        parts.append(f"loss {beat['loss']:.4f}")
+    if beat.get("tok_per_s") is not None:
+        parts.append(f"{beat['tok_per_s']:,.0f} tok/s")
+    if beat.get("eta_seconds"):
+        parts.append(f"{duration(beat['eta_seconds'])} left")
+    return (
+        f"The run {run_id} trains on {', '.join(states)}: {', '.join(parts)}. "
+        f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml"
+    )
+
+
+def launch_idle(states: Mapping[str, State], run_id: str) -> str:
+    """That there is nothing to stop, and where."""
+    reached = answered(states)
+    what = f"The run {run_id} is not running" if run_id else "Nothing runs"
+    return f"{what} on {', '.join(reached)}." if reached else "No host answered."
+
+
+def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
+    """What a stop will take, said before it is asked for."""
+    beat = rank_zero(states)
+    took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
+    at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
+    return (
+        f"The run {run_id}{at} ends after one more step{took} and one save. "
+        "Without saving, within 15 s: -e stop_now=true"
+    )
+
+
+def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str, Sequence[Any]]) -> str:
+    """The report of a stop. ended: host -> processes that systemctl had to end."""
+    reached = answered(states)
+    rows = []
+    for host in states:
+        state = reached.get(host)
+        how = str((state["outcome"] or {}).get("outcome") or "no outcome") if state else "-"
+        unit = str(state["unit"]["active_state"]) if state else "unreachable"
+        rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
+    lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
+    lines += _about({host: state for host, state in reached.items() if state["found"]})
+    if len(reached) == len(states):
+        lines.append("No process of the run and no listener on its port is left.")
+    lines += _others_active(states, run_id)
+    if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
+        lines.append(f"Go on with it: ansible-playbook train.yml -e run_id={run_id}")
+    return screen(lines)
+
+
+def launch_expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
+    """How long the run may take, in a sentence: by an equal run's measured rate, else by a rough figure."""
+    config = plan["file"]["config"]
+    tokens, steps = config["total_batch_size"], config["num_iterations"]
+    shape = ("depth", "aspect_ratio", "sequence_len", "total_batch_size", "dtype", "sync")
+    alike = [
+        run
+        for run in states[0].get("runs", [])
+        if run.get("tok_per_s")
+        and [(run.get("config") or {}).get(name) for name in shape] == [config[name] for name in shape]
+        and len(run.get("hosts") or []) == len(plan["file"]["hosts"])
+    ]
+    if not tokens or not steps:
+        return "How long it takes is said once the steps and their size are derived on the hosts."
+    if alike:
+        seconds = tokens / float(alike[0]["tok_per_s"])
+        source = f"measured in {alike[0]['run_id']}"
+    else:
+        seconds = tokens * _flops_per_token(config) / (GFLOPS_A_THREAD * 1e9 * max(1, sum(threads)))
+        source = "a rough figure until the first steps are measured"
+    done = (
+        int((states[0].get("checkpoint") or "step_0").rsplit("_", 1)[1]) if plan["action"] == "resume" else 0
+    )
+    left = max(0, steps - done)
+    return f"Expected: {duration(seconds)} a step, {duration(seconds * left)} for {left:,} steps ({source})."
+
+
+def _flops_per_token(config: Mapping[str, Any]) -> float:
+    """Six per weight and the attention over whole contexts; near enough for a guess."""
+    width = -(-config["depth"] * config["aspect_ratio"] // config["head_dim"]) * config["head_dim"]
+    weights = 12 * config["depth"] * width**2 + USUAL_VOCABULARY * width
+    return 6 * weights + 12 * config["depth"] * width * config["sequence_len"]
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in words: 1.8 s, 2m34s, 3h05m, 2d04h."""
+    if seconds is None:
+        return "-"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            "launch_heartbeat_name": lambda beat: f"heartbeat-{beat['rank']}.json",
+            "launch_expected": launch_expected,
+            "launch_run_shown": launch_run_shown,
+            "launch_status": launch_status,
+            "launch_failure": launch_failure,
+            "launch_idle": launch_idle,
+            "launch_started": launch_started,
+            "launch_stop_expected": launch_stop_expected,
+            "launch_stopped": launch_stopped,
+        }

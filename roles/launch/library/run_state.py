@@ -1,0 +1,269 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: everything a host knows about a run, read from its unit and its run directory."""
+
+import json
+import os
+import re
+import time
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
+from ansible.module_utils.nanofleet_unit import active_units, is_up, listeners, read_unit
+
+DOCUMENTATION = r"""
+module: run_state
+short_description: Read the state of a run on this host
+description:
+  - Reads the unit, heartbeats, metrics, outcome and log of a run.
+  - Changes nothing, and a run that is missing is no failure.
+options:
+  state_dir:
+    description: Folder that holds C(runs/RUN_ID).
+    type: path
+    required: true
+  run_id:
+    description: The run. Empty for the one that is active, else the newest.
+    type: str
+    default: ""
+  log_lines:
+    description: How many lines of the log's end to return, and of an error at most.
+    type: int
+    default: 20
+  wait_for:
+    description: Return once a rank here has made a step, the unit has ended, or O(wait_seconds) are over.
+    type: str
+    choices: [none, step, end]
+    default: none
+  wait_seconds:
+    description: How long to wait at most.
+    type: int
+    default: 0
+  ports:
+    description: TCP ports whose listeners are reported.
+    type: list
+    elements: int
+    default: []
+attributes:
+  check_mode: {support: full}
+"""
+
+EXAMPLES = r"""
+- name: Read the newest run
+  run_state:
+    state_dir: /var/lib/nanofleet
+  register: __launch_state
+"""
+
+RETURN = r"""
+found:
+  description: Whether there is such a run on this host; if not, the fields of a run are empty.
+  type: bool
+  returned: always
+run_id: {description: The run, type: str, returned: always}
+run_dir: {description: Its directory, type: str, returned: always}
+ended: {description: Whether the unit is neither up nor about to be, type: bool, returned: always}
+failed_unit:
+  description: Whether the unit failed, or is gone and left no outcome of its last attempt.
+  type: bool
+  returned: always
+stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
+unit:
+  description: >-
+    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (epoch or null).
+  type: dict
+  returned: always
+heartbeats:
+  description: Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time.
+  type: list
+  elements: dict
+  returned: always
+metrics: {description: The last line of metrics.jsonl with a loss, type: dict, returned: always}
+evaluation: {description: The last line of metrics.jsonl with a val_bpb, type: dict, returned: always}
+outcome: {description: outcome.json, type: dict, returned: always}
+stop_requested: {description: Whether the file C(stop) is there, type: bool, returned: always}
+log: {description: The log's last lines, type: list, elements: str, returned: always}
+error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
+run_file: {description: run.json, type: dict, returned: always}
+checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
+time: {description: This host's clock, type: float, returned: always}
+runs:
+  description: The newest 20 - run_id, time, active, outcome, step, num_iterations, tok_per_s, hosts, config.
+  type: list
+  elements: dict
+  returned: always
+active_units: {description: Units of runs that are up, type: list, elements: str, returned: always}
+listeners:
+  description: Who listens on O(ports) - port, pid, user, command, unit.
+  type: list
+  elements: dict
+  returned: always
+"""
+
+PREFIX = "nanofleet-"
+NOT_A_RUN = (PREFIX + "tracker.service",)
+
+
+def load_json(path):
+    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def last_with(path, key):
+    """The last JSON line of a file that holds `key`."""
+    for line in reversed(tail(path)):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and key in entry:
+            return entry
+    return None
+
+
+def heartbeats(run_dir, now):
+    found = []
+    for name in sorted(os.listdir(run_dir)):
+        beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
+        if beat:
+            beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)
+            found.append(beat)
+    return sorted(found, key=lambda beat: beat.get("rank") or 0)
+
+
+def newest_checkpoint(run_dir):
+    """The newest checkpoint with a meta.json, which is written last."""
+    folder = os.path.join(run_dir, "checkpoints")
+    for name in sorted(os.listdir(folder), reverse=True) if os.path.isdir(folder) else []:
+        if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
+            return "checkpoints/" + name
+    return None
+
+
+def known_runs(runs_dir, active):
+    """The newest runs of this host."""
+    found = []
+    for entry in os.scandir(runs_dir) if os.path.isdir(runs_dir) else []:
+        run_file = os.path.join(entry.path, "run.json")
+        if os.path.exists(run_file):
+            found.append((os.stat(run_file).st_mtime, entry.name))
+    runs = []
+    for moment, run_id in sorted(found, reverse=True)[:20]:
+        run_dir = os.path.join(runs_dir, run_id)
+        outcome = load_json(os.path.join(run_dir, "outcome.json")) or {}
+        described = load_json(os.path.join(run_dir, "run.json")) or {}
+        runs.append(
+            {
+                "run_id": run_id,
+                "time": moment,
+                "active": PREFIX + run_id + ".service" in active,
+                "hosts": described.get("hosts"),
+                "config": described.get("config"),
+                **{key: outcome.get(key) for key in ("outcome", "step", "num_iterations", "tok_per_s")},
+            }
+        )
+    return runs
+
+
+def choose(runs, active):
+    """The run meant when none is named: an active one, else the newest."""
+    if active:
+        return active[0][len(PREFIX) : -len(".service")]
+    return runs[0]["run_id"] if runs else ""
+
+
+def read_run(run_dir, unit, now, log_lines):
+    """What the run directory holds."""
+    beats = heartbeats(run_dir, now)
+    outcome = load_json(os.path.join(run_dir, "outcome.json"))
+    metrics = os.path.join(run_dir, "metrics.jsonl")
+    log = tail(os.path.join(run_dir, "train.log"))
+    failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None)
+    bad = failed or (outcome or {}).get("outcome") in ("retryable", "final")
+    return {
+        "failed_unit": failed,
+        "stepped": any(beat.get("loss") is not None for beat in beats),
+        "heartbeats": beats,
+        "metrics": last_with(metrics, "loss"),
+        "evaluation": last_with(metrics, "val_bpb"),
+        "outcome": outcome,
+        "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
+        "log": log[-log_lines:],
+        "error": first_error(attempt_of(log), log_lines) if bad else [],
+        "run_file": load_json(os.path.join(run_dir, "run.json")),
+        "checkpoint": newest_checkpoint(run_dir),
+    }
+
+
+NOTHING = {
+    "failed_unit": False,
+    "stepped": False,
+    "heartbeats": [],
+    "metrics": None,
+    "evaluation": None,
+    "outcome": None,
+    "stop_requested": False,
+    "log": [],
+    "error": [],
+    "run_file": None,
+    "checkpoint": None,
+}
+
+
+def read_state(params):
+    """All that this host knows, once."""
+    runs_dir = os.path.join(params["state_dir"], "runs")
+    now = time.time()
+    active = [name for name in active_units(PREFIX + "*.service") if name not in NOT_A_RUN]
+    runs = known_runs(runs_dir, active)
+    run_id = params["run_id"] or choose(runs, active)
+    run_dir = os.path.join(runs_dir, run_id)
+    found = bool(run_id) and os.path.exists(os.path.join(run_dir, "run.json"))
+    unit = read_unit(PREFIX + (run_id or "none"), now)
+    state = read_run(run_dir, unit, now, params["log_lines"]) if found else NOTHING
+    return {
+        "found": found,
+        "run_id": run_id,
+        "run_dir": run_dir,
+        "ended": not is_up(unit),
+        "unit": unit,
+        "time": now,
+        "runs": runs,
+        "active_units": active,
+        "listeners": listeners(params["ports"]),
+        **state,
+    }
+
+
+def main():
+    module = AnsibleModule(
+        argument_spec={
+            "state_dir": {"type": "path", "required": True},
+            "run_id": {"type": "str", "default": ""},
+            "log_lines": {"type": "int", "default": 20},
+            "wait_for": {"type": "str", "choices": ["none", "step", "end"], "default": "none"},
+            "wait_seconds": {"type": "int", "default": 0},
+            "ports": {"type": "list", "elements": "int", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    deadline = time.monotonic() + params["wait_seconds"]
+    while True:
+        try:
+            state = read_state(params)
+        except (OSError, RuntimeError) as error:
+            module.fail_json(msg=f"The state of the runs in {params['state_dir']} cannot be read: {error}")
+        awaited = state["ended"] or (params["wait_for"] == "step" and state["stepped"])
+        if params["wait_for"] == "none" or awaited or time.monotonic() >= deadline:
+            module.exit_json(changed=False, **state)
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

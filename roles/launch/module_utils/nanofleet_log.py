@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""Reading a run's log: its end, its last attempt, the first error in it. Standard library only."""
+
+import os
+import re
+
+TAIL_BYTES = 1 << 18
+ATTEMPT = "=== "
+"""What the line begins with that opens an attempt in train.log (see the role's unit)."""
+TRACEBACK = "Traceback (most recent call last):"
+ERROR = re.compile(
+    r"Traceback \(most recent call last\)|\b[A-Za-z_.]*(?:Error|Exception)\b\s*:"
+    r"|\berror\b|\bfatal\b|\bkilled\b|out of memory|^\[rank \d+\] (?:retryable|final): |failed \(exitcode",
+    re.IGNORECASE,
+)
+PREFIXED = re.compile(r"^\[[^]]*\]:? ")
+"""The rank in front of a line."""
+
+
+def tail(path):
+    """The lines in the last TAIL_BYTES of a text file."""
+    try:
+        with open(path, "rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            lines = file.read().decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    return lines[1:] if size > TAIL_BYTES else lines
+
+
+def attempt_of(lines):
+    """The lines since the last attempt began."""
+    starts = [index for index, line in enumerate(lines) if line.startswith(ATTEMPT)]
+    return lines[starts[-1] :] if starts else lines
+
+
+def first_error(lines, count):
+    """The first line that tells of an error and what follows it, at most `count` lines.
+
+    Of a traceback its end is kept, where the reason stands. The traceback with which torchrun follows up the
+    end of its child says nothing, so other lines are taken only up to the next one.
+    """
+    for index, line in enumerate(lines):
+        if not ERROR.search(line):
+            continue
+        end = index + 1
+        if line.endswith(TRACEBACK):
+            while end < len(lines) and PREFIXED.sub("", lines[end])[:1] in (" ", ""):
+                end += 1
+            return lines[index : end + 1][-count:]
+        while end < len(lines) and TRACEBACK not in lines[end]:
+            end += 1
+        return lines[index:end][:count]
+    return lines[-count:]

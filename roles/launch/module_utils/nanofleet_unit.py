@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: MIT
+"""What systemd and /proc say about a run's unit: its state, its processes, who listens on a port.
+
+Read-only, standard library only. Used on the hosts by the modules transient_unit and run_state.
+"""
+
+import contextlib
+import os
+import pwd
+import subprocess
+import time
+
+PROPERTIES = (
+    "Id,LoadState,ActiveState,SubState,Result,MainPID,ExecMainStatus,StateChangeTimestampMonotonic,NRestarts"
+)
+LISTEN = "0A"
+"""TCP_LISTEN in the fourth column of /proc/net/tcp."""
+
+
+def run(argv):
+    """Run a command in the C locale; returns (exit status, stdout, stderr) as text."""
+    done = subprocess.run(
+        argv, capture_output=True, text=True, check=False, env=dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
+    )
+    return done.returncode, done.stdout, done.stderr.strip()
+
+
+def unit_name(name):
+    """The unit's full name."""
+    return name if name.endswith(".service") else name + ".service"
+
+
+def read_unit(name, now):
+    """State of a unit as a dict; a unit systemd does not know is `inactive`. `now` is time.time()."""
+    code, out, err = run(["systemctl", "show", "--property=" + PROPERTIES, "--", unit_name(name)])
+    if code:
+        raise RuntimeError(err or "systemctl show failed")
+    shown = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+    changed = int(shown.get("StateChangeTimestampMonotonic") or 0)
+    return {
+        "name": unit_name(name),
+        "load_state": shown.get("LoadState", ""),
+        "active_state": shown.get("ActiveState", "inactive"),
+        "sub_state": shown.get("SubState", "dead"),
+        "result": shown.get("Result", ""),
+        "main_pid": int(shown.get("MainPID") or 0),
+        "exit_status": int(shown.get("ExecMainStatus") or 0),
+        "restarts": int(shown.get("NRestarts") or 0),
+        "since": round(now - time.monotonic() + changed / 1e6, 1) if changed else None,
+    }
+
+
+def is_up(unit):
+    """Whether the unit runs, starts, stops or waits to be restarted."""
+    return unit["active_state"] not in ("inactive", "failed")
+
+
+def active_units(pattern):
+    """Names of the units that match and are up."""
+    _code, out, _err = run(["systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", pattern])
+    rows = [line.split() for line in out.splitlines() if line.split()]
+    return sorted(row[0] for row in rows if len(row) > 2 and row[2] not in ("inactive", "failed"))
+
+
+def _read(path):
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _pids():
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def unit_of(pid):
+    """The systemd service a process belongs to, or an empty string."""
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        for part in reversed(line.rstrip().split("/")):
+            if part.endswith(".service"):
+                return part
+    return ""
+
+
+def processes_of(name):
+    """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout)."""
+    return [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
+
+
+def _is_zombie(pid):
+    return ") Z " in _read(f"/proc/{pid}/stat")
+
+
+def describe(pid):
+    """A process in words: pid, user, command, unit."""
+    command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or _read(f"/proc/{pid}/comm").strip()
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    try:
+        user = pwd.getpwuid(uid).pw_name
+    except KeyError:
+        user = str(uid)
+    return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+
+
+def listeners(ports):
+    """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown."""
+    inodes = {}
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in _read(table).splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == LISTEN:
+                port = int(fields[1].rsplit(":", 1)[1], 16)
+                if port in ports:
+                    inodes[f"socket:[{fields[9]}]"] = port
+    found = {}
+    for pid in _pids() if inodes else []:
+        for link in _links(f"/proc/{pid}/fd"):
+            if link in inodes:
+                found.setdefault((inodes.pop(link), pid), describe(pid))
+    held = [dict(holder, port=port) for (port, _pid), holder in sorted(found.items()) if holder]
+    unknown = [
+        {"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in set(inodes.values())
+    ]
+    return held + unknown
+
+
+def _links(folder):
+    links = []
+    try:
+        for entry in os.scandir(folder):
+            # A descriptor may be closed while the folder is read.
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(entry.path))
+    except OSError:
+        pass
+    return links

@@ -1,0 +1,456 @@
+"""The launch role without hosts: modules against fake systemd tools, filters against made-up states."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from ansible.module_utils import basic
+from ansible.module_utils.testing import patch_module_args
+
+from trainer.config import RunConfig, code_digest
+
+ROOT = Path(__file__).resolve().parents[2]
+ROLE = ROOT / "roles" / "launch"
+
+
+def load(path: Path, name: str | None = None) -> ModuleType:
+    name = name or path.stem
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+unit_facts = load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
+log = load(ROLE / "module_utils" / "nanofleet_log.py", "ansible.module_utils.nanofleet_log")
+transient_unit = load(ROLE / "library" / "transient_unit.py")
+run_state = load(ROLE / "library" / "run_state.py")
+launch = load(ROLE / "filter_plugins" / "launch.py")
+report = load(ROLE / "filter_plugins" / "launch_report.py")
+
+
+class LeftError(Exception):
+    """What a module returned."""
+
+
+def call(
+    module: ModuleType, monkeypatch: pytest.MonkeyPatch, check: bool = False, **params: Any
+) -> dict[str, Any]:
+    """Run an Ansible module in this process; the result has `failed` set when it failed."""
+
+    def leave(failed: bool) -> Any:
+        def end(_self: Any, **result: Any) -> None:
+            raise LeftError({"failed": failed, **result})
+
+        return end
+
+    monkeypatch.setattr(basic.AnsibleModule, "exit_json", leave(False))
+    monkeypatch.setattr(basic.AnsibleModule, "fail_json", leave(True))
+    with patch_module_args({**params, "_ansible_check_mode": check}), pytest.raises(LeftError) as left:
+        module.main()
+    result: dict[str, Any] = left.value.args[0]
+    return result
+
+
+# -- transient_unit, over fake systemctl and systemd-run -------------------------------------------------
+
+
+@pytest.fixture
+def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Fake tools on PATH that keep one unit's state in a file and note every command line."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    state, calls = tmp_path / "state", tmp_path / "calls"
+    state.write_text("inactive")
+    calls.touch()
+    note = f'printf "%s\\n" "$(basename "$0") $*" >> {calls}\n'
+    (tools / "systemctl").write_text(
+        "#!/bin/sh\n"
+        + note
+        + f"""
+case "$1" in
+  show) s=$(cat {state}); echo "ActiveState=$s"; echo LoadState=loaded; echo SubState=x; echo Result=exit-code
+        echo MainPID=41; echo ExecMainStatus=1; echo NRestarts=0
+        echo StateChangeTimestampMonotonic=1000000 ;;
+  stop) [ -e {tmp_path}/stubborn ] || echo inactive > {state} ;;
+  reset-failed) echo inactive > {state} ;;
+  list-units) echo "nanofleet-a.service loaded $(cat {state}) x run"
+              echo "nanofleet-tracker.service loaded active x t" ;;
+esac
+"""
+    )
+    (tools / "systemd-run").write_text(
+        "#!/bin/sh\n"
+        + note
+        + f"[ -e {tmp_path}/refuse ] && {{ echo 'Bad thing' >&2; exit 1; }}\necho active > {state}\n"
+    )
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+def called(systemd: Path, tool: str) -> list[str]:
+    return [line for line in (systemd / "calls").read_text().splitlines() if line.startswith(tool)]
+
+
+def test_a_unit_is_started_once(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["/bin/echo", "$HOME 100%"], "user": "nanofleet",
+        "properties": {"Nice": 5, "NoNewPrivileges": True, "SystemCallFilter": ["a", "b"]},
+        "setenv": {"X": "1"},
+    }  # fmt: skip
+    first = call(transient_unit, monkeypatch, **wanted)
+    assert first["changed"]
+    assert first["unit"]["active_state"] == "active"
+    assert first["unit"]["main_pid"] == 41
+    (line,) = called(systemd, "systemd-run ")
+    for part in ("--unit nanofleet-a.service", "Nice=5", "NoNewPrivileges=yes", "Filter=a", "Filter=b",
+                 "User=nanofleet", "--setenv=X=1", "-- /bin/echo $$HOME 100%"):  # fmt: skip
+        assert part in line
+    second = call(transient_unit, monkeypatch, **wanted)
+    assert not second["changed"]
+    assert second["unit"]["active_state"] == "active"
+    assert len(called(systemd, "systemd-run ")) == 1
+
+
+def test_a_failed_leftover_is_cleared_before_a_start(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("failed")
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"])["changed"]
+    assert called(systemd, "systemctl reset-failed") == ["systemctl reset-failed -- nanofleet-a.service"]
+
+
+def test_check_mode_starts_nothing_and_shows_the_command(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    would = call(transient_unit, monkeypatch, check=True, name="nanofleet-a", argv=["x"])
+    assert would["changed"]
+    assert would["diff"]["after"]["command"][-1] == "x"
+    assert not called(systemd, "systemd-run ")
+
+
+def test_a_start_that_systemd_refuses_is_told(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "refuse").touch()
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"])
+    assert result["failed"]
+    assert "Bad thing" in result["msg"]
+    assert "systemctl status nanofleet-a.service" in result["msg"]
+
+
+def test_stopping_is_idempotent_and_absent_forgets(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("active")
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    (systemd / "state").write_text("failed")
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+
+
+def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("active")
+    monkeypatch.setattr(transient_unit, "processes_of", lambda _name: [os.getpid()])
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped", timeout=0)
+    assert result["failed"]
+    assert f"process {os.getpid()}" in result["msg"]
+
+
+def test_a_listener_is_named_with_its_process() -> None:
+    import socket
+
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        (held,) = unit_facts.listeners([port])
+        assert (held["port"], held["pid"]) == (port, os.getpid())
+    assert unit_facts.listeners([port]) == []
+
+
+# -- run_state -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "a"
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(
+        json.dumps({"run_id": "a", "config": {"depth": 2}, "hosts": ["h1", "h2"]})
+    )
+    return folder
+
+
+def test_nothing_ever_ran(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = call(run_state, monkeypatch, state_dir=str(systemd / "nowhere"))
+    assert (state["found"], state["run_id"], state["ended"], state["runs"]) == (False, "", True, [])
+
+
+def test_a_live_run_is_read_whole(systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("active")
+    beat = {"rank": 0, "step": 3, "num_iterations": 9, "loss": 5.0, "time": time.time() - 4}
+    (run_dir / "heartbeat-0.json").write_text(json.dumps(beat))
+    (run_dir / "heartbeat-1.json").write_text('{"rank": 1, "st')
+    (run_dir / "metrics.jsonl").write_text(
+        '{"step":2,"loss":5.5}\n{"step":2,"val_bpb":2.0}\n{"step":3,"loss":5.0}\n{"ste'
+    )
+    (run_dir / "checkpoints" / "step_000002").mkdir(parents=True)
+    (run_dir / "checkpoints" / "step_000002" / "meta.json").write_text("{}")
+    (run_dir / "checkpoints" / "step_000003").mkdir()
+    state = call(run_state, monkeypatch, state_dir=str(systemd))
+    assert state["run_id"] == "a", "the active run is the one meant"
+    assert state["active_units"] == ["nanofleet-a.service"], "the tracker is no run"
+    assert state["heartbeats"][0]["age"] == pytest.approx(4, abs=1)
+    assert len(state["heartbeats"]) == 1, "a half-written file is no heartbeat"
+    assert (state["metrics"]["step"], state["evaluation"]["val_bpb"]) == (3, 2.0)
+    assert state["checkpoint"] == "checkpoints/step_000002", "one without meta.json is not whole"
+    assert (state["ended"], state["failed_unit"], state["stepped"], state["error"]) == (
+        False,
+        False,
+        True,
+        [],
+    )
+    assert not state["changed"]
+
+
+def test_the_first_error_of_the_last_attempt_is_found(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frames = [f'  File "x.py", line {n}' for n in range(30)]
+    (run_dir / "train.log").write_text(
+        "\n".join(["=== nanofleet-a started", "OldError: before", "=== nanofleet-a started", "[rank 0] load",
+                   "Traceback (most recent call last):", *frames, "ValueError: the cause", "an Error: echo"])
+    )  # fmt: skip
+    (systemd / "state").write_text("failed")
+    state = call(run_state, monkeypatch, state_dir=str(systemd), log_lines=5)
+    assert state["failed_unit"]
+    assert state["error"][-1] == "ValueError: the cause"
+    assert len(state["error"]) == 5
+
+
+def test_torchruns_own_traceback_is_left_out() -> None:
+    lines = ["[rank 0] step 6/9", "E1121 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)"]
+    follow = ["Traceback (most recent call last):", '  File "run.py"', "ChildFailedError: trainer FAILED"]
+    assert log.first_error([*lines, *follow], 20) == lines[1:]
+
+
+def test_a_unit_gone_without_an_outcome_has_failed(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert call(run_state, monkeypatch, state_dir=str(systemd))["failed_unit"]
+    (run_dir / "outcome.json").write_text('{"outcome": "finished"}')
+    assert not call(run_state, monkeypatch, state_dir=str(systemd))["failed_unit"]
+
+
+# -- what train.yml decides ------------------------------------------------------------------------------
+
+HOSTS = ["tower", "laptop"]
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    unit = {"name": "nanofleet-a.service", "active_state": "inactive", "result": "success"}
+    return {
+        **run_state.NOTHING, "found": False, "run_id": "a", "run_dir": "/runs/a", "ended": True, "unit": unit,
+        "time": 100.0, "runs": [], "active_units": [], "listeners": [], **changes,
+    }  # fmt: skip
+
+
+def stored(**knobs: Any) -> dict[str, Any]:
+    config = RunConfig.from_strings({"depth": 2, "num_iterations": 20, **knobs}).to_dict()
+    return {"found": True, "run_file": {"run_id": "a", "config": config, "hosts": HOSTS}}
+
+
+def beat(**changes: Any) -> dict[str, Any]:
+    return {"rank": 0, "phase": "forward", "step": 3, "num_iterations": 20, "loss": 5.0, "tok_per_s": 1234.6,
+            "step_seconds": 1.5, "eta_seconds": 154.0, "age": 1.0, **changes}  # fmt: skip
+
+
+def plan(given: dict[str, Any], *states: dict[str, Any], run_id: str = "a") -> dict[str, Any]:
+    result: dict[str, Any] = launch.launch_plan(given, run_id, list(states) or [state(), state()], HOSTS, "m")
+    return result
+
+
+def test_a_new_run_holds_every_field_with_its_type() -> None:
+    made = plan({"depth": "4", "matrix_lr": "0.01"}, run_id="")
+    assert made["action"] == "start"
+    assert made["file"]["config"] == RunConfig(depth=4, matrix_lr=0.01).to_dict()
+    assert made["run_id"] == RunConfig(depth=4, matrix_lr=0.01).default_run_id()
+    assert (made["file"]["hosts"], made["file"]["manifest_sha256"]) == (HOSTS, "m")
+    assert made["file"]["trainer_digest"] == code_digest()
+
+
+@pytest.mark.parametrize(
+    ("given", "run_id", "said"),
+    [
+        ({"depth": "deep"}, "a", "deep"),
+        ({}, "tracker", "taken"),
+        ({}, "../x", "run_id"),
+        ({"dept": 1}, "a", "depth"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(given: dict[str, Any], run_id: str, said: str) -> None:
+    made = plan(given, run_id=run_id)
+    assert made["action"] == "refuse"
+    assert said in made["message"]
+
+
+def test_an_active_run_is_left_alone() -> None:
+    up = state(**stored(), active_units=["nanofleet-a.service"], heartbeats=[beat()], ended=False)
+    made = plan({}, up, up)
+    assert made["action"] == "none"
+    for part in ("active at step 3 of 20 on tower, laptop", "status.yml", "stop.yml -e run_id=a"):
+        assert part in made["message"]
+    assert "missing on laptop" in plan({}, up, state())["message"]
+
+
+def test_another_run_is_refused_by_name() -> None:
+    made = plan({}, state(), state(active_units=["nanofleet-b.service"]))
+    assert made["action"] == "refuse"
+    assert "laptop is busy with another run, b (unit nanofleet-b.service)" in made["message"]
+    assert "stop.yml -e run_id=b" in made["message"]
+
+
+def test_a_held_port_is_refused_with_pid_and_owner() -> None:
+    held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
+    made = plan({}, state(listeners=[held]), state())
+    assert made["action"] == "refuse"
+    assert "Port 29500 on tower is held by process 7 of ann (nc -l)" in made["message"]
+    assert plan({}, state(), state(listeners=[held]))["action"] == "start", (
+        "only the coordinator serves the port"
+    )
+
+
+def test_an_unfinished_run_resumes_with_its_own_knobs() -> None:
+    made = plan(
+        {}, state(**stored(), outcome={"outcome": "stopped"}, checkpoint="checkpoints/step_000003"), state()
+    )
+    assert made["action"] == "resume"
+    assert (made["file"]["config"]["depth"], made["file"]["config"]["num_iterations"]) == (2, 20)
+
+
+def test_a_finished_run_says_so_and_another_config_is_shown() -> None:
+    done = state(**stored(), outcome={"outcome": "finished", "step": 20, "num_iterations": 20, "loss": 4.25})
+    assert plan({}, done, state())["action"] == "none"
+    assert "step 20 of 20, loss 4.2500" in plan({}, done, state())["message"]
+    other = plan({"num_iterations": "30", "depth": "2"}, done, state())
+    assert other["action"] == "refuse"
+    assert "num_iterations is 20 there and 30 here" in other["message"]
+    assert "depth is" not in other["message"]
+
+
+def test_a_run_does_not_begin_anew_on_another_coordinator() -> None:
+    made = plan({}, state(**stored()), state(**stored(), checkpoint="checkpoints/step_000003"))
+    assert made["action"] == "refuse"
+    assert "checkpoints on laptop" in made["message"]
+
+
+def test_skew_names_the_odd_host() -> None:
+    equal = {"python": "3.11.2", "torch": "2.13.0+cpu", "trainer": "d"}
+    assert launch.launch_skew({"tower": equal, "laptop": equal}, "d") == ""
+    said = launch.launch_skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
+    assert "torch is 2.13.0+cpu on tower; 2.12.0 on laptop" in said
+    assert "setup.yml" in said
+    assert "another trainer" in launch.launch_skew({"tower": equal, "laptop": equal}, "e")
+
+
+# -- what is shown ---------------------------------------------------------------------------------------
+
+
+def test_status_of_a_live_run_with_a_lost_host() -> None:
+    up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
+               unit={"active_state": "active"}, checkpoint="checkpoints/step_000002")  # fmt: skip
+    said = report.launch_status(
+        {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
+    )
+    lines = said.splitlines()
+    assert lines[0] == "Run a"
+    assert len({len(line.rstrip()) for line in lines[2:5]}) == 1, "the columns are aligned"
+    for part in ("3/20", "5.0000", "1,235", "unreachable", "laptop did not answer", "2m34s", "http://tower:5000",
+                 "/runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
+        assert part in said
+
+
+def test_what_a_log_says_does_not_spoil_the_screen() -> None:
+    noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
+    said = report.launch_status({"tower": noisy}, "a")
+    assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
+
+
+def test_status_when_nothing_ever_ran() -> None:
+    assert "Nothing ever ran" in report.launch_status({"tower": state(run_id="")})
+    assert "No run b here. Known runs: a" in report.launch_status(
+        {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
+    )
+
+
+def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
+    old = state(**stored(), runs=[{"run_id": "a", "time": 1}])
+    new = state(**stored(), runs=[{"run_id": "b", "time": 2}]) | {"run_id": "b"}
+    assert report.launch_run_shown({"tower": old, "laptop": new}) == "b"
+    assert (
+        report.launch_run_shown({"tower": old | {"active_units": ["nanofleet-a.service"]}, "laptop": new})
+        == "a"
+    )
+    assert report.launch_run_shown({"tower": old, "laptop": new}, "c") == "c"
+
+
+def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
+    dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
+    slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])
+    said = report.launch_failure({"tower": slow, "laptop": dead}, "a")
+    for part in (
+        "ended on laptop",
+        "no step was made on tower (in phase load)",
+        "ValueError: no rows",
+        "train.yml -e run_id=a",
+    ):
+        assert part in said
+
+
+def test_expected_time_is_measured_where_a_like_run_exists() -> None:
+    made = plan({"depth": 2, "num_iterations": 100})
+    assert "rough" in report.launch_expected(made, [state()], [1, 1])
+    like = {"run_id": "old", "tok_per_s": 4096.0, "hosts": HOSTS, "config": made["file"]["config"]}
+    assert "1.0 s a step, 1m40s for 100 steps (measured in old)" in report.launch_expected(
+        made, [state(runs=[like])], [1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (1.75, "1.8 s"), (45, "45 s"), (154, "2m34s"), (11100, "3h05m"), (187200, "2d04h")],
+)
+def test_durations_in_words(seconds: float | None, text: str) -> None:
+    assert report.duration(seconds) == text
+
+
+# -- the wiring ------------------------------------------------------------------------------------------
+
+
+def test_the_knobs_of_the_playbooks_are_the_fields_of_a_run() -> None:
+    wiring = yaml.safe_load((ROOT / "playbooks" / "group_vars" / "all.yml").read_text())
+    assert wiring["run_knobs"] == list(RunConfig.field_names())
+
+
+def test_the_log_script_keeps_the_status_and_both_copies(tmp_path: Path) -> None:
+    script = yaml.safe_load((ROLE / "vars" / "main.yml").read_text())["__launch_log_script"]
+    done = subprocess.run(
+        ["/bin/bash", "-o", "pipefail", "-c", script, "unit", "/bin/sh", "-c", "echo 'a b'; exit 3"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[-1] == "a b"
+    assert done.stdout.startswith("=== unit started 20")
+    assert (tmp_path / "train.log").read_text() == done.stdout
