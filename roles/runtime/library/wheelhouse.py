@@ -100,7 +100,10 @@ class Wheelhouse:
         extras, extra = project.get("optional-dependencies", {}), self.p["extra"]
         if extra and extra not in extras:
             raise WheelhouseError(f"{path} has no extra {extra!r}; it has: {', '.join(sorted(extras))}.")
-        return [*extras.get(extra, []), *(project.get("dependencies", []) if self.p["project"] else [])]
+        roots = [*extras.get(extra, []), *(project.get("dependencies", []) if self.p["project"] else [])]
+        if not roots:
+            raise WheelhouseError("There is nothing to install: name an extra, or take the project itself.")
+        return roots
 
     def current(self) -> bool:
         """Is it made from just this? An altered wheel is an error: it is never silently replaced."""
