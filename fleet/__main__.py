@@ -1,0 +1,169 @@
+"""The console's commands. Run as ``python -m fleet {demo,train,watch} --help``."""
+
+import argparse
+import getpass
+import shlex
+import signal
+import sys
+from pathlib import Path
+
+try:
+    import rich  # noqa: F401
+except ModuleNotFoundError:
+    sys.exit(
+        "fleet: this Python lacks the console's packages. Type: make venv, then .venv/bin/python -m fleet"
+    )
+
+from fleet import FleetError, demo, inventory
+from fleet.closing import close
+from fleet.playbooks import CancelledError, Job
+from fleet.progress import Screen
+from fleet.stages import run_playbook
+from fleet.watch import FAILED, Follower
+
+USAGE, INTERRUPTED = 2, 130
+_CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 something to mend first;
+3 the run was stopped before its end; 130 left with Ctrl-C (a run that has started goes on)"""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Parse the command line and do it. Returns the exit code."""
+    args = parser().parse_args(argv)
+    screen = Screen()
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # a closed terminal ends a playbook as Ctrl-C does
+    try:
+        with screen:
+            return int(args.command(screen, args))
+    except FleetError as error:
+        print(f"fleet: {error}", file=sys.stderr)
+        return USAGE
+    except (CancelledError, KeyboardInterrupt):
+        print(args.interrupted(args), file=sys.stderr)
+        return INTERRUPTED
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser("python -m fleet", description=__doc__, epilog=_CODES)
+    commands = top.add_subparsers(required=True, metavar="{demo,train,watch}")
+
+    one = commands.add_parser(
+        "demo", help="a lab on this machine, a corpus, and a model training on two hosts", epilog=_CODES
+    )
+    one.add_argument(
+        "--corpus", metavar="DIR", help="a folder of text of your own (default: text of this machine)"
+    )
+    one.add_argument("--depth", type=_positive, default=4, help="the model's one dial (%(default)s)")
+    one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="updates (%(default)s)")
+    one.add_argument("--lab", default="lab", metavar="NAME", help="the lab's name (%(default)s)")
+    one.add_argument("--hosts", type=_positive, default=2, help="hosts of the lab (%(default)s)")
+    one.add_argument("--run-id", default="", metavar="ID", help="the run's name (default: demo-DATE-TIME)")
+    one.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
+    one.add_argument(
+        "-e", dest="extra", action="append", default=[], metavar="KNOB=VALUE", help="more knobs of a run"
+    )
+    one.set_defaults(command=_demo, interrupted=_demo_interrupted)
+
+    for name, command, text in (
+        ("train", _train, "start a run on the inventory's hosts (train.yml) and follow it to its end"),
+        ("watch", _watch, "join a run; one that has ended shows its result"),
+    ):
+        one = commands.add_parser(name, help=text, description=text, epilog=_CODES)
+        one.add_argument("-i", "--inventory", metavar="PATH", help="the hosts (default: inventory/lab)")
+        one.add_argument(
+            "-e",
+            dest="extra",
+            action="append",
+            default=[],
+            metavar="KNOB=VALUE",
+            help="as for ansible-playbook",
+        )
+        one.add_argument(
+            "--run-id", default="", metavar="ID", help="the run (default: the active one, else the last)"
+        )
+        one.add_argument(
+            "-K", "--ask-become-pass", action="store_true", help="ask for the hosts' sudo password"
+        )
+        one.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
+        one.set_defaults(command=command, interrupted=_interrupted)
+    return top
+
+
+def _demo(screen: Screen, args: argparse.Namespace) -> int:
+    what = demo.Demo(
+        args.corpus, args.depth, args.steps, args.lab, args.hosts, args.run_id, _extra(args.extra)
+    )
+    return demo.run(screen, what, args.record)
+
+
+def _train(screen: Screen, args: argparse.Namespace) -> int:
+    return _start_and_follow(screen, args, start=True)
+
+
+def _watch(screen: Screen, args: argparse.Namespace) -> int:
+    return _start_and_follow(screen, args, start=False)
+
+
+def _start_and_follow(screen: Screen, args: argparse.Namespace, start: bool) -> int:
+    if args.inventory and Path(args.inventory).exists():
+        args.inventory = str(Path(args.inventory).absolute())
+    inventory.read(args.inventory)
+    password = getpass.getpass("BECOME password: ") if args.ask_become_pass else None
+    words = list(_extra(args.extra))
+    if args.run_id:
+        words += ["-e", f"run_id={args.run_id}"]
+    if start:
+        job = Job("train", "train.yml", inventory=args.inventory, args=words, become_password=password)
+        if not run_playbook(screen, job):
+            return FAILED
+        args.started = True
+    follower = Follower(screen, args.inventory, words, become_password=password)
+    code = follower.follow()
+    close(screen, follower, title=f"python -m fleet {'train' if start else 'watch'}", picture=args.record)
+    return code
+
+
+def _interrupted(args: argparse.Namespace) -> str:
+    where = f" -i {shlex.quote(args.inventory)}" if args.inventory else ""
+    if args.command is _train and not getattr(args, "started", False):
+        return (
+            "Stopped while starting the run: some hosts may have begun. Each step is safe to repeat.\n"
+            f"See what is there:  ansible-playbook{where} status.yml\n"
+            f"Stop it:            ansible-playbook{where} stop.yml"
+        )
+    return (
+        "Left the run; it goes on.\n"
+        f"Watch it again:  python -m fleet watch{where}\n"
+        f"Stop it:         ansible-playbook{where} stop.yml"
+    )
+
+
+def _demo_interrupted(args: argparse.Namespace) -> str:
+    what = demo.Demo(lab=args.lab)
+    inventory_option = f" -i {shlex.quote(what.inventory)}" if args.lab != "lab" else ""
+    return (
+        "Left the demo. What was built so far stays, and a run that had started goes on;\n"
+        "make demo begins a new one.\n"
+        f"Watch the run:   python -m fleet watch{inventory_option}\n"
+        f"Stop the run:    ansible-playbook{inventory_option} stop.yml\n"
+        f"Stop the lab:    {what.down}"
+    )
+
+
+def _extra(values: list[str]) -> tuple[str, ...]:
+    return tuple(word for value in values for word in ("-e", value))
+
+
+def _positive(text: str) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""The end of a followed run on the screen: how it ended, and where everything is."""
+
+from collections.abc import Sequence
+
+from rich.console import RenderableType
+
+from fleet import FleetError, inventory
+from fleet.progress import Screen, record, report
+from fleet.runview import RunView
+from fleet.watch import Follower
+
+
+def close(
+    screen: Screen,
+    follower: Follower,
+    last: Sequence[tuple[str, str]] = (),
+    title: str = "python -m fleet watch",
+    picture: str | None = None,
+) -> None:
+    """Print the report of a run that has ended; with ``picture``, write the whole screen as an SVG too."""
+    if not follower.view.found:
+        return
+    before = list(screen.lines)
+    ending = report(follower.view, [*places(follower.view, follower.inventory), *last])
+    screen.say("")
+    screen.say(ending)
+    if picture:
+        middle: list[RenderableType] = ["", follower.snapshot] if follower.snapshot else []
+        record(picture, title, [*before, *middle, "", ending])
+        screen.say(f"\nThe picture: {picture}")
+
+
+def places(view: RunView, where: str | None) -> list[tuple[str, str]]:
+    """Where the checkpoint, the log and the tracker's page are."""
+    found = []
+    if view.checkpoint:
+        path = view.checkpoint if view.checkpoint.startswith("/") else f"{view.run_dir}/{view.checkpoint}"
+        found.append(("checkpoint", f"{view.coordinator}:{path}"))
+    if view.run_dir:
+        found.append(("log", f"{view.coordinator}:{view.run_dir}/train.log"))
+    try:
+        found.append(("MLflow", inventory.tracker(inventory.read(where))))
+    except FleetError as error:
+        found.append(("MLflow", f"its address is not known: {error}"))
+    return found

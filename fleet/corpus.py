@@ -1,0 +1,70 @@
+"""Text this machine already has, for a first training: where it lies, and whether a folder has any.
+
+Python's standard library comes with every machine that can run this; manuals, documentation and licences are
+taken where they are installed.
+"""
+
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+from fleet import FleetError
+
+MAX_BYTES = 16_000_000
+"""Enough for a model that trains for minutes, little enough to tokenize in seconds."""
+
+# Not prose, not code that anyone reads: packages of others, byte code, and CPython's tests.
+_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "lib2to3", "ensurepip", "lib-dynload"}
+_SHARED = ("common-licenses", "doc", "man")
+
+
+def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None) -> list[Path]:
+    """Folders and files of this machine that hold English text, in a fixed order: Python's own first."""
+    stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
+    found = [path for path in sorted(stdlib.iterdir()) if path.name not in _LEFT_OUT and _is_source(path)]
+    for name in _SHARED:
+        folder = share / name
+        if name == "man":  # translations lie beside the sections, in folders named by language
+            found += [path for path in sorted(folder.glob("man[0-9]*")) if path.is_dir()]
+        elif folder.is_dir():
+            found.append(folder)
+    return found
+
+
+def own_sources(folder: str) -> list[Path]:
+    """A person's own corpus, checked before anything else is done. FleetError where there is no text."""
+    path = Path(folder).expanduser()
+    if not path.exists():
+        raise FleetError(f"There is no corpus at {path}. Give a folder of text files: make demo CORPUS=dir")
+    if not os.access(path, os.R_OK):
+        raise FleetError(f"The corpus {path} cannot be read by this user.")
+    if not any(_has_text(file) for file in _files(path)):
+        raise FleetError(
+            f"The corpus {path} has no text in it. Put .txt, .md or .py files there, "
+            "or leave CORPUS away to take text of this machine."
+        )
+    return [path.resolve()]
+
+
+def _is_source(path: Path) -> bool:
+    return path.suffix in (".py", ".txt") if path.is_file() else path.is_dir()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, subfolders, names in os.walk(path):
+        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _has_text(path: Path) -> bool:
+    """Whether a file begins as text does; a packed one (.gz, .parquet) is left to the trainer to judge."""
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4096)
+    except OSError:
+        return False
+    return (path.suffix in (".gz", ".parquet") and bool(head)) or (bool(head.strip()) and b"\0" not in head)

@@ -1,0 +1,168 @@
+"""From a clone to a model training on two hosts: a corpus, a lab, and the playbooks of real machines."""
+
+import getpass
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.text import Text
+
+from fleet import CACHE, ROOT, FleetError, corpus
+from fleet.closing import close
+from fleet.playbooks import Job
+from fleet.progress import Screen, done_line
+from fleet.stages import run_command, run_playbook
+from fleet.text import duration, number, size
+from fleet.watch import FAILED, FINISHED, Follower
+
+FREE_GB = 8
+"""A lab's image and hosts with a venv each, the wheels, and the corpus."""
+
+_VOCAB_SIZE = 8192
+_KNOBS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10}
+
+
+@dataclass(frozen=True)
+class Demo:
+    """What a person may choose."""
+
+    corpus: str | None = None
+    depth: int = 4
+    steps: int = 100
+    lab: str = "lab"
+    hosts: int = 2
+    run_id: str = ""
+    extra: tuple[str, ...] = ()
+
+    @property
+    def inventory(self) -> str:
+        """Where lab.yml writes the lab's inventory."""
+        return str(
+            ROOT / "inventory" / "lab" if self.lab == "lab" else ROOT / ".lab" / self.lab / "inventory"
+        )
+
+    @property
+    def down(self) -> str:
+        """What to type to be rid of the lab."""
+        return "make lab-down" if self.lab == "lab" else f"make lab-down LAB={self.lab}"
+
+
+def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
+    """The whole demo. Returns an exit code; raises FleetError for what a person must mend first."""
+    started = time.monotonic()
+    check_machine()
+    sources = corpus.own_sources(demo.corpus) if demo.corpus else corpus.machine_sources()
+    password = become_password()
+    seconds: list[tuple[str, float]] = []
+    data = CACHE / "demo" / "data"
+
+    good, took = run_command(
+        screen, "corpus", "reading text, training a tokenizer", prepare_command(sources, data)
+    )
+    if not good:
+        return FAILED
+    seconds.append(("corpus", took))
+    screen.say(done_line("corpus", took, _corpus_summary(data)))
+
+    run_id = demo.run_id or time.strftime("demo-%Y%m%d-%H%M%S")
+    knobs = {"data_dir": data, "depth": demo.depth, "steps": demo.steps, "run_id": run_id, **_KNOBS}
+    args = [word for name, value in knobs.items() for word in ("-e", f"{name}={value}")] + list(demo.extra)
+    lab = ["-e", "lab_state=up", "-e", f"lab_name={demo.lab}", "-e", f"lab_hosts={demo.hosts}"]
+    for job in (
+        Job("lab", "lab.yml", args=lab),
+        Job("setup", "setup.yml", inventory=demo.inventory, args=args),
+        Job("start", "train.yml", inventory=demo.inventory, args=args),
+    ):
+        job.become_password = password
+        if not run_playbook(screen, job):
+            if job.name != "lab":
+                screen.say(Text(f"\nThe lab stays up for a look; to be rid of it, type: {demo.down}"))
+            return FAILED
+        seconds.append((job.name, job.seconds))
+
+    follower = Follower(screen, demo.inventory, args, become_password=password)
+    before = time.monotonic()
+    code = follower.follow()
+    seconds.append(("train", time.monotonic() - before))
+    if code == FINISHED:
+        screen.say(done_line("train", seconds[-1][1]))
+    total = time.monotonic() - started
+    took_what = "  ".join(f"{name} {duration(spent)}" for name, spent in seconds)
+    close(
+        screen,
+        follower,
+        [
+            ("took", f"{duration(total)}  ({took_what})"),
+            ("stop", f"the lab is up; to stop it, type: {demo.down}"),
+        ],
+        title="python -m fleet demo",
+        picture=picture,
+    )
+    return code
+
+
+def check_machine(system: str | None = None, free_bytes: int | None = None) -> None:
+    """Refuses, in a sentence, a machine on which the lab cannot run."""
+    if (system or platform.system()) != "Linux":
+        raise FleetError(
+            "The demo's hosts are Linux containers, so it needs a Linux machine. Training on real hosts "
+            "works from here: copy inventory/sample, list your hosts in it, and type: "
+            "python -m fleet train -i YOUR_INVENTORY"
+        )
+    if not shutil.which("podman"):
+        raise FleetError(
+            "podman is missing: the lab's hosts are its containers. Type: make lab-tools (or install it: "
+            "sudo apt-get install podman runc netavark aardvark-dns mmdebstrap rsync)"
+        )
+    free = shutil.disk_usage(ROOT).free if free_bytes is None else free_bytes
+    if free < FREE_GB * 1e9:
+        raise FleetError(
+            f"{free / 1e9:.1f} GB are free at {ROOT}; the lab, its wheels and its data need {FREE_GB} GB. "
+            "Make room and run the demo again."
+        )
+
+
+def become_password() -> str | None:
+    """What sudo needs to be told on this machine: nothing for root or where it asks for nothing.
+
+    A sudo that asks is asked once, here; its answer stays in this process.
+    """
+    if os.geteuid() == 0:
+        return None
+    if not shutil.which("sudo"):
+        raise FleetError("The lab needs root for its containers, and there is no sudo. Run the demo as root.")
+    if subprocess.run(["sudo", "-n", "true"], capture_output=True, check=False).returncode == 0:
+        return None
+    if not sys.stdin.isatty():
+        raise FleetError(
+            "The lab needs root for its containers, and sudo asks for a password, which cannot be typed "
+            "here. Run the demo in a terminal, or as root."
+        )
+    password = getpass.getpass("The lab's containers need root. Password for sudo: ")
+    tried = subprocess.run(
+        ["sudo", "-S", "-p", "", "true"], input=f"{password}\n", capture_output=True, text=True, check=False
+    )
+    if tried.returncode:
+        raise FleetError(f"sudo refused: {tried.stderr.strip() or 'no reason given'}")
+    return password
+
+
+def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
+    """The trainer's own command that turns the sources into shards and a tokenizer."""
+    command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
+    for source in sources:
+        command += ["--source", str(source)]
+    return [*command, "--vocab-size", str(_VOCAB_SIZE), "--max-bytes", str(corpus.MAX_BYTES)]
+
+
+def _corpus_summary(data: Path) -> str:
+    """How much text there is, from the manifest."""
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    return f"{size(manifest['text_bytes'])} of text in {number(manifest['documents'])} documents"

@@ -1,0 +1,102 @@
+"""Who is in an inventory: asked of Ansible itself, so every form of inventory it reads works."""
+
+import json
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fleet import ROOT, FleetError
+from fleet.playbooks import environment
+
+TRACKER_PORT = 5000
+
+
+@dataclass(frozen=True)
+class Fleet:
+    """The hosts in rank order, and the address of each."""
+
+    hosts: list[str]
+    addresses: dict[str, str]
+    users: dict[str, str]
+
+    @property
+    def coordinator(self) -> str:
+        """The host of rank 0."""
+        return self.hosts[0]
+
+
+def read(inventory: str | None) -> Fleet:
+    """The fleet of an inventory (None: the one ansible.cfg names). FleetError when there is none."""
+    if inventory and "," not in inventory and not Path(inventory).exists():
+        raise FleetError(
+            f"There is no inventory at {inventory}. Copy inventory/sample and list your hosts in it."
+        )
+    where = (
+        ["-i", str(Path(inventory).absolute()) if "," not in inventory else inventory] if inventory else []
+    )
+    tool = Path(sys.executable).parent / "ansible-inventory"
+    command = [str(tool) if tool.exists() else "ansible-inventory", *where, "--list"]
+    try:
+        done = subprocess.run(
+            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+        )
+    except FileNotFoundError:
+        raise FleetError("Ansible is not installed for this Python. Type: make venv") from None
+    if done.returncode:
+        raise FleetError(
+            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}"
+        )
+    return from_listing(json.loads(done.stdout), inventory)
+
+
+def from_listing(listing: dict[str, Any], inventory: str | None) -> Fleet:
+    """A fleet from what ``ansible-inventory --list`` printed."""
+    name = inventory or "inventory/lab"
+    coordinators = _members(listing, "coordinator")
+    if not coordinators:
+        raise FleetError(
+            f"The inventory {name} has no host in the group 'coordinator'. Name yours with "
+            "-i (see inventory/sample), or bring up a lab: ansible-playbook lab.yml"
+        )
+    if len(coordinators) > 1:
+        raise FleetError(
+            f"The inventory {name} has {len(coordinators)} coordinators ({', '.join(coordinators)}); "
+            "leave one, and move the others to 'workers'."
+        )
+    hosts = coordinators + [host for host in _members(listing, "workers") if host not in coordinators]
+    every = listing.get("_meta", {}).get("hostvars", {})
+    addresses = {
+        host: str(every.get(host, {}).get("fleet_address") or every.get(host, {}).get("ansible_host") or host)
+        for host in hosts
+    }
+    users = {host: str(every.get(host, {}).get("ansible_user") or "") for host in hosts}
+    return Fleet(hosts, addresses, users)
+
+
+def _members(listing: dict[str, Any], group: str) -> list[str]:
+    found = list(listing.get(group, {}).get("hosts", []))
+    for child in listing.get(group, {}).get("children", []):
+        found += [host for host in _members(listing, child) if host not in found]
+    return found
+
+
+def tracker(fleet: Fleet, port: int = TRACKER_PORT) -> str:
+    """The MLflow page's address, and what to type where it cannot be reached from this machine."""
+    address = fleet.addresses[fleet.coordinator]
+    url = f"http://{address}:{port}"
+    try:
+        # The lab's addresses are this machine's own: no proxy stands between.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(f"{url}/health", timeout=4):
+            return f"{url} (answers from this machine)"
+    except (urllib.error.URLError, OSError):
+        user = fleet.users[fleet.coordinator]
+        login = f"{user}@{address}" if user else address
+        return (
+            f"{url} (not open to this machine; type: ssh -N -L {port}:localhost:{port} {login}"
+            f" and open http://localhost:{port})"
+        )

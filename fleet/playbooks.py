@@ -1,0 +1,287 @@
+"""Run a playbook through ansible-runner: follow its events, cancel it, keep its log.
+
+The playbook runs in a terminal session of its own, so Ctrl-C reaches only this process, which then stops the
+playbook the way Ctrl-C in its own terminal would. Nothing is swallowed: the whole output lies in
+``.cache/logs/<stage>.log``, and a failure's host, task and message are kept in full.
+"""
+
+import contextlib
+import os
+import queue
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet import CACHE, ROOT, FleetError
+
+Event = dict[str, Any]
+
+_CANCEL_SECONDS = 10.0
+"""How long a playbook may take to end by itself after Ctrl-C."""
+NO_REASON = "it gave no reason; the log has more"
+_DEBUG = ("ansible.builtin.debug", "debug")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """One host that failed a task."""
+
+    host: str
+    task: str
+    message: str
+    unreachable: bool = False
+    retried: bool = False
+
+
+@dataclass
+class Stage:
+    """What is known of a playbook from the events it has sent so far."""
+
+    name: str
+    play: str = ""
+    task: str = ""
+    pid: int = 0
+    tasks_done: int = 0
+    changed: int = 0
+    notes: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
+    retries: dict[str, str] = field(default_factory=dict)
+    ended: bool = False
+    _waiting: set[str] = field(default_factory=set)
+
+    def fold(self, event: Event) -> None:
+        """Take one ansible-runner event into account."""
+        data = event.get("event_data") or {}
+        kind = event.get("event", "")
+        host = data.get("host", "")
+        self.pid = int(event.get("pid") or self.pid)
+        if kind == "playbook_on_play_start":
+            self.play = data.get("name") or data.get("play") or ""
+        elif kind in ("playbook_on_task_start", "playbook_on_handler_task_start"):
+            self.task, self.tasks_done = data.get("name") or data.get("task") or "", self.tasks_done + 1
+            self._waiting, self.retries = set(), {}
+        elif kind == "runner_on_start":
+            self._waiting.add(host)
+        elif kind == "runner_retry":
+            result = data.get("res") or {}
+            self.retries[host] = f"{result.get('attempts', '?')}/{(result.get('retries') or 1) - 1}"
+        elif kind == "runner_on_ok":
+            self._finish(host)
+            self.changed += bool((data.get("res") or {}).get("changed"))
+            if data.get("task_action") in _DEBUG:
+                self._note(data.get("res") or {})
+        elif kind == "runner_on_skipped":
+            self._finish(host)
+        elif kind == "runner_on_failed":
+            self._finish(host)
+            if not data.get("ignore_errors"):
+                result = data.get("res") or {}
+                retried = isinstance(result, dict) and bool(result.get("attempts"))
+                self.failures.append(Failure(host, data.get("task", ""), message(result), retried=retried))
+        elif kind == "runner_on_unreachable":
+            self._finish(host)
+            self.failures.append(Failure(host, data.get("task", ""), message(data.get("res")), True))
+        elif kind == "playbook_on_stats":
+            self.ended = True
+            lost = set(data.get("failures") or {}) | set(data.get("dark") or {})
+            # A task that failed and was rescued is no failure of the playbook.
+            kept = [failure for failure in self.failures if failure.host in lost]
+            # A task that only gave up waiting is told about by the rescue that follows it.
+            self.failures = [failure for failure in kept if failure.message != NO_REASON] or kept
+
+    @property
+    def waiting(self) -> list[str]:
+        """Hosts that are still at the current task."""
+        return sorted(self._waiting)
+
+    def _finish(self, host: str) -> None:
+        self._waiting.discard(host)
+        self.retries.pop(host, None)
+
+    def _note(self, result: dict[str, Any]) -> None:
+        for item in result.get("results") or []:
+            self._note(item)
+        if "results" in result:
+            return
+        text = result.get("msg")
+        text = "\n".join(str(line) for line in text) if isinstance(text, list) else text
+        if isinstance(text, str) and text.strip() and text not in self.notes:
+            self.notes.append(text)
+
+
+def message(result: object) -> str:
+    """All that a failed task said, as plain text: its message, then its output where it has some."""
+    if not isinstance(result, dict):
+        return str(result or NO_REASON)
+    if result.get("censored"):
+        return str(result["censored"])
+    failed_items = [
+        item for item in result.get("results") or [] if isinstance(item, dict) and item.get("failed")
+    ]
+    if failed_items:
+        return "\n".join(
+            f"{item.get('_ansible_item_label', item.get('item', ''))}: {message(item)}"
+            for item in failed_items
+        )
+    text = result.get("msg", "")
+    parts = ["\n".join(map(str, text)) if isinstance(text, list) else str(text).strip()]
+    for key in ("stderr", "stdout", "module_stderr", "module_stdout"):
+        output = str(result.get(key) or "").strip()
+        if output and output not in parts[0]:
+            parts.append(output)
+    return "\n".join(part for part in parts if part) or NO_REASON
+
+
+class CancelledError(Exception):
+    """Ctrl-C during a playbook, after the playbook has ended."""
+
+
+@dataclass
+class Job:
+    """One playbook of the repository, or one module on some hosts, to be run once.
+
+    ``args`` are Ansible's own options, as a person would type them.
+    """
+
+    name: str
+    playbook: str | None = None
+    module: str | None = None
+    module_args: str | None = None
+    pattern: str | None = None
+    inventory: str | None = None
+    args: list[str] = field(default_factory=list)
+    become_password: str | None = None
+    stage: Stage = field(init=False)
+    rc: int | None = None
+    seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.stage = Stage(self.name)
+
+    @property
+    def log(self) -> Path:
+        """The whole output of the last time this stage ran."""
+        return CACHE / "logs" / f"{self.name}.log"
+
+    def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
+        """Run to the end, calling ``tick`` several times a second. True when every host succeeded.
+
+        Raises CancelledError when Ctrl-C ended it.
+        """
+        started = time.monotonic()
+        try:
+            with contextlib.closing(self._events()) as events:
+                for event in events:
+                    if event is not None:
+                        self.stage.fold(event)
+                        if on_event:
+                            on_event(event)
+                    tick()
+        except KeyboardInterrupt:
+            raise CancelledError from None
+        finally:
+            self.seconds = time.monotonic() - started
+        return self.rc == 0
+
+    def _events(self) -> Generator[Event | None]:
+        """The events as they come, and None a few times a second in between."""
+        runner_module = _ansible_runner()
+        events: queue.Queue[Event] = queue.Queue()
+        kill = threading.Event()
+
+        def receive(event: Event) -> bool:
+            events.put(event)
+            return False  # ansible-runner need not keep a file for each event
+
+        with tempfile.TemporaryDirectory(prefix="nanofleet-") as private:
+            arguments = [*self.args, "--ask-become-pass"] if self.become_password else self.args
+            runner = runner_module.interface.init_runner(
+                private_data_dir=private,
+                project_dir=str(ROOT),
+                playbook=self.playbook,
+                module=self.module,
+                module_args=self.module_args,
+                host_pattern=self.pattern,
+                inventory=self.inventory,
+                cmdline=shlex.join(arguments) or None,
+                envvars=_environment(),
+                passwords={r"BECOME password.*:\s*$": self.become_password} if self.become_password else None,
+                settings={"pexpect_timeout": 1},
+                suppress_env_files=True,  # a password never reaches the disk
+                event_handler=receive,
+                cancel_callback=kill.is_set,
+                quiet=True,
+            )
+            thread = threading.Thread(target=runner.run, daemon=True)
+            thread.start()
+            try:
+                while thread.is_alive() or not events.empty():
+                    try:
+                        yield events.get(timeout=0.1)
+                    except queue.Empty:
+                        yield None
+            except BaseException:  # Ctrl-C here, or whoever follows has left
+                self._cancel(thread, kill)
+                raise
+            finally:
+                self._keep_log(Path(runner.config.artifact_dir) / "stdout")
+            self.rc = runner.rc if runner.rc is not None else 1
+
+    def _cancel(self, thread: threading.Thread, kill: threading.Event) -> None:
+        """End the playbook and its workers: as Ctrl-C would, and by force if that does not do."""
+        deadline = time.monotonic() + _CANCEL_SECONDS
+        if self.stage.pid and thread.is_alive():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.stage.pid, signal.SIGINT)
+        else:
+            kill.set()
+        while thread.is_alive():
+            try:
+                thread.join(0.2)
+            except KeyboardInterrupt:
+                kill.set()
+            if time.monotonic() > deadline:
+                kill.set()
+
+    def _keep_log(self, stdout: Path) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        if stdout.exists():
+            shutil.copyfile(stdout, self.log)
+
+
+def _environment() -> dict[str, str]:
+    venv_bin = str(Path(sys.executable).parent)
+    return {
+        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+        "ANSIBLE_NOCOLOR": "1",
+        # ansible-runner switches host-key checking off unless told otherwise.
+        "ANSIBLE_HOST_KEY_CHECKING": os.environ.get("ANSIBLE_HOST_KEY_CHECKING", "True"),
+        "PATH": venv_bin + os.pathsep + os.environ.get("PATH", os.defpath),
+    }
+
+
+def environment() -> dict[str, str]:
+    """This process's environment with the repository's Ansible in it, for a subprocess."""
+    return os.environ | _environment()
+
+
+def _ansible_runner() -> Any:
+    try:
+        import ansible_runner
+    except ModuleNotFoundError:
+        raise FleetError(
+            "Ansible is not installed for this Python. Type: make venv, then .venv/bin/python -m fleet ..."
+        ) from None
+    if not (Path(sys.executable).parent / "ansible-playbook").exists() and not shutil.which(
+        "ansible-playbook"
+    ):
+        raise FleetError(f"ansible-playbook is not beside {sys.executable} nor on PATH. Type: make venv")
+    return ansible_runner

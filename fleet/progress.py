@@ -1,0 +1,245 @@
+"""What a person sees: pure functions from state to something rich can draw, and the screen that shows them.
+
+In a terminal the current view is redrawn in place and finished lines scroll above it. Anywhere else (CI, a
+pipe) there are plain lines only, and of a view at most one every few seconds.
+"""
+
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from fleet.playbooks import Failure, Stage
+from fleet.runview import Rank, RunView
+from fleet.text import curve, duration, number, spark
+
+PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
+"""Without a terminal: how often a view is said when it changes, and when only time has passed."""
+
+
+def stage_line(stage: Stage, seconds: float) -> Text:
+    """A playbook at work: its stage, play, task, who is still at it, and the time so far."""
+    text = Text.assemble((stage.name, "bold"), "  ", stage.play or "starting Ansible")
+    if stage.task:
+        text.append(f" · {stage.task}")
+    if stage.waiting:
+        shown = [
+            f"{host} ({stage.retries[host]})" if host in stage.retries else host for host in stage.waiting
+        ]
+        text.append(f"  [{', '.join(shown)}]", style="dim")
+    text.append(f"  {duration(seconds)}", style="cyan")
+    text.no_wrap, text.overflow = True, "ellipsis"
+    return text
+
+
+def stage_plain(stage: Stage) -> str:
+    """The same for output that is no terminal: it changes with the task, not with every host."""
+    return f"{stage.name}  {stage.play or 'starting Ansible'}" + (f" · {stage.task}" if stage.task else "")
+
+
+def done_line(name: str, seconds: float, detail: str = "") -> Text:
+    """A stage that ended well."""
+    line = Text.assemble(("✓ ", "bold green"), f"{name:<8}", (f"{duration(seconds):>7}", "cyan"))
+    return line.append(f"  {detail}", style="dim") if detail else line
+
+
+def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], log: str) -> Text:
+    """A stage that failed: host, task and message of each failure in full, and where the log is."""
+    text = Text.assemble(("✗ ", "bold red"), (f"{name} failed", "bold"))
+    groups: dict[tuple[bool, str, str], list[str]] = {}
+    for failure in failures:
+        hosts = groups.setdefault((failure.unreachable, failure.task, failure.message), [])
+        hosts += [failure.host] if failure.host not in hosts else []
+    for (unreachable, task, said), hosts in groups.items():
+        what = "could not be reached at" if unreachable else "failed at"
+        text.append(f"\n\n{', '.join(hosts)} {what}: {task}\n", style="bold")
+        text.append("\n".join(f"  {line}" for line in said.splitlines()))
+    if not failures:
+        text.append("\n\n").append("\n".join(f"  {line}" for line in tail))
+    return text.append(f"\n\nThe whole output: {log}")
+
+
+def run_plain(view: RunView) -> str:
+    """A run in one line, for output that is no terminal."""
+    phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
+    if not view.step:
+        return f"{view.title}: {phases or 'waiting for the first step'}"
+    return (
+        f"{view.title}: step {view.step}/{view.num_iterations or '?'}  loss {number(view.loss, 4)}"
+        f"  {number(view.tok_per_s)} tok/s  eta {duration(view.eta_seconds)}  {phases}"
+    )
+
+
+def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
+    """A run while it trains: progress, loss and its curve, and a line for every rank."""
+    if not view.ranks and not trouble and not view.lost:
+        return Text("asking every host for the run")
+    head = Text.assemble((view.title, "bold"), (f"  {view.plan}", "dim"))
+    total = view.num_iterations or 1
+    step = view.step or 0
+    wide = max(10, min(60, width - 4))
+    numbers = Text.assemble(
+        (f"step {step}/{view.num_iterations or '?'}", "bold"),
+        f"   {100 * step // total} %   ",
+        (f"eta {duration(view.eta_seconds)}", "cyan"),
+    )
+    facts = Text.assemble(
+        "loss ",
+        (number(view.loss, 4), "bold"),
+        (f" (first {number(view.first_loss, 4)})", "dim"),
+        f"   {number(view.tok_per_s)} tok/s   {number(view.step_seconds, 2)} s a step",
+    )
+    bar = Table.grid()  # a bar alone ends no line
+    bar.add_row(ProgressBar(total=total, completed=step, width=wide))
+    parts: list[RenderableType] = [head, bar, numbers, facts]
+    if len(view.losses) > 1:
+        parts.append(Text(spark([loss for _, loss in view.curve], wide), style="green"))
+    parts.append(ranks_table(view.ranks))
+    if view.stop_requested:
+        parts.append(Text("asked to stop: saving after this step", style="yellow"))
+    parts += [Text(line, style="yellow") for line in lost_lines(view)]
+    if trouble:
+        parts.append(Text(trouble, style="yellow"))
+    return Padding(Group(*parts), (0, 0, 0, 2))
+
+
+def lost_lines(view: RunView) -> list[str]:
+    """A line for each host that cannot be reached."""
+    return [f"{host} cannot be reached: {why.splitlines()[0]}" for host, why in sorted(view.lost.items())]
+
+
+def ranks_table(ranks: Sequence[Rank]) -> Table:
+    """One line a rank: its host's unit, what it is doing, its step, and when it was last heard of."""
+    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
+    for column in ("host", "rank", "unit", "phase", "step", "last beat"):
+        table.add_column(column, justify="right" if column in ("rank", "step", "last beat") else "left")
+    for one in ranks:
+        late = one.age is not None and one.age > max(30.0, 5 * (one.step_seconds or 0))
+        table.add_row(
+            one.host,
+            number(one.rank),
+            one.unit or "-",
+            one.phase or "-",
+            number(one.step),
+            Text("-" if one.age is None else f"{duration(one.age)} ago", style="yellow" if late else ""),
+        )
+    return table
+
+
+def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
+    """How a run ended: the sentence, the loss curve, a sample of its text, and where everything is."""
+    marks = {"finished": ("✓ ", "bold green"), "stopped": ("● ", "bold yellow")}
+    head = Text.assemble(
+        marks.get(view.outcome, ("✗ ", "bold red")), (f"{view.title}: {view.outcome}", "bold")
+    )
+    if view.reason:
+        head.append(f". {view.reason}")
+    parts: list[RenderableType] = [head]
+    if view.outcome not in marks:
+        for host, ending in sorted(view.endings.items()):
+            if ending.errors:
+                parts += [
+                    Text(f"\n{host}:", style="bold"),
+                    Text("\n".join(f"  {line}" for line in ending.errors)),
+                ]
+    parts += [Text(line, style="yellow") for line in lost_lines(view)]
+    lines = curve(view.curve)
+    if lines:
+        parts.append(Text("\n" + "\n".join(lines), style="green", no_wrap=True))
+    if view.loss is not None:
+        facts = f"\nloss {number(view.first_loss, 3)} at the first step, {number(view.loss, 3)} at the last"
+        if view.val_bpb is not None:
+            facts += f"; validation {number(view.val_bpb, 3)} bits per byte"
+        parts.append(Text(facts))
+    if view.sample:
+        parts += [Text("\nIt writes:", style="bold"), Padding(Text(view.sample.strip()), (0, 0, 0, 2))]
+    if places:
+        left = max(len(name) for name, _ in places)
+        parts.append(Text("\n" + "\n".join(f"{name:<{left}}  {value}" for name, value in places)))
+    return Group(*parts)
+
+
+class _Spinning:
+    """A view with a spinner before its first line, drawn anew at every refresh."""
+
+    def __init__(self, draw: Callable[[], RenderableType]) -> None:
+        self.draw = draw
+        self._spinner = Spinner("dots", style="cyan")
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        view = self.draw()
+        if isinstance(view, Text):
+            frame = self._spinner.render(console.get_time())
+            view = Text.assemble(frame if isinstance(frame, Text) else "", " ", view)
+            view.no_wrap, view.overflow = True, "ellipsis"
+        yield view
+
+
+class Screen:
+    """The terminal, or the plain output that stands in for one. Use it as a context manager."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+        self.is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self.lines: list[RenderableType] = []
+        self._live: Live | None = None
+        self._last_plain = ("", 0.0)
+
+    def __enter__(self) -> "Screen":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.clear()
+
+    def say(self, line: RenderableType) -> None:
+        """A line that stays."""
+        self.lines.append(line)
+        self.console.print(line)
+
+    def show(self, draw: Callable[[], RenderableType]) -> None:
+        """From now on keep this view on the screen's last lines (in a terminal)."""
+        self.clear()
+        if self.is_live:
+            self._live = Live(_Spinning(draw), console=self.console, refresh_per_second=8, transient=True)
+            self._live.start()
+
+    def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
+        """What a view says where there is no terminal: when it changes, but at most once every few seconds.
+
+        ``seconds``, the time so far, is appended, and the same view is said again now and then.
+        With ``now`` it is said at once.
+        """
+        last, when = self._last_plain
+        quiet = time.monotonic() - when
+        if self.is_live or (not now and quiet < PLAIN_SECONDS):
+            return
+        line = text()
+        if line == last and (seconds is None or quiet < STILL_SECONDS):
+            return
+        self._last_plain = (line, time.monotonic())
+        self.console.print(Text(line if seconds is None else f"{line}  {duration(seconds)}"))
+
+    def clear(self) -> None:
+        """Take the current view away."""
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+
+def record(path: str, title: str, parts: Sequence[RenderableType], width: int = 100) -> None:
+    """Write what was on the screen as one SVG picture."""
+    with open("/dev/null", "w", encoding="utf-8") as nowhere:
+        console = Console(record=True, width=width, file=nowhere, force_terminal=True, highlight=False)
+        for part in parts:
+            console.print(part)
+        console.save_svg(path, title=title)

@@ -1,0 +1,199 @@
+"""What is known of a run: its hosts' reports folded into one state. No terminal here."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from fleet.text import Point, number
+
+ENDED = ("finished", "stopped", "retryable", "final")
+
+
+def is_report(result: object) -> bool:
+    """Whether a task's result is a host's report on a run (what the ``run_state`` module returns)."""
+    return isinstance(result, dict) and "found" in result and "heartbeats" in result
+
+
+@dataclass
+class Rank:
+    """One rank, or a host that has none to show yet. ``age`` is seconds since its last heartbeat."""
+
+    host: str
+    rank: int | None = None
+    unit: str = ""
+    phase: str = ""
+    step: int | None = None
+    step_seconds: float | None = None
+    age: float | None = None
+
+
+@dataclass
+class Ending:
+    """How the run ended on one host. ``errors`` are its log's first error lines."""
+
+    ended: bool = False
+    found: bool = False
+    outcome: str = ""
+    reason: str = ""
+    errors: list[str] = field(default_factory=list)
+
+
+@dataclass
+class RunView:
+    """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
+
+    ``lost`` are the hosts that cannot be reached, and why.
+    """
+
+    run_id: str = ""
+    plan: str = ""
+    ranks: list[Rank] = field(default_factory=list)
+    endings: dict[str, Ending] = field(default_factory=dict)
+    coordinator: str = ""
+    step: int | None = None
+    num_iterations: int | None = None
+    val_bpb: float | None = None
+    tok_per_s: float | None = None
+    step_seconds: float | None = None
+    eta_seconds: float | None = None
+    seconds: float | None = None
+    sample: str = ""
+    checkpoint: str = ""
+    run_dir: str = ""
+    stop_requested: bool = False
+    lost: dict[str, str] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What the run is called on the screen."""
+        return f"run {self.run_id}" if self.run_id else "the run"
+
+    @property
+    def curve(self) -> list[Point]:
+        """The losses known, by step."""
+        return sorted(self.losses.items())
+
+    @property
+    def first_loss(self) -> float | None:
+        """The loss of the earliest step known."""
+        return self.losses[min(self.losses)] if self.losses else None
+
+    @property
+    def loss(self) -> float | None:
+        """The loss of the latest step known."""
+        return self.losses[max(self.losses)] if self.losses else None
+
+    @property
+    def found(self) -> bool:
+        """Whether any host knows a run."""
+        return any(ending.found for ending in self.endings.values())
+
+    @property
+    def ended(self) -> bool:
+        """Whether the run is over on every host that has reported and has not been lost since."""
+        heard = [ending for host, ending in self.endings.items() if host not in self.lost]
+        return bool(heard) and all(ending.ended for ending in heard)
+
+    @property
+    def outcome(self) -> str:
+        """How the run ended, or "" while it has not. The coordinator's word counts first."""
+        if not self.ended or not self.found:
+            return ""
+        return self._verdict()[1].outcome or "ended without an outcome"
+
+    @property
+    def reason(self) -> str:
+        """Why it ended so, with the host whose word it is."""
+        host, ending = self._verdict()
+        return (
+            f"{ending.reason} ({host})" if ending.reason and ending.outcome != "finished" else ending.reason
+        )
+
+    def fold(self, host: str, state: dict[str, Any]) -> None:
+        """Take one host's report into account."""
+        self.endings[host] = _ending(state)
+        self.lost.pop(host, None)
+        if not state.get("found"):
+            return
+        self.run_id = state.get("run_id") or self.run_id
+        run_file = state.get("run_file") or {}
+        hosts = run_file.get("hosts") or []
+        self.plan = plan(run_file.get("config") or {}) or self.plan
+        self.stop_requested = bool(state.get("stop_requested"))
+        unit = (state.get("unit") or {}).get("active_state") or ""
+        beats = state.get("heartbeats") or []
+        own = [_rank(host, unit, beat) for beat in beats]
+        if not own:
+            own = [Rank(host, hosts.index(host) if host in hosts else None, unit)]
+        self.ranks = [rank for rank in self.ranks if rank.host != host] + own
+        self.ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host))
+        if own[0].rank == 0:
+            self._lead(host, state, beats[0] if beats else {})
+
+    def history(self, lines: Iterable[str]) -> None:
+        """Take the run's metrics file into account: one JSON object a line."""
+        for line in lines:
+            try:
+                entry = json.loads(line)
+            except json.JSONDecodeError:
+                continue  # a line that is still being written
+            if isinstance(entry, dict):
+                self._saw(entry)
+
+    def _lead(self, host: str, state: dict[str, Any], beat: dict[str, Any]) -> None:
+        """What only the coordinator knows."""
+        self.coordinator = host
+        self.run_dir = state.get("run_dir") or self.run_dir
+        self.checkpoint = state.get("checkpoint") or self.checkpoint
+        outcome = state.get("outcome") or {}
+        for entry in (beat, state.get("metrics"), state.get("evaluation"), outcome):
+            self._saw(entry or {})
+        for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
+            if beat.get(key) is not None:
+                setattr(self, key, beat[key])
+        for key in ("step", "num_iterations", "seconds", "sample", "checkpoint"):
+            if outcome.get(key) is not None:
+                setattr(self, key, outcome[key])
+
+    def _saw(self, entry: dict[str, Any]) -> None:
+        if entry.get("step") is not None and entry.get("loss") is not None:
+            self.losses[int(entry["step"])] = float(entry["loss"])
+        if entry.get("val_bpb") is not None:
+            self.val_bpb = float(entry["val_bpb"])
+
+    def _verdict(self) -> tuple[str, Ending]:
+        order = [self.coordinator, *sorted(self.endings)]
+        known = [host for host in order if host in self.endings]
+        said = [host for host in known if self.endings[host].outcome]
+        host = (said or known or [""])[0]
+        return host, self.endings.get(host, Ending())
+
+
+def plan(config: dict[str, Any]) -> str:
+    """A run's settings in a few words, or "" when they are not known."""
+    if not config:
+        return ""
+    parts = [f"depth {config.get('depth')}"]
+    if config.get("total_batch_size"):
+        parts.append(f"{number(int(config['total_batch_size']))} tokens a step")
+    if config.get("sequence_len"):
+        parts.append(f"rows of {number(int(config['sequence_len']))}")
+    return " · ".join(parts)
+
+
+def _rank(host: str, unit: str, beat: dict[str, Any]) -> Rank:
+    known = {key: beat.get(key) for key in ("rank", "step", "step_seconds", "age")}
+    return Rank(host, unit=unit, phase=beat.get("phase") or "", **known)
+
+
+def _ending(state: dict[str, Any]) -> Ending:
+    outcome = state.get("outcome") or {}
+    return Ending(
+        ended=bool(state.get("ended")),
+        found=bool(state.get("found")),
+        outcome=outcome.get("outcome") or "",
+        reason=outcome.get("reason") or "",
+        errors=[str(line) for line in state.get("error") or []],
+    )

@@ -1,0 +1,91 @@
+"""One stage on the screen: a playbook or a command, live while it works, ticked when done."""
+
+import subprocess
+import time
+from collections.abc import Sequence
+
+from rich.text import Text
+
+from fleet import CACHE, ROOT
+from fleet.playbooks import CancelledError, Failure, Job, environment
+from fleet.progress import Screen, done_line, failure_lines, stage_line, stage_plain
+from fleet.text import duration
+
+_TAIL_LINES = 20
+
+
+def run_playbook(screen: Screen, job: Job) -> bool:
+    """Run a playbook with its live line; what it said, and its failure if any, stay on the screen."""
+    started = time.monotonic()
+    said = 0
+
+    def tick() -> None:
+        nonlocal said
+        for note in job.stage.notes[said:]:
+            screen.say(Text("\n".join(f"  {line}" for line in note.splitlines())))
+        said = len(job.stage.notes)
+        screen.plain(lambda: stage_plain(job.stage), time.monotonic() - started)
+
+    screen.show(lambda: stage_line(job.stage, time.monotonic() - started))
+    try:
+        good = job.follow(tick)
+    finally:
+        screen.clear()
+    if good:
+        changed = f"{job.stage.changed} changed" if job.stage.changed else "nothing to change"
+        screen.say(done_line(job.name, job.seconds, changed))
+    else:
+        screen.say(failed(job))
+    return good
+
+
+def failed(job: Job) -> Text:
+    """The failure of a playbook in full."""
+    return failure_lines(job.name, job.stage.failures, _tail(job.name), str(job.log))
+
+
+def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
+    """Run a command with what it does, then its last line, shown live. Returns success and seconds."""
+    log = CACHE / "logs" / f"{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_bytes(b"")
+    started = time.monotonic()
+
+    def line() -> Text:
+        last = (_tail(name) or [doing])[-1]
+        text = Text.assemble((name, "bold"), f"  {last}  ", (duration(time.monotonic() - started), "cyan"))
+        text.no_wrap, text.overflow = True, "ellipsis"
+        return text
+
+    screen.show(line)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                screen.plain(lambda: f"{name}  {(_tail(name) or [doing])[-1]}", time.monotonic() - started)
+                time.sleep(0.1)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise CancelledError from None
+        finally:
+            screen.clear()
+    if process.returncode:
+        failure = Failure("this machine", " ".join(command[1:4]), "\n".join(_tail(name)))
+        screen.say(failure_lines(name, [failure], [], str(log)))
+    return process.returncode == 0, time.monotonic() - started
+
+
+def _tail(name: str) -> list[str]:
+    log = CACHE / "logs" / f"{name}.log"
+    if not log.exists():
+        return []
+    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    return [line for line in lines if line.strip()][-_TAIL_LINES:]

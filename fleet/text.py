@@ -1,0 +1,98 @@
+"""Numbers as people read them, and curves drawn with characters. Pure functions, no terminal needed."""
+
+import itertools
+from collections.abc import Sequence
+
+Point = tuple[int, float]
+"""A step and the loss at it."""
+
+_BARS = "▁▂▃▄▅▆▇█"
+# Braille cells hold 2 x 4 dots; the bit of each dot, by row and column within a cell.
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` when unknown."""
+    if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
+        return "-"
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    minutes = whole // 60
+    return f"{minutes // 60}h{minutes % 60:02d}m"
+
+
+def number(value: float | None, digits: int = 0) -> str:
+    """A number with thousands separated, or ``-`` when there is none yet."""
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def size(n_bytes: float) -> str:
+    """Bytes as ``12.3 MB`` (powers of ten, as disks are sold)."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if n_bytes >= scale:
+            return f"{n_bytes / scale:.1f} {unit}"
+    return f"{n_bytes:.0f} bytes"
+
+
+def spark(values: Sequence[float], width: int) -> str:
+    """The values as one line of bars, at most ``width`` characters; each bar is the mean of its share."""
+    if not values or width < 1:
+        return ""
+    means = _bins(values, min(width, len(values)))
+    low, high = min(means), max(means)
+    span = (high - low) or 1.0
+    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in means)
+
+
+def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str]:
+    """A loss curve in braille dots with its scale at the left and its steps below.
+
+    Returns ``height + 2`` lines of text, or none for fewer than two points.
+    """
+    if len(points) < 2:
+        return []
+    columns, rows = width * 2, height * 4
+    first, last = points[0][0], points[-1][0]
+    losses = [loss for _, loss in points]
+    low, high = min(losses), max(losses)
+    span, steps = (high - low) or 1.0, (last - first) or 1
+    cells = [[0] * width for _ in range(height)]
+    previous: int | None = None
+    for column in range(columns):
+        loss = _at(points, first + steps * column / (columns - 1))
+        row = round((high - loss) / span * (rows - 1))
+        # Joins steep stretches, so that the curve has no holes.
+        start = row if previous is None else previous + (row > previous) - (row < previous)
+        for filled in range(min(start, row), max(start, row) + 1):
+            cells[filled // 4][column // 2] |= _DOTS[filled % 4][column % 2]
+        previous = row
+    labels = {0: f"{high:.2f}", height - 1: f"{low:.2f}"}
+    left = max(len(label) for label in labels.values())
+    lines = [
+        f"{labels.get(index, ''):>{left}} ┤" + "".join(chr(0x2800 + cell) if cell else " " for cell in row)
+        for index, row in enumerate(cells)
+    ]
+    lines.append(" " * left + " └" + "─" * width)
+    end = f"step {last}"
+    lines.append(" " * (left + 2) + f"{first:<{max(1, width - len(end))}}{end}")
+    return lines
+
+
+def _at(points: Sequence[Point], step: float) -> float:
+    """The loss at a step between two known ones, on the straight line through them."""
+    before = points[0]
+    for after in points[1:]:
+        if step <= after[0]:
+            gap = after[0] - before[0]
+            part = (step - before[0]) / gap if gap else 1.0
+            return before[1] + (after[1] - before[1]) * part
+        before = after
+    return before[1]
+
+
+def _bins(values: Sequence[float], count: int) -> list[float]:
+    edges = [len(values) * index // count for index in range(count + 1)]
+    return [sum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges)]

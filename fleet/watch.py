@@ -1,0 +1,138 @@
+"""Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run."""
+
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import RenderableType
+from rich.text import Text
+
+from fleet.playbooks import CancelledError, Event, Job, message
+from fleet.progress import Screen, lost_lines, run_panel, run_plain
+from fleet.runview import RunView, is_report
+from fleet.stages import failed
+
+FINISHED, FAILED, STOPPED = 0, 1, 3
+"""Exit codes of a followed run."""
+
+WATCH = "playbooks/watch.yml"
+WATCH_TASK = "Watch the run"
+"""The task whose results, at each retry, are the hosts' reports."""
+_RETRY_SECONDS = (2, 5, 10, 20, 30)
+_TRIES, _OVER_TRIES = 20, 3
+"""How often nobody may answer; and how often a lost host is asked for its end when the others have ended."""
+_SNAPSHOT_AT = 0.6
+
+
+@dataclass
+class Follower:
+    """One run being followed: keeps watch.yml going over lost connections, folds what it reports."""
+
+    screen: Screen
+    inventory: str | None
+    args: list[str]
+    become_password: str | None = None
+    view: RunView = field(default_factory=RunView)
+    snapshot: RenderableType | None = None
+    trouble: str = ""
+    _reports: int = 0
+    _history: threading.Thread | None = None
+
+    def follow(self) -> int:
+        """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""
+        silent = 0
+        while True:
+            job = self._job("watch", playbook=WATCH, args=self.args)
+            before = self._reports
+            self._show()
+            try:
+                good = job.follow(self._tick, self._fold)
+            finally:
+                self.screen.clear()
+            self.view.lost = {one.host: one.message for one in job.stage.failures if one.unreachable}
+            if not (good or self.view.lost or _ran_out(job)):
+                self.screen.say(failed(job))
+                return FAILED
+            over = self.view.ended
+            silent = silent + 1 if over or self._reports == before else 0
+            if over and (not self.view.lost or silent >= _OVER_TRIES):
+                return self._conclude()
+            if silent >= _TRIES:
+                self.screen.say(failed(job))
+                return FAILED
+            if self.view.lost:
+                self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)])
+
+    def _conclude(self) -> int:
+        if not self.view.found:
+            self.screen.say(
+                Text("No host knows such a run. To start one, type: python -m fleet train -e depth=4")
+            )
+            return FAILED
+        if self._history:
+            self._history.join(30)
+        self._read_history()
+        return {"finished": FINISHED, "stopped": STOPPED}.get(self.view.outcome, FAILED)
+
+    def _job(self, name: str, **what: object) -> Job:
+        return Job(name, inventory=self.inventory, become_password=self.become_password, **what)  # type: ignore[arg-type]
+
+    def _fold(self, event: Event) -> None:
+        data = event.get("event_data") or {}
+        if event.get("event") == "runner_on_unreachable":
+            self.view.lost[data.get("host", "")] = message(data.get("res"))
+        if event.get("event") not in ("runner_retry", "runner_on_ok") or data.get("task") != WATCH_TASK:
+            return
+        if not is_report(data.get("res")):
+            return
+        self._reports += 1
+        self.trouble = ""
+        self.view.fold(data.get("host", ""), data["res"])
+        step, total = self.view.step or 0, self.view.num_iterations or 1
+        if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
+            self.snapshot = run_panel(self.view)
+        if self._history is None and self.view.run_dir and step > 1 and not self.view.ended:
+            # Joined under way: what it did before is in its metrics file.
+            self._history = threading.Thread(target=self._read_history, daemon=True)
+            self._history.start()
+
+    def _read_history(self) -> None:
+        """The run's whole loss curve, from the coordinator's metrics file; done without if it must be."""
+        with tempfile.TemporaryDirectory(prefix="nanofleet-") as folder:
+            copy = Path(folder) / "metrics.jsonl"
+            arguments = f"src={self.view.run_dir}/metrics.jsonl dest={copy} flat=true fail_on_missing=false"
+            job = self._job(
+                "metrics",
+                module="ansible.builtin.fetch",
+                module_args=arguments,
+                pattern=self.view.coordinator,
+                args=["--become"],
+            )
+            if job.follow(lambda: None) and copy.exists():
+                self.view.history(copy.read_text(encoding="utf-8", errors="replace").splitlines())
+
+    def _show(self) -> None:
+        self.screen.show(lambda: run_panel(self.view, self.screen.console.width, self.trouble))
+
+    def _tick(self) -> None:
+        self.screen.plain(lambda: run_plain(self.view))
+
+    def _wait(self, seconds: int) -> None:
+        """Says who was lost, and lets some seconds pass with the view still there."""
+        lost = ", ".join(sorted(self.view.lost))
+        self.trouble = f"the run does not need this console; asking {lost} again in {seconds} s"
+        self.screen.plain(lambda: "\n".join([*lost_lines(self.view), self.trouble]), now=True)
+        self._show()
+        try:
+            time.sleep(seconds)
+        except KeyboardInterrupt:
+            raise CancelledError from None
+        finally:
+            self.screen.clear()
+
+
+def _ran_out(job: Job) -> bool:
+    """Whether the watch ended only because Ansible's retries did: the run is longer than one watch."""
+    return bool(job.stage.failures) and all(failure.retried for failure in job.stage.failures)
