@@ -25,8 +25,8 @@ from fleet.watch import FAILED, FINISHED, Follower
 FREE_GB = 8
 """A lab's image and hosts with a venv each, the wheels, and the corpus."""
 
-_VOCAB_SIZE = 8192
-_KNOBS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10}
+_VOCAB_SIZE = 4096
+_KNOBS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Demo:
 
     corpus: str | None = None
     depth: int = 4
-    steps: int = 100
+    steps: int = 60
     lab: str = "lab"
     hosts: int = 2
     run_id: str = ""

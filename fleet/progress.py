@@ -7,6 +7,7 @@ pipe) there are plain lines only, and of a view at most one every few seconds.
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
@@ -242,4 +243,5 @@ def record(path: str, title: str, parts: Sequence[RenderableType], width: int = 
         console = Console(record=True, width=width, file=nowhere, force_terminal=True, highlight=False)
         for part in parts:
             console.print(part)
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
         console.save_svg(path, title=title)
