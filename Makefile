@@ -47,7 +47,7 @@ lint: venv ## ruff, mypy, yamllint, ansible-lint (production, strict)
 
 .PHONY: test-fast
 test-fast: lint ## lint and every test that needs no container: under 3 minutes
-	pytest -m "not lab and not slow"
+	pytest -n 2 --dist worksteal -m "not lab and not slow"
 
 .PHONY: test
 test: lab-tools test-fast ## and Molecule on Debian 12 and 13 hosts, and the end-to-end run
@@ -56,7 +56,7 @@ test: lab-tools test-fast ## and Molecule on Debian 12 and 13 hosts, and the end
 
 .PHONY: test-full
 test-full: lab-tools lint ## everything
-	pytest -m "not lab"
+	pytest -n 2 --dist worksteal -m "not lab"
 	scripts/molecule.sh default trixie
 	pytest -m lab
 

@@ -161,7 +161,7 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
             facts += f"; validation {number(view.val_bpb, 3)} bits per byte"
         parts.append(Text(facts))
     if view.sample:
-        parts += [Text("\nIt writes:", style="bold"), Padding(Text(view.sample.strip()), (0, 0, 0, 2))]
+        parts += [Text("\nIt writes:", style="bold"), Padding(Text(_squeezed(view.sample)), (0, 0, 0, 2))]
     if places:
         left = max(len(name) for name, _ in places)
         parts.append(Text("\n" + "\n".join(f"{name:<{left}}  {value}" for name, value in places)))
@@ -235,6 +235,12 @@ class Screen:
         if self._live:
             self._live.stop()
             self._live = None
+
+
+def _squeezed(sample: str, most: int = 10) -> str:
+    """A sample without its blank lines and cut to what fits beside the rest."""
+    lines = [line.rstrip() for line in sample.splitlines() if line.strip()]
+    return "\n".join(lines[:most] + ["..."] * (len(lines) > most))
 
 
 def record(path: str, title: str, parts: Sequence[RenderableType], width: int = 100) -> None:

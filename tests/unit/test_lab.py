@@ -202,13 +202,13 @@ def render(template: str, tmp_path: Path, **values: object) -> str:
 @pytest.mark.parametrize(
     ("knob", "sentence"),
     [
-        ("lab_hosts=two", "lab_hosts=two is not a number of hosts"),
+        ("lab_hosts=two", "lab_hosts is 'two': it takes a whole number"),
         ("lab_hosts=0", "lab_hosts=0 is not a number of hosts"),
         ("lab_cores=0", "lab_cores=0 is not a number of cores"),
         ("lab_link=fast", "lab_link=fast is not a rate"),
-        ("lab_distribution=sid", "lab_distribution=sid is not known: say one of bookworm, trixie, noble"),
+        ("lab_distribution=sid", "it takes bookworm or trixie or noble"),
         ("lab_name=My_Lab", "lab_name=My_Lab cannot be a host's name"),
-        ("lab_state=sideways", "say lab_state=up or lab_state=down"),
+        ("lab_state=sideways", "it takes up or down"),
         ("lab_memory=lots", "lab_memory=lots is not an amount of memory"),
     ],
 )
