@@ -49,6 +49,11 @@ class Demo:
         )
 
     @property
+    def option(self) -> str:
+        """What ansible-playbook must be told to find the lab; nothing for the default inventory."""
+        return "" if self.lab == "lab" else f"-i .lab/{self.lab}/inventory "
+
+    @property
     def down(self) -> str:
         """What to type to be rid of the lab."""
         return "make lab-down" if self.lab == "lab" else f"make lab-down LAB={self.lab}"
@@ -100,7 +105,8 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         follower,
         [
             ("took", f"{duration(total)}  ({took_what})"),
-            ("stop", f"the lab is up; to stop it, type: {demo.down}"),
+            ("go on", f"the lab is up: ansible-playbook {demo.option}status.yml, and every other verb"),
+            ("stop", f"to be rid of the lab, type: {demo.down}"),
         ],
         title="python -m fleet demo",
         picture=picture,

@@ -153,8 +153,9 @@ class RunConfig:
 
 def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
+    takes = _KINDS[kind] + (" or auto" if name == "total_batch_size" else "")
     if isinstance(value, bool) or value is None:
-        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.")
+        raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
     if kind == "str":
         return text
     if name == "total_batch_size" and text.lower() == "auto":
@@ -162,9 +163,9 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     try:
         number = float(text) if kind == "float" else int(text.replace("_", ""))
     except ValueError:
-        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.") from None
+        raise ConfigError(f"{name} is {text!r}: it takes {takes}.") from None
     if isinstance(number, float) and not math.isfinite(number):
-        raise ConfigError(f"{name} is {text!r}: it takes {_KINDS[kind]}.")
+        raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
     return number
 
 

@@ -208,8 +208,13 @@ def launch_started(states: Mapping[str, State], run_id: str) -> str:
 def launch_idle(states: Mapping[str, State], run_id: str) -> str:
     """That there is nothing to stop, and where."""
     reached = answered(states)
-    what = f"The run {run_id} is not running" if run_id else "Nothing runs"
-    return f"{what} on {', '.join(reached)}." if reached else "No host answered."
+    if not reached:
+        return "No host answered."
+    runs = {run["run_id"]: run["active"] for state in reached.values() for run in state["runs"]}
+    what = f"The run {run_id} is not running" if run_id in runs else f"There is no run {run_id}"
+    others = [run for run, active in runs.items() if active]
+    rest = f" Active: {', '.join(others)}." if others else ""
+    return f"{what if run_id else 'Nothing runs'} on {', '.join(reached)}.{rest}"
 
 
 def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:

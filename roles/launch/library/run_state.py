@@ -145,13 +145,19 @@ def newest_checkpoint(run_dir):
     return None
 
 
+def last_sign(run_dir):
+    """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
+    names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
+    return max(os.stat(os.path.join(run_dir, name)).st_mtime for name in names)
+
+
 def known_runs(runs_dir, active):
-    """The newest runs of this host."""
+    """The runs of this host, the last to give a sign of life first; at most 20."""
     found = []
     for entry in os.scandir(runs_dir) if os.path.isdir(runs_dir) else []:
         run_file = os.path.join(entry.path, "run.json")
         if os.path.exists(run_file):
-            found.append((os.stat(run_file).st_mtime, entry.name))
+            found.append((last_sign(entry.path), entry.name))
     runs = []
     for moment, run_id in sorted(found, reverse=True)[:20]:
         run_dir = os.path.join(runs_dir, run_id)
