@@ -43,7 +43,8 @@ def test_check_mode_after_setup_changes_nothing(fleet: Fleet, dataset: Path) -> 
 
 
 def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
-    fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
+    started = fleet.play("train.yml", run_id="e2e", steps=20, **TINY).results("Start the unit")
+    assert {host: result["changed"] for host, result in started.items()} == dict.fromkeys(HOSTS, True)
     fleet.play("playbooks/watch.yml", run_id="e2e")
     steps = metrics(fleet, "e2e")
     assert [entry["step"] for entry in steps] == list(range(20)) or [e["step"] for e in steps] == list(

@@ -37,6 +37,7 @@ def test_text_becomes_numbers() -> None:
         ({"matrix_lr": "nan"}, "it takes a number"),
         ({"matrix_lr": -1}, "it must be above 0"),
         ({"warmdown_ratio": 1.5}, "between 0 and 1"),
+        ({"total_batch_size": "foo"}, "it takes a whole number or auto"),
         ({"total_batch_size": 5000}, "multiple of sequence_len (1024); use 4096 or 5120."),
         ({"head_dim": 33}, "must be even"),
         ({"n_kv_head": 3}, "must divide the number of heads, 4 here"),

@@ -454,3 +454,13 @@ def test_the_log_script_keeps_the_status_and_both_copies(tmp_path: Path) -> None
     assert done.stdout.splitlines()[-1] == "a b"
     assert done.stdout.startswith("=== unit started 20")
     assert (tmp_path / "train.log").read_text() == done.stdout
+
+
+def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
+    for moment, run_id in enumerate(("older", "newer"), 1):
+        (tmp_path / run_id).mkdir()
+        (tmp_path / run_id / "run.json").write_text("{}")
+        os.utime(tmp_path / run_id / "run.json", (moment, moment))
+    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["newer", "older"]
+    (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # it goes on, now
+    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["older", "newer"]
