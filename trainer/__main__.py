@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.config import ConfigError, RunConfig, RunFile
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data import DataError
 
 
@@ -39,6 +39,9 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--run-file", type=Path, metavar="FILE", help="run.json, instead of the knobs below")
     command.add_argument(
         "--run-id", metavar="NAME", help="the run's name (default: from depth and configuration)"
+    )
+    command.add_argument(
+        "--shares", default="", metavar="N,N", help="rows of a step by rank (default: as equal as can be)"
     )
     command.add_argument(
         "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
@@ -70,13 +73,13 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
     """The run file that --run-file names, or one made of the knobs. Raises ConfigError."""
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
     if args.run_file:
-        if given or args.run_id:
+        if given or args.run_id or args.shares:
             raise ConfigError(
-                "--run-file says everything: leave the knobs and --run-id away, or the run file."
+                "--run-file says everything: leave the knobs, --run-id and --shares away, or the run file."
             )
         return RunFile.load(args.run_file)
     config = RunConfig.from_strings(given)
-    return RunFile(args.run_id or config.default_run_id(), config)
+    return RunFile(args.run_id or config.default_run_id(), config, shares=parse_shares(args.shares))
 
 
 def train(args: argparse.Namespace) -> int:

@@ -4,6 +4,9 @@ step_000100/model.pt              {parameter name: tensor}
             optim.pt              {parameter name: {state name: tensor}}, shared-out state gathered
             tokenizer/            so that a checkpoint can be sampled from alone
             meta.json             step, config, losses, and the sha256 of every file above
+
+Rates follow from the configuration and the step, the rows of a step from (seed, step), and a sample draws
+from a generator of its own: step and seed are all that is kept of schedules, row cursor and randomness.
 """
 
 from __future__ import annotations
@@ -31,7 +34,6 @@ from trainer.sync import Sync
 from trainer.sync.group import Group
 
 SCHEMA = 1
-KEEP = 2
 FILES = ("model.pt", "optim.pt", f"tokenizer/{FILE_NAME}")
 
 
@@ -55,8 +57,11 @@ class State:
 # -- on the disk -------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = KEEP) -> Path:
-    """Write `state` as the checkpoint of its step, then drop all but the newest `keep`. Raises OSError."""
+def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
+    """Write `state` as the checkpoint of its step, then drop all but the newest `keep` and the best.
+
+    Raises OSError; what was there before is there still.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     target = folder / f"step_{state.step:06d}"
@@ -81,8 +86,10 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = KEEP) -> P
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+    spared = best(folder)
     for old in checkpoints(folder)[keep:]:
-        _take_away(old)
+        if old != spared:
+            _take_away(old)
     return target
 
 
@@ -90,6 +97,19 @@ def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints under `folder`, newest first."""
     found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the fewest validation bits per byte, of those that were evaluated at their step."""
+    evaluated: list[tuple[float, Path]] = []
+    for path in checkpoints(folder):
+        try:
+            meta = json.loads((path / "meta.json").read_bytes())
+            if meta["val_bpb_step"] == meta["step"]:
+                evaluated.append((float(meta["val_bpb"]), path))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, which is said when it is to be read
+    return min(evaluated, default=(0.0, None))[1]
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> State | None:
@@ -167,7 +187,7 @@ def _take_away(path: Path) -> None:
 
 def _alone(tensor: Tensor) -> Tensor:
     """A tensor that drags no larger buffer into the file it is saved to."""
-    tensor = tensor.detach()
+    tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 RUN_FILE_SCHEMA = 1
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-DTYPES = ("float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense",)
 TRACKERS = ("mlflow", "none")
 
@@ -46,8 +47,11 @@ class RunConfig:
     window_pattern: str = knob("SSSL", "attention windows tiled over the layers: S short, L whole context")
     device_batch_size: int = knob(2, "rows of a micro-batch: more is faster and takes more memory")
     total_batch_size: int = knob(4096, "tokens of a step, all ranks together; 0 or auto: by the model's size")
-    num_iterations: int = knob(5000, "steps of the run; 0: from target_param_data_ratio")
-    target_param_data_ratio: float = knob(12.0, "tokens per scaling parameter when num_iterations is 0")
+    num_iterations: int = knob(
+        5000, "steps of the run; 0: from target_flops or, without it, target_param_data_ratio"
+    )
+    target_flops: float = knob(0.0, "floating-point operations of the whole run; 0: not asked for")
+    target_param_data_ratio: float = knob(12.0, "tokens per scaling parameter, where nothing else is asked")
     unembedding_lr: float = knob(0.008, "AdamW rate of lm_head")
     embedding_lr: float = knob(0.3, "AdamW rate of wte; value embeddings take half of it")
     matrix_lr: float = knob(0.02, "Muon rate of the matrices in the blocks")
@@ -58,9 +62,19 @@ class RunConfig:
     final_lr_frac: float = knob(0.05, "what is left of the rates at the end")
     eval_every: int = knob(250, "steps between evaluations; 0: only at the end")
     eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together")
-    save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
+    sample_every: int = knob(0, "steps between samples of text; 0: only at the end")
+    save_every: int = knob(0, "steps between checkpoints; 0: by save_minutes alone")
+    save_minutes: float = knob(30.0, "minutes between checkpoints; 0: by save_every alone, and at the end")
+    keep_checkpoints: int = knob(2, "how many of the newest checkpoints are kept, beside the best one")
     seed: int = knob(42, "seed of the weights and of the order of the rows")
-    dtype: str = knob("float32", f"number format of the run: {' or '.join(DTYPES)}")
+    device: str = knob(
+        "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)"
+    )
+    dtype: str = knob(
+        "auto",
+        f"number format of the products: {' or '.join(DTYPES)} (auto: what this host multiplies faster)",
+    )
+    threads: int = knob(0, "threads of a rank; 0: OMP_NUM_THREADS, else all the cores it may use")
     sync: str = knob("dense", f"how gradients travel: {' or '.join(SYNC_MODES)}")
     tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
     digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
@@ -68,16 +82,29 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("depth", "aspect_ratio", "head_dim", "sequence_len", "device_batch_size", "eval_tokens"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("n_kv_head", "total_batch_size", "num_iterations", "warmup_steps", "eval_every"):
+        self._require("keep_checkpoints", self.keep_checkpoints >= 1, "must be at least 1")
+        for name in ("n_kv_head", "total_batch_size", "num_iterations", "target_flops", "warmup_steps"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("save_every", "digest_every", "seed", "weight_decay"):
+        for name in ("eval_every", "sample_every", "save_every", "save_minutes", "digest_every"):
+            self._require(name, getattr(self, name) >= 0, "must not be negative")
+        for name in ("seed", "threads", "weight_decay"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "target_param_data_ratio"):
             self._require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("warmdown_ratio", "final_lr_frac"):
             self._require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        for name, choices in (("dtype", DTYPES), ("sync", SYNC_MODES), ("tracker", TRACKERS)):
+        for name, choices in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("sync", SYNC_MODES),
+            ("tracker", TRACKERS),
+        ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
+        if self.num_iterations and self.target_flops:
+            raise ConfigError(
+                f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
+                "give one of them."
+            )
         self._require("seed", self.seed < 2**63, "must be below 2^63")
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
         self._require(
@@ -148,6 +175,8 @@ class RunConfig:
                 hint = f"did you mean {near[0]}?" if near else f"the knobs are {', '.join(known)}."
                 raise ConfigError(f"{name} is not a knob of a run: {hint}")
             cast[name] = _cast(name, str(known[name].type), value)
+        if "num_iterations" not in cast and ("target_flops" in cast or "target_param_data_ratio" in cast):
+            cast["num_iterations"] = 0  # a horizon was asked for, so the default one gives way
         return cls(**cast)
 
 
@@ -189,8 +218,13 @@ class RunFile:
     hosts: tuple[str, ...] = ()
     trainer_digest: str = ""
     manifest_sha256: str = ""
+    shares: tuple[int, ...] = ()  # rows of a step by rank; none: as equal as can be
 
     def __post_init__(self) -> None:
+        if any(share < 1 for share in self.shares):
+            raise ConfigError(
+                f"shares is {', '.join(map(str, self.shares))}: each rank takes 1 row of a step or more."
+            )
         if not RUN_ID_PATTERN.fullmatch(self.run_id):
             raise ConfigError(
                 f"run_id is {self.run_id!r}: it takes 1 to 63 letters, digits, dots, dashes and underscores, "
@@ -211,10 +245,12 @@ class RunFile:
         if not isinstance(raw.get("config"), dict) or not isinstance(raw.get("hosts", []), list):
             raise ConfigError(f"The run file {path} lacks its config or hosts: render it again.")
         try:
+            shares = parse_shares(raw.get("shares", []))
             return cls(
                 run_id=str(raw.get("run_id", "")),
                 config=RunConfig.from_strings(raw["config"]),
                 hosts=tuple(str(host) for host in raw.get("hosts", [])),
+                shares=shares,
                 trainer_digest=str(raw.get("trainer_digest", "")),
                 manifest_sha256=str(raw.get("manifest_sha256", "")),
             )
@@ -227,12 +263,22 @@ class RunFile:
             "run_id": self.run_id,
             "config": self.config.to_dict(),
             "hosts": list(self.hosts),
+            "shares": list(self.shares),
             "trainer_digest": self.trainer_digest,
             "manifest_sha256": self.manifest_sha256,
         }
 
     def digest(self) -> str:
         return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
+
+
+def parse_shares(value: Any) -> tuple[int, ...]:
+    """Rows of a step by rank, from "3,2" or [3, 2]; nothing for an empty value. Raises ConfigError."""
+    parts = value.split(",") if isinstance(value, str) else value
+    try:
+        return tuple(int(str(part)) for part in parts if str(part).strip())
+    except (TypeError, ValueError):
+        raise ConfigError(f"shares is {value!r}: it takes rows by rank such as 3,2.") from None
 
 
 def code_digest() -> str:

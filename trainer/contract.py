@@ -68,6 +68,7 @@ def make_record(
         **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
         "hosts": " ".join(run_file.hosts),
         "world_size": str(place.world_size),
+        "shares": ",".join(map(str, run_file.shares)) or "equal",
         "trainer code": code_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
         **{name: importlib.metadata.version(name) for name in ("torch", "numpy")},

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import torch
 
 from trainer.config import ConfigError, RunConfig
 from trainer.contract import render_table
@@ -28,8 +32,11 @@ class Plan:
         return sum(self.shares)
 
 
-def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> Plan:
-    """Derive the plan. Raises ConfigError when a step has fewer rows than there are ranks."""
+def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = ()) -> Plan:
+    """Derive the plan; `shares` are the rows of a step by rank, none for shares as equal as can be.
+
+    Raises ConfigError when a step has fewer rows than there are ranks, or the shares do not make it up.
+    """
 
     def model_of(depth: int) -> GPTConfig:
         return GPTConfig.from_depth(
@@ -55,15 +62,31 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int) -> Plan:
             f"total_batch_size {batch} is {rows} row(s) of {config.sequence_len} tokens, too few for "
             f"{world_size} ranks: use {world_size * config.sequence_len} or more, or fewer ranks."
         )
+    if shares and (len(shares) != world_size or sum(shares) != rows):
+        raise ConfigError(
+            f"shares is {','.join(map(str, shares))}: it must be {world_size} number(s), one a rank, that "
+            f"make up the {rows} rows of a step."
+        )
     batch = rows * config.sequence_len
     return Plan(
         model=model,
         scaling_params=size,
         total_batch_size=batch,
-        num_iterations=config.num_iterations or steps_for_ratio(config.target_param_data_ratio, size, batch),
+        num_iterations=_horizon(config, model, size, batch),
         scales=batch_scales(batch, size, reference_size),
-        shares=even_shares(rows, world_size),
+        shares=list(shares) or even_shares(rows, world_size),
     )
+
+
+def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
+    """Steps of the run: as asked, else as many as cost target_flops, else by the size of the model."""
+    if config.num_iterations:
+        return config.num_iterations
+    if config.target_flops:
+        with torch.device("meta"):
+            flops = GPT(model).flops_per_token()
+        return max(1, round(config.target_flops / (flops * batch)))
+    return steps_for_ratio(config.target_param_data_ratio, size, batch)
 
 
 def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
@@ -72,26 +95,38 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
     flops = model.flops_per_token()
     counts = model.param_counts()
     ratio = tokens / plan.scaling_params
+    epochs = tokens / (train_rows * config.sequence_len)
+    accumulation = [math.ceil(share / config.device_batch_size) for share in plan.shares]
     shape = plan.model
     text = [
         f"depth {shape.n_layer}: width {shape.n_embd}, {shape.n_head} heads of {shape.head_dim} "
         f"({shape.n_kv_head} key/value), context {shape.sequence_len}, vocabulary {shape.vocab_size:,}",
         render_table([["parameters", ""], *([name, f"{count:>13,}"] for name, count in counts.items())]),
-        f"{plan.num_iterations:,} steps of {plan.total_batch_size:,} tokens ({plan.rows_per_step} rows, "
-        f"{'/'.join(map(str, plan.shares))} by rank) = {tokens:,} tokens, "
-        f"{tokens / (train_rows * shape.sequence_len):.2f} epochs of the data",
+        f"{plan.num_iterations:,} steps of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
+        f"{_by_rank(plan.shares)} rows a rank in {_by_rank(accumulation)} micro-batches",
         f"{flops:,} FLOPs per token, {flops * tokens:.4g} in all",
-        f"{ratio:.3g} tokens per scaling parameter"
-        + (
-            f": far below {config.target_param_data_ratio:g}, so the model stays undertrained"
-            if ratio < config.target_param_data_ratio / 2
-            else ""
-        ),
-        f"scales: learning rates {plan.scales.lr:.4g}, Muon's weight decay "
-        f"{config.weight_decay * plan.scales.weight_decay:.5g}, "
-        f"AdamW's width {width_scale(shape.n_embd):.7g}",
+        f"{ratio:.3g} tokens per scaling parameter (transformer matrices and lm_head)",
+        f"scales: learning rates {plan.scales.lr:.4f}, Muon's weight decay "
+        f"{config.weight_decay * plan.scales.weight_decay:.6f}, "
+        f"AdamW's width {width_scale(shape.n_embd):.6f}",
     ]
+    if ratio < config.target_param_data_ratio / 2:
+        wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
+        text.append(
+            f"warning: the model will stay undertrained; {config.target_param_data_ratio:g} tokens per "
+            f"scaling parameter would take {wanted:,} steps"
+        )
+    if epochs > 1:
+        text.append(
+            f"the data hold {train_rows * config.sequence_len:,} tokens, so the run reads them {epochs:.1f} "
+            "times; more text would serve it better"
+        )
     return "\n".join(text)
+
+
+def _by_rank(numbers: Sequence[int]) -> str:
+    """2 where all are alike, else 3/2/2."""
+    return str(numbers[0]) if len(set(numbers)) == 1 else "/".join(map(str, numbers))
 
 
 def duration(seconds: float) -> str:

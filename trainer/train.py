@@ -6,28 +6,26 @@ torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer import checkpoint, contract, plan, schedule
 from trainer.config import ConfigError, RunConfig, RunFile, code_digest
 from trainer.data import DataError
-from trainer.data.files import file_sha256, write_whole
+from trainer.data.dataset import Dataset
+from trainer.data.files import write_whole
 from trainer.data.loader import batch_rows, rank_rows
-from trainer.data.rows import Rows, RowsInfo, pack
-from trainer.data.tokenizer import FILE_NAME, Tokenizer
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.numerics import Numerics, set_up
@@ -35,45 +33,30 @@ from trainer.host.place import Place, Voice
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
 from trainer.outcome import Attempt, Final, Retryable, Stopped
+from trainer.report import Progress, Report
 from trainer.sample import stream_text
+from trainer.saving import Saver
 from trainer.sync import Sync, make_sync
 from trainer.sync.digest import compare_parameters
-from trainer.sync.group import Group, PeerLost
+from trainer.sync.group import UNMEASURED_TIMEOUT, Group, PeerLost
 from trainer.sync.store import join_store
 from trainer.tracking import MlflowTracker, Tracker
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
-MEASURED_STEPS = 3  # after which the expected time is said and collectives get their time-out
 TIMEOUT_FLOOR = timedelta(minutes=2)
 TIMEOUT_STEPS = 20
-LINE_EVERY_SECONDS = 0.5
+LAST_WRITE_SECONDS = 60.0  # for a checkpoint that is being written when an attempt fails
 
 
-@dataclass(frozen=True)
-class Data:
-    """What a rank reads."""
+class Agreed(NamedTuple):
+    """What all ranks know of a step: its mean loss, and what rank 0 asks for."""
 
-    tokenizer: Tokenizer
-    info: RowsInfo
-    train: NDArray[Any]  # (n, T+1)
-    val: NDArray[Any]
-    hashes: dict[str, str]
-
-
-@dataclass
-class Progress:
-    """Where the run stands; `step` counts the updates done."""
-
-    step: int = 0
-    first_loss: float | None = None
-    loss: float | None = None
-    val_bpb: float | None = None
-    checkpoint: str | None = None
-
-    def figures(self) -> dict[str, Any]:
-        return dict(self.__dict__)
+    loss: float
+    stop: bool
+    save: bool
+    trouble: bool
 
 
 class Run:
@@ -87,8 +70,10 @@ class Run:
         self.data_dir, self.run_dir = data_dir, run_dir
         self.place, self.attempt, self.say = place, attempt, say
         self.heartbeat = Heartbeat(run_dir, place, run_file.run_id)
+        self.report = Report(self.heartbeat, attempt, say)
         self.stop_file = run_dir / "stop"
-        self.progress = Progress()
+        self.timeout = UNMEASURED_TIMEOUT
+        self.saver = Saver(run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, say)
 
     def go(self, tracker_uri: str = "") -> str:
         """Load, meet, resume, train, conclude."""
@@ -102,33 +87,24 @@ class Run:
         self.say(f"{self.run_file.run_id}: {len(records)} rank{'s' if len(records) > 1 else ''}")
         for record in records:
             self.say(f"  {record}: {record.shown['arithmetic']}")
-        self.heartbeat.state(num_iterations=self.plan.num_iterations)
-        self.attempt.state(num_iterations=self.plan.num_iterations)
 
         self.heartbeat.enter("resume")
         self.model, self.optimizer, self.sync = self._build()
         self._take_up()
         if self.place.coordinates:
             self.say(plan.describe(self.plan, self.config, self.model, self.data.info.train_rows))
-            self.tracker: Tracker | None = self._make_tracker(tracker_uri)
-            self.attempt.at_end(self.tracker.close)
-        else:
-            self.tracker = None
+            self.report.tracker = self._make_tracker(tracker_uri)
+            self.attempt.at_end(self.report.tracker.close)
 
         stopped = self._loop()
-        done = f"{self.progress.step} of {self.plan.num_iterations} steps"
-        if stopped:
-            self._part()
-            raise Stopped(
-                f"Stopped as asked after {done}; the checkpoint is {self.progress.checkpoint or 'on rank 0'}."
-            )
-        if self.place.coordinates:
-            self._write_sample()
         self._part()
-        loss, bpb = self.progress.loss, self.progress.val_bpb
-        return (
-            f"All {self.plan.num_iterations} steps done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
-        )
+        progress = self.report.progress
+        if stopped:
+            raise Stopped(
+                f"Stopped as asked after {progress.step} of {self.plan.num_iterations} steps; the checkpoint "
+                f"is {progress.checkpoint or 'on rank 0'}."
+            )
+        return self.report.done()
 
     # -- before step 0 ---------------------------------------------------------------------------------
 
@@ -138,9 +114,11 @@ class Run:
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
         try:
-            self.data = load_data(self.data_dir, self.config.sequence_len)
+            self.data = Dataset.open(self.data_dir, self.config.sequence_len)
             info, hashes = self.data.info, self.data.hashes
-            self.plan = plan.make_plan(self.config, info.vocab_size, self.place.world_size)
+            self.plan = plan.make_plan(
+                self.config, info.vocab_size, self.place.world_size, self.run_file.shares
+            )
             if self.run_file.trainer_digest not in ("", code_digest()):
                 raise ConfigError("The run file is of another version of the trainer than this host's.")
         except (ConfigError, DataError) as error:
@@ -172,8 +150,9 @@ class Run:
         state: checkpoint.State | None = None
         problem = None
         if self.place.coordinates:
+            checkpoint.remove_leftovers(self.saver.folder)
             try:
-                state = checkpoint.newest(self._checkpoints, self.say) or self._fresh_state()
+                state = checkpoint.newest(self.saver.folder, self.say) or self._fresh_state()
                 if state.step:
                     checkpoint.check_continues(state, self.config, self.data.hashes, self.run_file.run_id)
             except (ConfigError, DataError) as error:
@@ -183,15 +162,19 @@ class Run:
         self.model.load_state_dict(state.model)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         self.optimizer.load_state_dict(mine)
-        meta = state.meta
-        self.progress = Progress(state.step, meta.get("first_loss"), meta.get("loss"), meta.get("val_bpb"))
+        self._keep_shares(state.meta)
+        progress = Progress.from_meta(state.meta)
         if state.step:
             self.say(f"Going on from the checkpoint of step {state.step}.")
             if self.place.coordinates:
-                self.progress.checkpoint = f"checkpoints/step_{state.step:06d}"
-        self.attempt.state(**self.progress.figures())
-        # No loss yet: it says that this attempt has made a step.
-        self.heartbeat.state(step=state.step, val_bpb=self.progress.val_bpb)
+                progress.checkpoint = f"checkpoints/step_{state.step:06d}"
+        self.report.begin(self.plan, progress)
+
+    def _keep_shares(self, meta: dict[str, Any]) -> None:
+        """The same hosts go on with the shares they had, unless asked otherwise."""
+        hosts = [peer.host for peer in self.group.peers]
+        if not self.run_file.shares and meta.get("hosts") == hosts:
+            self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
 
     def _fresh_state(self) -> checkpoint.State:
         """Initial weights, drawn by rank 0 alone: unlike CPUs draw unlike bits."""
@@ -219,27 +202,25 @@ class Run:
             mlflow = MlflowTracker(uri, self.run_file.run_id, params, tags, self.say)
         elif self.config.tracker == "mlflow":
             self.say("No tracker address was given (--tracker-uri): metrics.jsonl alone keeps the figures.")
-        return Tracker(self.run_dir, self.progress.step, mlflow)
+        return Tracker(self.run_dir, self.report.progress.step, mlflow)
 
     # -- the loop --------------------------------------------------------------------------------------
 
     def _loop(self) -> bool:
         """Train to the end; returns True when somebody asked for a stop and the run has saved."""
-        config, last = self.config, self.plan.num_iterations
-        durations: list[float] = []
-        said = -math.inf
+        config, report, last = self.config, self.report, self.plan.num_iterations
+        self._saved_at = time.monotonic()
         self.heartbeat.lap()
-        for step in range(self.progress.step, last):
+        for step in range(report.progress.step, last):
             sent, started = self.group.bytes_sent, time.monotonic()
 
             self.heartbeat.enter("data")
             idx_BT, targets_BT = self._batch(step)
             self.sync.zero_grad()
-            loss = self._accumulate(idx_BT, targets_BT)
+            loss_sum = self._accumulate(idx_BT, targets_BT)
 
             self.heartbeat.enter("sync")
-            loss, stop = self._agree_on(loss)
-            self._refuse_nan(loss, step)
+            agreed = self._agree(loss_sum, step + 1)
             self.sync.reduce_gradients(self.plan.total_batch_size)
 
             self.heartbeat.enter("optimizer")
@@ -248,26 +229,23 @@ class Run:
 
             self.heartbeat.enter("sync")
             self.sync.hand_out()
-            if config.digest_every and (step + 1) % config.digest_every == 0:
+            if _due(step + 1, config.digest_every):
                 compare_parameters(self.group, self.model, step + 1)
 
-            durations.append(time.monotonic() - started)
-            self.progress.step, self.progress.loss = step + 1, loss
-            self.progress.first_loss = loss if self.progress.first_loss is None else self.progress.first_loss
-            line = self._note_step(rate, durations, self.group.bytes_sent - sent)
-            if len(durations) == 1 or step + 1 == last or time.monotonic() - said >= LINE_EVERY_SECONDS:
-                self.say(line)
-                said = time.monotonic()
-            if len(durations) == MEASURED_STEPS:
-                self._say_expected_time(durations)
-                self.group.set_timeout(max(TIMEOUT_FLOOR, timedelta(seconds=TIMEOUT_STEPS * max(durations))))
+            report.step(agreed.loss, rate, time.monotonic() - started, self.group.bytes_sent - sent)
+            self._note_checkpoint()
+            if report.measured:
+                self._set_pace()
 
             ends = step + 1 == last
-            if ends or (config.eval_every and (step + 1) % config.eval_every == 0 and not stop):
-                self._evaluate()
-            if ends or stop or (config.save_every and (step + 1) % config.save_every == 0):
-                self._save()
-            if stop and not ends:
+            best = False
+            if ends or (_due(step + 1, config.eval_every) and not agreed.stop):
+                best = self._evaluate() and self._saves_on_the_way
+            if self.place.coordinates and (ends or _due(step + 1, config.sample_every)):
+                self._write_sample()
+            if ends or best or agreed.save or agreed.stop:
+                self._save(last=ends or agreed.stop)
+            if agreed.stop and not ends:
                 return True
         return False
 
@@ -290,19 +268,35 @@ class Run:
             total += loss.item()
         return total
 
-    def _agree_on(self, loss_sum: float) -> tuple[float, bool]:
-        """The step's mean loss over all ranks, and whether rank 0 has been asked to stop."""
-        stop = self.place.coordinates and self.stop_file.exists()
-        shared = torch.tensor([loss_sum, float(stop)], dtype=torch.float64)
-        self.group.sum([shared])
-        return shared[0].item() / self.plan.total_batch_size, bool(shared[1] > 0)
+    def _agree(self, loss_sum: float, step: int) -> Agreed:
+        """The mean loss of step `step` (counted from 1) over all ranks, and rank 0's wishes, in one message.
 
-    def _refuse_nan(self, loss: float, step: int) -> None:
-        if not math.isfinite(loss):
+        A loss that is not a number, or a checkpoint that could not be written, ends the run on all ranks.
+        """
+        wishes = self._wishes(step) if self.place.coordinates else (False, False, False)
+        shared = torch.tensor([loss_sum, *map(float, wishes)], dtype=torch.float64)
+        self.group.sum([shared])
+        loss, *flags = shared.tolist()
+        agreed = Agreed(loss / self.plan.total_batch_size, *(flag > 0 for flag in flags))
+        if agreed.trouble:
+            self.group.agree(self.saver.problem)
+        if not math.isfinite(agreed.loss):
             raise Final(
-                f"The loss of step {step + 1} is {loss}: the run has diverged. Lower the rates (matrix_lr, "
-                "embedding_lr) or go back to an earlier checkpoint."
+                f"The loss of step {step} is {agreed.loss}: the run has diverged. Lower the rates "
+                "(matrix_lr, embedding_lr) or go back to an earlier checkpoint."
             )
+        return agreed
+
+    def _wishes(self, step: int) -> tuple[bool, bool, bool]:
+        """Stop, save, trouble: what rank 0 wants of all at the end of step `step`, counted from 1."""
+        minutes = (time.monotonic() - self._saved_at) / 60
+        by_time = 0 < self.config.save_minutes <= minutes and not self.saver.busy
+        save = by_time or _due(step, self.config.save_every)
+        return self.stop_file.exists(), save, self.saver.problem is not None
+
+    @property
+    def _saves_on_the_way(self) -> bool:
+        return bool(self.config.save_every or self.config.save_minutes)
 
     def _set_rates(self, step: int) -> float:
         config, n = self.config, self.plan.num_iterations
@@ -315,98 +309,62 @@ class Run:
 
     # -- beside the loop -------------------------------------------------------------------------------
 
-    def _note_step(self, rate: float, durations: list[float], sent: int) -> str:
-        """Write the step down everywhere and return its line for the log."""
-        progress, last = self.progress, self.plan.num_iterations
-        seconds = durations[-1]
-        speed = self.plan.total_batch_size / seconds
-        eta = (last - progress.step) * _typical(durations)
-        phases = self.heartbeat.lap()
-        split = {name: phases.get(name, 0.0) for name in ("data", "forward", "backward", "sync", "optimizer")}
-        self._state(tok_per_s=speed, step_seconds=seconds, eta_seconds=eta)
-        self.attempt.state(tok_per_s=self.plan.total_batch_size / _typical(durations))
-        if self.tracker is not None:
-            figures = {
-                "loss": progress.loss or 0.0,
-                "lr_multiplier": rate,
-                "tok_per_s": speed,
-                "step_seconds": seconds,
-            }
-            self.tracker.step(
-                progress.step,
-                {**figures, **{f"{name}_s": value for name, value in split.items()}, "bytes_sent": sent},
+    def _set_pace(self) -> None:
+        """Some steps are measured: from now on a collective that takes far longer has failed."""
+        if self.place.coordinates:
+            self.report.expected_time()
+        longest = timedelta(seconds=TIMEOUT_STEPS * max(self.report.durations))
+        self.timeout = max(TIMEOUT_FLOOR, longest)
+        self.group.set_timeout(self.timeout)
+
+    @contextmanager
+    def _unhurried(self, phase: str) -> Iterator[None]:
+        """In `phase`, ranks may wait for one another longer than a step would let them."""
+        self.heartbeat.enter(phase)
+        self.group.set_timeout(UNMEASURED_TIMEOUT)
+        yield
+        self.group.set_timeout(self.timeout)
+
+    def _evaluate(self) -> bool:
+        """Evaluate; returns whether no evaluation of this run was better."""
+        with self._unhurried("evaluate"):
+            bpb, loss = evaluate(
+                self.model,
+                self.data.val,
+                torch.from_numpy(self.data.tokenizer.token_bytes),
+                self.config.eval_tokens,
+                self.config.device_batch_size,
+                self.group,
             )
-        return (
-            f"step {progress.step}/{last} loss {progress.loss:.4f} lr {rate:.2f} "
-            f"{speed:,.0f} tok/s {seconds:.2f} s "
-            f"(data {split['data']:.2f} fwd {split['forward']:.2f} bwd {split['backward']:.2f} "
-            f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {plan.duration(eta)}"
-        )
+        return self.report.evaluation(bpb, loss)
 
-    def _state(self, **figures: Any) -> None:
-        """Let heartbeat and outcome know where the run stands."""
-        progress = self.progress
-        self.attempt.state(**progress.figures())
-        self.heartbeat.state(step=progress.step, loss=progress.loss, val_bpb=progress.val_bpb, **figures)
+    def _save(self, last: bool) -> None:
+        """Gather what is shared out; rank 0 writes it, in the background unless it is the `last` one."""
+        with self._unhurried("checkpoint"):
+            optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
+            if self.place.coordinates:
+                state = checkpoint.State(self._meta(), dict(self.model.state_dict()), optim)
+                self.saver.save(state, last)
+                self._saved_at = time.monotonic()
+            if last:
+                self.group.agree(self.saver.problem)
+        self._note_checkpoint()
 
-    def _say_expected_time(self, durations: list[float]) -> None:
-        if self.place.coordinates:
-            left = self.plan.num_iterations - self.progress.step
-            seconds = left * _typical(durations)
-            at = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
-            self.say(f"About {plan.duration(seconds)} for the {left} steps left, until {at}.")
-
-    def _evaluate(self) -> None:
-        self.heartbeat.enter("evaluate")
-        token_bytes = torch.from_numpy(self.data.tokenizer.token_bytes)
-        bpb, loss = evaluate(
-            self.model,
-            self.data.val,
-            token_bytes,
-            self.config.eval_tokens,
-            self.config.device_batch_size,
-            self.group,
-        )
-        self.progress.val_bpb = bpb
-        self._state()
-        if self.tracker is not None:
-            self.tracker.step(self.progress.step, {"val_bpb": bpb, "val_loss": loss})
-            self.say(f"step {self.progress.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}")
-
-    @property
-    def _checkpoints(self) -> Path:
-        return self.run_dir / "checkpoints"
-
-    def _save(self) -> None:
-        """Gather what is shared out and let rank 0 write it; a full disk ends the run on all ranks."""
-        self.heartbeat.enter("checkpoint")
-        started = time.monotonic()
-        optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
-        problem = None
-        if self.place.coordinates:
-            state = checkpoint.State(self._meta(), dict(self.model.state_dict()), optim)
-            try:
-                path = checkpoint.save(self._checkpoints, state, self.data_dir / "tokenizer")
-                self.progress.checkpoint = path.relative_to(self.run_dir).as_posix()
-                self.say(f"Saved {self.progress.checkpoint} in {time.monotonic() - started:.1f} s.")
-            except OSError as error:
-                problem = (
-                    f"The checkpoint of step {self.progress.step} cannot be written to {self._checkpoints}: "
-                )
-                problem += f"{error.strerror or error}."
-        self.group.agree(problem)
-        self._state()
+    def _note_checkpoint(self) -> None:
+        """The outcome names the newest checkpoint that is whole on the disk."""
+        if self.saver.saved is not None:
+            self.report.progress.checkpoint = self.saver.saved.relative_to(self.run_dir).as_posix()
+        self.report.stand()
 
     def _meta(self) -> dict[str, Any]:
-        progress = self.progress
+        progress = dataclasses.asdict(self.report.progress)
+        del progress["checkpoint"]
         return {
             "run_id": self.run_file.run_id,
-            "step": progress.step,
+            **progress,
             "num_iterations": self.plan.num_iterations,
-            "tokens": progress.step * self.plan.total_batch_size,
-            "first_loss": progress.first_loss,
-            "loss": progress.loss,
-            "val_bpb": progress.val_bpb,
+            "rows": progress["step"] * self.plan.rows_per_step,
+            "tokens": progress["step"] * self.plan.total_batch_size,
             "config": self.config.to_dict(),
             "config_digest": self.config.digest(),
             "model_config": self.plan.model.__dict__,
@@ -420,13 +378,14 @@ class Run:
         }
 
     def _write_sample(self) -> None:
+        """Continue a prompt; the other ranks wait, if they must, in their next collective."""
+        self.heartbeat.enter("evaluate")
         pieces = stream_text(
             self.model, self.data.tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE
         )
         text = SAMPLE_PROMPT + "".join(pieces)
         write_whole(self.run_dir / "sample.txt", (text + "\n").encode())
-        self.attempt.state(sample=text)
-        self.say("sample: " + "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text))
+        self.report.sample(text)
 
     def _part(self) -> None:
         self.heartbeat.enter("done")
@@ -434,28 +393,21 @@ class Run:
 
     @contextmanager
     def telling_where(self) -> Iterator[None]:
-        """Add phase and step to what a lost peer's message says."""
+        """Add phase and step to what a lost peer's message says; a checkpoint on its way gets there."""
         try:
             yield
         except PeerLost as error:
-            raise Retryable(f"In {self.heartbeat.phase} after step {self.progress.step}: {error}") from None
+            raise Retryable(
+                f"In {self.heartbeat.phase} after step {self.report.progress.step}: {error}"
+            ) from None
+        finally:
+            self.saver.wait(LAST_WRITE_SECONDS)
+            self._note_checkpoint()
 
 
-def load_data(data_dir: Path, sequence_len: int) -> Data:
-    """Rows (packed now where they are missing), tokenizer, and the hashes that all ranks must share."""
-    if not data_dir.is_dir():
-        raise DataError(
-            f"There is no data directory {data_dir}. Make it with: python -m trainer prepare --source FOLDER "
-            f"--out {data_dir}"
-        )
-    info = pack(data_dir, sequence_len)
-    rows = Rows(info.path)
-    hashes = {
-        "manifest": file_sha256(data_dir / "manifest.json")[:16],
-        "tokenizer": file_sha256(data_dir / "tokenizer" / FILE_NAME)[:16],
-        "rows": info.digest[:16],
-    }
-    return Data(Tokenizer.load(data_dir / "tokenizer"), info, rows.split("train"), rows.split("val"), hashes)
+def _due(step: int, every: int) -> bool:
+    """Whether something done every so many steps is due after `step` of them; 0: never."""
+    return bool(every) and step % every == 0
 
 
 def train(
@@ -471,13 +423,3 @@ def train(
     run = Run(run_file, data_dir, run_dir, place, attempt, say)
     with run.telling_where():
         return run.go(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
-
-
-def _typical(durations: list[float]) -> float:
-    """The mean step after the first, which also warms up; of late ones, for the pace may change."""
-    late = durations[1:][-50:] or durations
-    return sum(late) / len(late)
-
-
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"

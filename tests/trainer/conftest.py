@@ -34,6 +34,7 @@ TINY = {
     "unembedding_lr": 0.3,
     "embedding_lr": 10.0,
     "matrix_lr": 0.8,
+    "dtype": "float32",
     "tracker": "none",
     "digest_every": 1,
 }

@@ -9,11 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from trainer.__main__ import main
-from trainer.config import ConfigError, RunConfig, RunFile
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.host.place import Place
-from trainer.plan import duration, make_plan
+from trainer.model import GPT
+from trainer.plan import describe, duration, make_plan
 
 
 def test_text_becomes_numbers() -> None:
@@ -42,7 +44,9 @@ def test_text_becomes_numbers() -> None:
         ({"head_dim": 33}, "must be even"),
         ({"n_kv_head": 3}, "must divide the number of heads, 4 here"),
         ({"window_pattern": "SX"}, "S and L"),
-        ({"dtype": "bfloat16"}, "must be float32 or float64"),
+        ({"dtype": "float16"}, "must be auto or float32 or bfloat16 or float64"),
+        ({"keep_checkpoints": 0}, "must be at least 1"),
+        ({"num_iterations": 5, "target_flops": 1e12}, "give one of them"),
     ],
 )
 def test_bad_knobs_get_a_sentence(knobs: dict[str, object], said: str) -> None:
@@ -110,6 +114,60 @@ def test_plan_of_depth_8_has_the_documented_scales() -> None:
     assert make_plan(RunConfig(total_batch_size=0), 32768, 1).total_batch_size == 262_144
     with pytest.raises(ConfigError, match="use 5120 or more"):
         make_plan(RunConfig(), vocab_size=32768, world_size=5)
+
+
+def test_the_horizon_is_asked_for_in_steps_flops_or_data() -> None:
+    def steps(**knobs: object) -> int:
+        return make_plan(RunConfig.from_strings(knobs), vocab_size=32768, world_size=1).num_iterations
+
+    assert steps() == 5000
+    assert steps(num_iterations=7) == 7
+    assert steps(num_iterations=0) == (12 * 41_943_232) // 4096
+    assert steps(target_param_data_ratio=6) == (6 * 41_943_232) // 4096  # the default steps give way
+    assert steps(target_flops=5.605e15) == 5000
+    assert steps(target_flops=5.605e15, total_batch_size=16384) == 1250
+    assert steps(target_flops=1) == 1
+    loaded = RunConfig.from_strings(RunConfig.from_strings({"target_flops": 1e15}).to_dict())
+    assert (loaded.num_iterations, loaded.target_flops) == (0, 1e15)
+
+
+def test_shares_are_checked_against_the_step() -> None:
+    assert make_plan(RunConfig(), 32768, 2, shares=[3, 1]).shares == [3, 1]
+    for shares in ([2, 1], [4], [2, 1, 1]):
+        with pytest.raises(ConfigError, match=r"must be 2 number\(s\), one a rank, that make up the 4 rows"):
+            make_plan(RunConfig(), 32768, 2, shares=shares)
+    assert parse_shares("3, 2") == (3, 2)
+    assert parse_shares("") == parse_shares([]) == ()
+    with pytest.raises(ConfigError, match="rows by rank such as 3,2"):
+        parse_shares("3;2")
+    with pytest.raises(ConfigError, match="each rank takes 1 row of a step or more"):
+        RunFile("run", RunConfig(), shares=(4, 0))
+
+
+def test_what_depth_8_says_before_step_0() -> None:
+    config = RunConfig()
+    plan = make_plan(config, vocab_size=32768, world_size=2)
+    with torch.device("meta"):
+        model = GPT(plan.model)
+    said = describe(plan, config, model, train_rows=5000)
+    for expected in (
+        "total                   125,829,354",
+        "value_embeds             67,108,864",
+        "transformer_matrices     25,166,016",
+        "273,679,632 FLOPs per token, 5.605e+15 in all",
+        "5,000 steps of 4,096 tokens = 20,480,000 tokens; 2 rows a rank in 1 micro-batches",
+        "0.488 tokens per scaling parameter",
+        "learning rates 0.0884, Muon's weight decay 0.064965, AdamW's width 1.224745",
+        "warning: the model will stay undertrained; 12 tokens per scaling parameter would take 122,880 steps",
+        "the data hold 5,120,000 tokens, so the run reads them 4.0 times",
+    ):
+        assert expected in said
+    long = RunConfig.from_strings({"target_param_data_ratio": 12})
+    plan = make_plan(long, vocab_size=32768, world_size=3)
+    said = describe(plan, long, model, train_rows=1_000_000)
+    assert "warning" not in said
+    assert "reads them" not in said
+    assert "2/1/1 rows a rank in 1 micro-batches" in said
 
 
 def test_place_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-DTYPES = {"float32": torch.float32, "float64": torch.float64}
+DTYPES = {"auto": torch.float32, "float32": torch.float32, "float64": torch.float64}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,45 @@
+"""What a rank reads: a data directory opened, its rows packed where they are missing, its hashes at hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from numpy.typing import NDArray
+
+from trainer.data import DataError
+from trainer.data.corpus import MANIFEST
+from trainer.data.files import file_sha256
+from trainer.data.rows import Rows, RowsInfo, pack
+from trainer.data.tokenizer import FILE_NAME, Tokenizer
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Rows, tokenizer, and the hashes that all ranks must share."""
+
+    tokenizer: Tokenizer
+    info: RowsInfo
+    train: NDArray[Any]  # (n, T+1)
+    val: NDArray[Any]
+    hashes: dict[str, str]
+
+    @classmethod
+    def open(cls, data_dir: Path, sequence_len: int, threads: int = 0) -> Dataset:
+        """Raises DataError, in a sentence, for data that are missing, damaged or too little."""
+        if not data_dir.is_dir():
+            raise DataError(
+                f"There is no data directory {data_dir}. Make it with: python -m trainer prepare "
+                f"--source FOLDER --out {data_dir}"
+            )
+        info = pack(data_dir, sequence_len, threads)
+        rows = Rows(info.path)
+        hashes = {
+            "manifest": file_sha256(data_dir / MANIFEST)[:16],
+            "tokenizer": file_sha256(data_dir / "tokenizer" / FILE_NAME)[:16],
+            "rows": info.digest[:16],
+        }
+        return cls(
+            Tokenizer.load(data_dir / "tokenizer"), info, rows.split("train"), rows.split("val"), hashes
+        )
