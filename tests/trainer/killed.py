@@ -41,8 +41,9 @@ class Lines:
         return self.trace
 
     def watch(self) -> None:
-        threading.settrace(self.trace)
-        sys.settrace(self.trace)
+        if self.files:
+            threading.settrace(self.trace)
+            sys.settrace(self.trace)
 
 
 def attempt(data_dir: str, run_dir: str, knobs: dict[str, Any], lines: Lines) -> int:

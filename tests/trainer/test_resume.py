@@ -18,12 +18,16 @@ KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_
 SAVING = ["saving.py", "checkpoint.py", "data/files.py"]
 MODULES = [*SAVING, "train.py", "report.py", "tracking.py", "optim.py", "sync/dense.py", "evaluate.py"]
 FILES = ("model.pt", "optim.pt")
+AT_ONCE = 10  # points that one process forks its attempts for
 
 
-def attempts(data_dir: Path, run_dirs: list[Path], kill_at: list[int]) -> list[tuple[int, list[str]]]:
-    """A training in each directory, killed at that line (0: none); exit codes and the lines they reached."""
+def attempts(data_dir: Path, wanted: list[tuple[Path, int | None]]) -> list[tuple[int, list[str]]]:
+    """Trainings in these directories, each killed at that line (None: not; 0: not, but lines are counted).
+
+    Returns their exit codes and the lines they reached.
+    """
     here = Path(__file__).parent
-    requests = [(str(path), KNOBS, line, MODULES) for path, line in zip(run_dirs, kill_at, strict=True)]
+    requests = [(str(path), KNOBS, at or 0, [] if at is None else MODULES) for path, at in wanted]
     done = subprocess.run(
         [sys.executable, str(here / "killed.py")],
         input=json.dumps([str(data_dir), requests]),
@@ -40,7 +44,7 @@ def attempts(data_dir: Path, run_dirs: list[Path], kill_at: list[int]) -> list[t
 @pytest.fixture
 def alone(data_dir: Path, tmp_path: Path) -> list[str]:
     """The lines that the run left alone has gone through, as file:number."""
-    ((code, lines),) = attempts(data_dir, [tmp_path / "alone"], [0])
+    ((code, lines),) = attempts(data_dir, [(tmp_path / "alone", 0)])
     assert code == 0, (tmp_path / "alone.log").read_text()
     return lines
 
@@ -54,18 +58,17 @@ def end_of(run_dir: Path) -> tuple[list[str], list[float], list[str]]:
 
 def kill_and_resume(data_dir: Path, folder: Path, points: list[int]) -> None:
     """Kill a run at each point, go on to the end: it must be the end of the run left alone."""
-    run_dirs = [folder / f"at-{point}" for point in points for _ in range(2)]
-    results = attempts(data_dir, run_dirs, [line for point in points for line in (point, 0)])
     expected = end_of(folder / "alone")
     assert len(expected[1]) == 6
-    for run_dir, (killed, lines), (resumed, _) in zip(
-        run_dirs[::2], results[::2], results[1::2], strict=True
-    ):
-        log = (folder / f"{run_dir.name}.log").read_text()
-        assert killed == -9, f"{run_dir.name} ended with {killed} by itself\n{log}"
-        assert resumed == 0, log
-        assert not lines  # the killed process cannot have told them
-        assert end_of(run_dir) == expected, log
+    for start in range(0, len(points), AT_ONCE):
+        some = [(folder / f"at-{point}", point) for point in points[start : start + AT_ONCE]]
+        results = iter(attempts(data_dir, [(path, at) for path, point in some for at in (point, None)]))
+        for run_dir, _ in some:
+            (killed, _), (resumed, _) = next(results), next(results)
+            log = (folder / f"{run_dir.name}.log").read_text()
+            assert killed == -9, f"{run_dir.name} ended with {killed} by itself\n{log}"
+            assert resumed == 0, log
+            assert end_of(run_dir) == expected, log
 
 
 def test_killed_between_any_two_lines(data_dir: Path, tmp_path: Path, alone: list[str]) -> None:
@@ -79,6 +82,7 @@ def test_killed_between_any_two_lines(data_dir: Path, tmp_path: Path, alone: lis
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_killed_at_every_line_that_saves(data_dir: Path, tmp_path: Path, alone: list[str]) -> None:
     """Each line of saving.py and checkpoint.py once, where the run goes through it for the second time."""
     wanted: dict[str, int] = {}
