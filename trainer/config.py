@@ -20,7 +20,8 @@ from typing import Any
 
 RUN_FILE_SCHEMA = 1
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-DTYPES = ("float32", "float64")
+DEVICES = ("auto", "cpu", "cuda")
+DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense",)
 TRACKERS = ("mlflow", "none")
 
@@ -60,7 +61,11 @@ class RunConfig:
     eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together")
     save_every: int = knob(0, "steps between checkpoints; 0: only at the end")
     seed: int = knob(42, "seed of the weights and of the order of the rows")
-    dtype: str = knob("float32", f"number format of the run: {' or '.join(DTYPES)}")
+    device: str = knob("auto", f"what multiplies, {' or '.join(DEVICES)}; auto: GPUs if every rank has one")
+    dtype: str = knob(
+        "auto", f"what matrices multiply in, {' or '.join(DTYPES)}; auto: measured by each host"
+    )
+    threads: int = knob(0, "CPU threads of a rank; 0: OMP_NUM_THREADS, or all cores it may use")
     sync: str = knob("dense", f"how gradients travel: {' or '.join(SYNC_MODES)}")
     tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
     digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
@@ -68,7 +73,14 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("depth", "aspect_ratio", "head_dim", "sequence_len", "device_batch_size", "eval_tokens"):
             self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        for name in ("n_kv_head", "total_batch_size", "num_iterations", "warmup_steps", "eval_every"):
+        for name in (
+            "n_kv_head",
+            "total_batch_size",
+            "num_iterations",
+            "warmup_steps",
+            "eval_every",
+            "threads",
+        ):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
         for name in ("save_every", "digest_every", "seed", "weight_decay"):
             self._require(name, getattr(self, name) >= 0, "must not be negative")
@@ -76,7 +88,12 @@ class RunConfig:
             self._require(name, getattr(self, name) > 0, "must be above 0")
         for name in ("warmdown_ratio", "final_lr_frac"):
             self._require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        for name, choices in (("dtype", DTYPES), ("sync", SYNC_MODES), ("tracker", TRACKERS)):
+        for name, choices in (
+            ("device", DEVICES),
+            ("dtype", DTYPES),
+            ("sync", SYNC_MODES),
+            ("tracker", TRACKERS),
+        ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
         self._require("seed", self.seed < 2**63, "must be below 2^63")
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")

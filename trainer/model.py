@@ -282,6 +282,10 @@ class GPT(nn.Module):
         return torch.arange(n_layer, dtype=torch.float64) / max(n_layer - 1, 1)
 
     @property
+    def device(self) -> torch.device:
+        return self.resid_lambdas.device
+
+    @property
     def compute_dtype(self) -> torch.dtype:
         """The number format of activations and matrix products; the weights' own unless set."""
         return self._compute_dtype or self.resid_lambdas.dtype

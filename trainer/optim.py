@@ -96,8 +96,8 @@ class MuonAdamW:
 
     A group has `params`, `lr`, `initial_lr` and `weight_decay`; AdamW's also `betas` and `eps`; Muon's also
     `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. State is kept for each
-    parameter by itself and goes by its name. Weights and state keep their number format; `compute_dtype`, where
-    set, is that of Muon's matrix products alone, so that only an owner's results depend on it.
+    parameter by itself and goes by its name. Weights and state keep their number format; `compute_dtype`,
+    where set, is that of Muon's matrix products alone, so that only an owner's results depend on it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:

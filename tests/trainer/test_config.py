@@ -42,7 +42,7 @@ def test_text_becomes_numbers() -> None:
         ({"head_dim": 33}, "must be even"),
         ({"n_kv_head": 3}, "must divide the number of heads, 4 here"),
         ({"window_pattern": "SX"}, "S and L"),
-        ({"dtype": "bfloat16"}, "must be float32 or float64"),
+        ({"dtype": "float16"}, "must be auto or float32 or bfloat16 or float64"),
     ],
 )
 def test_bad_knobs_get_a_sentence(knobs: dict[str, object], said: str) -> None:
