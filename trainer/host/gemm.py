@@ -17,8 +17,9 @@ LONGEST = 0.2  # seconds: a size that would take longer is left out
 def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
     """FLOP/s of one core's matrix product in each format, all of one size; the best of several, in turn.
 
-    One core and in turn, because on a busy host several threads wait for each other more than they multiply,
-    and a load that comes or goes must meet all formats alike. The number of threads is as before afterwards.
+    One core, its own time and in turn, because on a busy host several threads wait for each other more than
+    they multiply, and what else is there must meet all formats alike. The number of threads is as before
+    afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -42,8 +43,8 @@ def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
         began, repeats = time.perf_counter(), 0
         while repeats < REPEATS or time.perf_counter() - began < budget:
             for dtype, factor in factors.items():
-                started = time.perf_counter()
+                started = time.thread_time()
                 factor @ factor
-                best[dtype] = min(best[dtype], time.perf_counter() - started)
+                best[dtype] = min(best[dtype], time.thread_time() - started)
             repeats += 1
     return {dtype: 2 * largest**3 / seconds for dtype, seconds in best.items()}
