@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer.config import RunFile, code_digest
 from trainer.data.rows import RowsInfo
-from trainer.host.numerics import Numerics
+from trainer.host.numerics import Options
 from trainer.host.place import Place
 from trainer.outcome import Final, Retryable
 from trainer.sync.group import Peer
@@ -57,7 +57,7 @@ class Record:
 def make_record(
     place: Place,
     run_file: RunFile,
-    numerics: Numerics | None = None,
+    options: Options | None = None,
     rows: RowsInfo | None = None,
     hashes: dict[str, str] | None = None,
     problem: str = "",
@@ -80,7 +80,7 @@ def make_record(
             "train rows": rows.train_sha256[:16],
             "val rows": rows.val_sha256[:16],
         }
-    shown = {"arithmetic": numerics.describe()} if numerics else {}
+    shown = options.shown() if options else {}
     return Record(place.rank, place.host, place.address(), compared, shown, problem)
 
 

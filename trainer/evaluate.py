@@ -38,20 +38,22 @@ def evaluate(
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), even_shares(n_rows, group.world_size), group.rank)
+    device = model.device
+    token_bytes = token_bytes.to(device)
     totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
     for start in range(0, len(mine), device_batch_size):
-        batch = torch.from_numpy(rows[mine[start : start + device_batch_size]].astype(np.int64))
+        batch = torch.from_numpy(rows[mine[start : start + device_batch_size]].astype(np.int64)).to(device)
         targets = batch[:, 1:].flatten()
-        losses = model(batch[:, :-1], batch[:, 1:], loss_reduction="none").double()
+        losses = model(batch[:, :-1], batch[:, 1:], loss_reduction="none").double()  # (rows * T)
         size = token_bytes[targets]
         totals += torch.stack(
             [
                 losses[size > 0].sum(),
                 size.sum().double(),
                 losses.sum(),
-                torch.tensor(float(len(targets)), dtype=torch.float64),
+                torch.tensor(float(len(targets)), dtype=torch.float64, device=device),
             ]
-        )
+        ).cpu()
     group.sum([totals])
     nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
     return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)

@@ -7,6 +7,7 @@
     logits = model(idx)                             # (B, T, V)
     cache = KVCache(config, batch_size=1, max_len=256)
     logits = model(idx, cache=cache)                # from then on it is given only the new tokens
+    model.compute_dtype = torch.bfloat16            # activations and products; weights and gradients stay
 
 Parameter names are nanochat's, so that a state dict moves between the two in both directions.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
@@ -101,7 +102,7 @@ class GPTConfig:
 class KVCache:
     """What a model remembers of up to max_len tokens, so that the next one costs one token's work.
 
-    Give it to `GPT.forward`, under `torch.no_grad()`, which fills it. Its dtype and device are the model's.
+    Give it to `GPT.forward`, under `torch.no_grad()`, which fills it. Its dtype is the model's compute_dtype.
     """
 
     def __init__(
@@ -155,6 +156,16 @@ def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> 
     return (distance >= 0) & (distance <= window)
 
 
+class Linear(nn.Linear):
+    """A matrix that multiplies in the number format of what it is given, and keeps its weight in its own."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
 class Attention(nn.Module):
     """Causal attention with rotary positions, normalised q and k, and on some layers a value embedding."""
 
@@ -162,12 +173,12 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.head_dim = layer, config.head_dim
         self.grouped = config.n_kv_head != config.n_head
-        self.c_q = nn.Linear(config.n_embd, config.n_embd, bias=False)
-        self.c_k = nn.Linear(config.n_embd, config.kv_dim, bias=False)
-        self.c_v = nn.Linear(config.n_embd, config.kv_dim, bias=False)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=False)
+        self.c_q = Linear(config.n_embd, config.n_embd)
+        self.c_k = Linear(config.n_embd, config.kv_dim)
+        self.c_v = Linear(config.n_embd, config.kv_dim)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
         if config.has_value_embedding(layer):
-            self.ve_gate = nn.Linear(VE_GATE_CHANNELS, config.n_kv_head, bias=False)
+            self.ve_gate = Linear(VE_GATE_CHANNELS, config.n_kv_head)
 
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Tensor | None, cache: KVCache | None
@@ -192,8 +203,8 @@ class MLP(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=False)
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=False)
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(F.relu(self.c_fc(x)).square())
@@ -221,14 +232,15 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
+        self._compute_dtype: torch.dtype | None = None
         vocab, layers = config.padded_vocab_size, range(config.n_layer)
         wte = nn.Embedding(vocab, config.n_embd)
         blocks = nn.ModuleList(Block(config, layer) for layer in layers)
         self.transformer = nn.ModuleDict({"wte": wte, "h": blocks})
-        self.lm_head = nn.Linear(config.n_embd, vocab, bias=False)
+        self.lm_head = Linear(config.n_embd, vocab)
         self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
         self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
-        self.smear_gate = nn.Linear(SMEAR_CHANNELS, 1, bias=False)
+        self.smear_gate = Linear(SMEAR_CHANNELS, 1)
         self.smear_lambda = nn.Parameter(torch.zeros(1))
         self.backout_lambda = nn.Parameter(torch.zeros(1))
         with_ve = [layer for layer in layers if config.has_value_embedding(layer)]
@@ -269,6 +281,19 @@ class GPT(nn.Module):
         n_layer = self.config.n_layer
         return torch.arange(n_layer, dtype=torch.float64) / max(n_layer - 1, 1)
 
+    @property
+    def device(self) -> torch.device:
+        return self.resid_lambdas.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The number format of activations and matrix products; the weights' own unless set."""
+        return self._compute_dtype or self.resid_lambdas.dtype
+
+    @compute_dtype.setter
+    def compute_dtype(self, dtype: torch.dtype) -> None:
+        self._compute_dtype = dtype
+
     def forward(
         self,
         idx: Tensor,
@@ -298,17 +323,20 @@ class GPT(nn.Module):
         windows = config.windows()
         masks = {window: window_mask(idx.size(1), end, window, idx.device) for window in set(windows)}
 
-        x = rms(self.transformer["wte"](idx))
+        x = rms(self.transformer["wte"](idx).to(self.compute_dtype))
         rotary = (self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype))
         before = cache.last_B1D if cache else torch.zeros_like(x[:, :1])
         previous = torch.cat((before, x[:, :-1]), dim=1)
         if cache:
             cache.last_B1D = x[:, -1:]
-        x = x + self.smear_lambda * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS])) * previous
+        gate_BT1 = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
+        x = x + self.smear_lambda.to(x.dtype) * gate_BT1 * previous
 
         x0 = backout = x
         for layer, block in enumerate(self.transformer["h"].children()):
-            ve = self.value_embeds[str(layer)](idx) if config.has_value_embedding(layer) else None
+            ve = None
+            if config.has_value_embedding(layer):
+                ve = self.value_embeds[str(layer)](idx).to(x.dtype)
             x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
             x = block(x, ve, rotary, masks[windows[layer]], cache)
             if layer == config.n_layer // 2:
@@ -316,7 +344,8 @@ class GPT(nn.Module):
         if cache:
             cache.length = end
 
-        logits = self.lm_head(rms(x - self.backout_lambda * backout))[..., : config.vocab_size]
+        x = rms(x - self.backout_lambda.to(x.dtype) * backout)
+        logits = self.lm_head(x)[..., : config.vocab_size]
         logits = logits.to(torch.promote_types(x.dtype, torch.float32))  # the softmax needs the digits
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
 

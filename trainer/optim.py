@@ -65,12 +65,15 @@ def polar_express_flops(rows: int, cols: int) -> int:
     return len(POLAR_EXPRESS) * (4 * m * m * n + 2 * m**3)
 
 
-def orthogonalize(G: Tensor) -> Tensor:
-    """A near-orthogonal matrix in G's direction, of Frobenius norm sqrt(min(rows, cols)); zero stays zero."""
+def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
+    """A near-orthogonal matrix in G's direction, of Frobenius norm sqrt(min(rows, cols)); zero stays zero.
+
+    The products are computed in `compute_dtype` (G's own without one); norms, and the result, are in G's.
+    """
     rows, cols = G.shape
     row_norms = G.norm(dim=1, keepdim=True).clamp_min(1e-6)
     G = G * (G.norm() / rows**0.5 / row_norms)  # rows of one length are better conditioned: arXiv 2603.28254
-    X = polar_express(G / (1.01 * G.norm() + 1e-6))
+    X = polar_express((G / (1.01 * G.norm() + 1e-6)).to(compute_dtype or G.dtype)).to(G.dtype)
     return X * (min(rows, cols) ** 0.5 / X.norm().clamp_min(1e-6))
 
 
@@ -93,7 +96,8 @@ class MuonAdamW:
 
     A group has `params`, `lr`, `initial_lr` and `weight_decay`; AdamW's also `betas` and `eps`; Muon's also
     `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. State is kept for each
-    parameter by itself and goes by its name.
+    parameter by itself and goes by its name. Weights and state keep their number format; `compute_dtype`,
+    where set, is that of Muon's matrix products alone, so that only an owner's results depend on it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
@@ -103,6 +107,7 @@ class MuonAdamW:
         self._muon_group_of = {p: g for g in self._muon_groups for p in g["params"]}
         self._muon_state: dict[Parameter, ParameterState] = {}
         self._names = dict(names)
+        self.compute_dtype: torch.dtype | None = None
         self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, *self._muon_groups]
 
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
@@ -138,7 +143,7 @@ class MuonAdamW:
         rows, cols = p.shape
         state["momentum"].lerp_(p.grad, 1 - group["momentum"])
         G = p.grad.lerp(state["momentum"], group["momentum"])  # Nesterov: look ahead along the momentum
-        X = reduce_variance(orthogonalize(G), state["second_moment"], group["beta2"])
+        X = reduce_variance(orthogonalize(G, self.compute_dtype), state["second_moment"], group["beta2"])
         lr = group["lr"] * max(1.0, rows / cols) ** 0.5
         cautious = X * p >= 0  # decay only where the update does not push the other way
         return lr * X + (lr * group["weight_decay"]) * p * cautious

@@ -22,7 +22,8 @@ def generate(
 ) -> Iterator[int]:
     """Token ids that continue `tokens`; temperature 0 takes the likeliest each time.
 
-    A window that is full moves on by half of it, so that long texts stay cheap.
+    Drawn on the CPU, so that a seed means the same draws on every device. A window that is full moves on by
+    half of it, so that long texts stay cheap.
     """
     generator = torch.Generator().manual_seed(seed)
     limit = model.config.sequence_len
@@ -32,7 +33,7 @@ def generate(
         if cache.length + len(fresh) > limit:
             seen = seen[-(limit // 2) :]
             cache, fresh = _new_cache(model), seen
-        logits = model(torch.tensor([fresh]), cache=cache)[0, -1]
+        logits = model(torch.tensor([fresh], device=model.device), cache=cache)[0, -1].cpu()
         if temperature == 0:
             token = int(logits.argmax())
         else:
@@ -43,7 +44,7 @@ def generate(
 
 
 def _new_cache(model: GPT) -> KVCache:
-    return KVCache(model.config, 1, model.config.sequence_len, dtype=next(model.parameters()).dtype)
+    return KVCache(model.config, 1, model.config.sequence_len, model.compute_dtype, model.device)
 
 
 def stream_text(

@@ -7,6 +7,7 @@ torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
 import time
@@ -28,7 +29,7 @@ from trainer.data.files import write_whole
 from trainer.data.loader import batch_rows, rank_rows
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
-from trainer.host.numerics import Numerics, set_up
+from trainer.host.numerics import Numerics, again, decide_device, explore
 from trainer.host.place import Place, Voice
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
@@ -81,12 +82,18 @@ class Run:
         if self.place.coordinates:
             self.stop_file.unlink(missing_ok=True)  # asked of an earlier attempt
         self.heartbeat.enter("load")
-        self.numerics: Numerics = set_up(self.config.dtype)
+        config, place = self.config, self.place
+        self.options = explore(
+            config.device, config.dtype, config.threads, place.local_rank, place.local_world_size
+        )
         records = self._load_and_meet()
-        self.group = Group.open(self.place, [record.peer for record in records], self.store)
+        kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
+        self.numerics: Numerics = self.options.on(kind)
+        self.group = Group.open(place, [record.peer for record in records], self.store, self.numerics.device)
         self.say(f"{self.run_file.run_id}: {len(records)} rank{'s' if len(records) > 1 else ''}")
         for record in records:
-            self.say(f"  {record}: {record.shown['arithmetic']}")
+            self.say(f"  {record}: {record.shown[kind]}")
+        self.say(f"device {kind}: {reason}")
 
         self.heartbeat.enter("resume")
         self.model, self.optimizer, self.sync = self._build()
@@ -126,7 +133,7 @@ class Run:
             if self.store is None:
                 raise
         record = contract.make_record(
-            self.place, self.run_file, self.numerics, info, hashes, str(problem or "")
+            self.place, self.run_file, self.options, info, hashes, str(problem or "")
         )
         return contract.meet(self.store, record, self.place.world_size)
 
@@ -134,7 +141,8 @@ class Run:
         """The model in the run's number format, its optimizer, and the way its gradients travel."""
         config, scale = self.config, self.plan.scales
         model = GPT(self.plan.model)
-        model.to(self.numerics.dtype)
+        model.to(self.numerics.device, self.numerics.dtype)
+        model.compute_dtype = self.numerics.compute_dtype
         optimizer = build_optimizer(
             model,
             unembedding_lr=config.unembedding_lr * scale.lr,
@@ -143,6 +151,7 @@ class Run:
             scalar_lr=config.scalar_lr * scale.lr,
             weight_decay=config.weight_decay * scale.weight_decay,
         )
+        optimizer.compute_dtype = self.numerics.compute_dtype
         return model, optimizer, make_sync(config.sync, self.group, model, optimizer)
 
     def _take_up(self) -> None:
@@ -159,10 +168,10 @@ class Run:
                 problem = str(error)
         self.group.agree(problem)
         state = checkpoint.give_to_all(self.group, state)
+        self._go_on_as_before(state.meta)
         self.model.load_state_dict(state.model)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         self.optimizer.load_state_dict(mine)
-        self._keep_shares(state.meta)
         progress = Progress.from_meta(state.meta)
         if state.step:
             self.say(f"Going on from the checkpoint of step {state.step}.")
@@ -170,17 +179,28 @@ class Run:
                 progress.checkpoint = f"checkpoints/step_{state.step:06d}"
         self.report.begin(self.plan, progress)
 
-    def _keep_shares(self, meta: dict[str, Any]) -> None:
-        """The same hosts go on with the shares they had, unless asked otherwise."""
-        hosts = [peer.host for peer in self.group.peers]
-        if not self.run_file.shares and meta.get("hosts") == hosts:
+    def _go_on_as_before(self, meta: dict[str, Any]) -> None:
+        """The same hosts keep the shares, number formats and threads they had, so that it goes on bitwise."""
+        rank, hosts = self.place.rank, [peer.host for peer in self.group.peers]
+        if meta.get("hosts") == hosts and not self.run_file.shares:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
+        if meta.get("hosts") == hosts and "numerics" in meta:
+            now = self.numerics
+            self.numerics = again(now, meta["numerics"][rank])
+            self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
+            if self.numerics != now:
+                self.say(f"As before: {self.numerics.describe()}")
+        mine = json.dumps(self.numerics.saved()).encode()
+        self.saved_numerics = [json.loads(text) for text in self.group.gather_bytes(mine)]
 
     def _fresh_state(self) -> checkpoint.State:
         """Initial weights, drawn by rank 0 alone: unlike CPUs draw unlike bits."""
         torch.manual_seed(self.config.seed)
-        self.model.init_weights()
-        return checkpoint.State({"step": 0}, dict(self.model.state_dict()), {})
+        model = self.model
+        if model.device.type != "cpu":  # a GPU draws other bits than a CPU
+            model = GPT(self.plan.model).to(self.numerics.dtype)
+        model.init_weights()
+        return checkpoint.State({"step": 0}, dict(model.state_dict()), {})
 
     def _make_tracker(self, uri: str) -> Tracker:
         mlflow = None
@@ -254,6 +274,7 @@ class Run:
         rows = batch_rows(self.config.seed, step, self.plan.rows_per_step, len(self.data.train))
         mine = rank_rows(rows, self.plan.shares, self.place.rank)
         tokens = torch.from_numpy(self.data.train[mine].astype(np.int64))
+        tokens = tokens.to(self.numerics.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _accumulate(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
@@ -371,7 +392,7 @@ class Run:
             "hashes": self.data.hashes,
             "world_size": self.place.world_size,
             "shares": self.plan.shares,
-            "threads": self.numerics.threads,
+            "numerics": self.saved_numerics,
             "hosts": [peer.host for peer in self.group.peers],
             "torch": torch.__version__,
             "time": time.time(),

@@ -32,9 +32,10 @@ TINY = {
     "warmup_steps": 2,
     "eval_tokens": 320,
     "unembedding_lr": 0.3,
+    "dtype": "float32",
+    "threads": 1,
     "embedding_lr": 10.0,
     "matrix_lr": 0.8,
-    "dtype": "float32",
     "tracker": "none",
     "digest_every": 1,
 }

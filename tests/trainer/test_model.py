@@ -161,6 +161,58 @@ def test_logits_are_float32_below_float64() -> None:
     assert model_of(config)(idx).abs().max() <= 15
 
 
+@pytest.mark.parametrize("config", ODD_CONFIGS, ids=str)
+def test_bfloat16_products_stay_near_float32(config: GPTConfig) -> None:
+    """Weights and gradients remain float32, the loss moves by 1 % and gradients keep their direction."""
+    model = model_of(config, torch.float32)
+    idx, targets = tokens_for(config, batch=2), tokens_for(config, batch=2).roll(-1, dims=1)
+    assert model.compute_dtype == torch.float32
+    exact = model(idx, targets)
+    exact.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    model.compute_dtype = torch.bfloat16
+    near = model(idx, targets)
+    near.backward()
+    assert near.dtype == torch.float32
+    assert near.item() != exact.item()
+    assert near.item() == pytest.approx(exact.item(), rel=0.01)
+    for name, p in model.named_parameters():
+        grad, wanted = p.grad, gradients[name]
+        assert grad is not None
+        assert wanted is not None
+        assert p.dtype == grad.dtype == torch.float32
+        if wanted.numel() > 8:  # a scalar's gradient is a sum of which little is left
+            assert torch.cosine_similarity(grad.flatten(), wanted.flatten(), dim=0) > 0.98, name
+
+
+def test_a_cache_holds_what_bfloat16_computes() -> None:
+    config = ODD_CONFIGS[0]
+    model, idx = model_of(config, torch.float32), tokens_for(config)[:, :20]
+    model.compute_dtype = torch.bfloat16
+    cache = KVCache(config, 1, config.sequence_len, model.compute_dtype, model.device)
+    with torch.inference_mode():
+        pieces = [model(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)]
+        torch.testing.assert_close(torch.cat(pieces, dim=1), model(idx), rtol=0.02, atol=0.1)
+    assert cache.k_LBHTE.dtype == torch.bfloat16
+
+
+def test_nothing_is_left_on_the_cpu() -> None:
+    """The meta device stands in for a GPU: an operation on tensors of two devices fails on it as there."""
+    config = ODD_CONFIGS[0]
+    model = GPT(config).to("meta")
+    model.compute_dtype = torch.bfloat16
+    idx = torch.zeros(2, config.sequence_len, dtype=torch.long, device="meta")
+    model(idx, idx).backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+    cache = KVCache(config, 2, config.sequence_len, model.compute_dtype, model.device)
+    with torch.no_grad():
+        assert model(idx[:, :130], cache=cache).is_meta
+        assert model(idx[:, :1], cache=cache).is_meta
+    with pytest.raises(RuntimeError, match="device"):
+        model(idx, torch.zeros(2, config.sequence_len, dtype=torch.long))
+
+
 def test_too_long_rows_are_refused() -> None:
     config = ODD_CONFIGS[3]
     idx = torch.zeros(1, config.sequence_len + 1, dtype=torch.long)

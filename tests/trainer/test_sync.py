@@ -22,7 +22,7 @@ from trainer.outcome import Final, Retryable
 from trainer.sync import make_sync
 from trainer.sync.dense import share_out
 from trainer.sync.digest import compare_parameters
-from trainer.sync.group import Group, Peer, broadcast_sends
+from trainer.sync.group import Group, Peer, PeerLost, broadcast_sends
 from trainer.sync.store import join_store
 
 
@@ -132,6 +132,26 @@ def test_a_lost_peer_is_named_by_its_address() -> None:
     assert "This may" not in said
     said = group._blame("Timed out waiting 100ms for recv")
     assert said.startswith("rank 1 (b) or rank 2 (c) did not answer in time")
+
+
+def test_what_nccl_says_becomes_a_lost_peer_too() -> None:
+    """Messages as NCCL and torch word them; no GPU was there to say them."""
+    group = Group(Place(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
+    late = (
+        "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for"
+    )
+    gone = (
+        "NCCL error in: NCCLUtils.cpp:93, remote process exited or there was a network error\nncclRemoteError"
+    )
+    for message, start in (
+        (late, "rank 1 (b) did not answer in time"),
+        (gone, "Lost rank 1 (b): its process or its host is gone (NCCL error in"),
+    ):
+        with pytest.raises(PeerLost) as caught, group._naming_the_peer():
+            raise dist.DistBackendError(message)
+        assert str(caught.value).startswith(start)
+    with pytest.raises(torch.OutOfMemoryError), group._naming_the_peer():
+        raise torch.OutOfMemoryError("a GPU is full")
 
 
 def test_contract_names_the_odd_host_and_field() -> None:

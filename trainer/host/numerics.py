@@ -1,44 +1,248 @@
-"""The arithmetic of this host: number format, threads, denormals."""
+"""The arithmetic of this rank: device, number format, threads, denormals; measured, and explained.
+
+    options = explore("auto", "auto", threads=0, local_rank=0, local_world_size=1)    # before any other torch
+    options.shown()                                        # strings for the other ranks
+    kind, reason = decide_device("auto", {rank: its shown(), ...})                # the same on every rank
+    numerics = options.on(kind)
+    model.to(numerics.device, numerics.dtype); model.compute_dtype = numerics.compute_dtype
+
+Weights, gradients and optimizer state are in `dtype`, which all ranks share; activations and matrix products
+in `compute_dtype`, which is each rank's own affair: what is replicated never depends on it.
+"""
 
 from __future__ import annotations
 
 import os
 import platform
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-DTYPES = {"auto": torch.float32, "float32": torch.float32, "float64": torch.float64}
+from trainer.config import ConfigError
+from trainer.host.gemm import gemm_rates
+from trainer.host.gpu import Gpu, find_gpu, gpu_count
+
+# bfloat16 is taken where it multiplies at least so much faster: less does not pay for its digits, since other
+# work does not shrink with it. At 2.3 times the products (AVX512-BF16) a step is 1.5 to 1.6 times as fast.
+WORTHWHILE = 1.5
+NARROW = "bfloat16"
+FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
 
 @dataclass(frozen=True)
 class Numerics:
-    """How this process computes; `describe` says it in a line."""
+    """How a rank computes; `describe` says it in a line, `reason` why."""
 
+    device: torch.device
     dtype: torch.dtype
+    compute_dtype: torch.dtype
+    reason: str
     threads: int
     denormals_flushed: bool
-    capability: str
+    processor: str
+    rates: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     def describe(self) -> str:
+        """One line: format and why, threads, denormals."""
         denormals = (
             "flushed" if self.denormals_flushed else "kept (this CPU cannot flush them: steps may slow down)"
         )
+        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
         return (
-            f"{str(self.dtype).removeprefix('torch.')} on {platform.machine()} {self.capability}, "
-            f"{self.threads} thread{'s' if self.threads != 1 else ''}, denormals {denormals}"
+            f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, {threads}, "
+            f"denormals {denormals}"
         )
 
+    def facts(self) -> dict[str, str]:
+        """The same by name, for the tracker."""
+        return {
+            "device": self.device.type,
+            "processor": self.processor,
+            "dtype": name_of(self.dtype),
+            "compute dtype": name_of(self.compute_dtype),
+            "compute dtype reason": self.reason,
+            **{f"{name_of(dtype)} GFLOP/s": f"{rate / 1e9:.1f}" for dtype, rate in self.rates.items()},
+            "threads": str(self.threads),
+            "denormals": "flushed" if self.denormals_flushed else "kept",
+        }
 
-def set_up(dtype: str) -> Numerics:
-    """Set this process's arithmetic; call it before torch does anything in parallel.
+    def saved(self) -> dict[str, Any]:
+        """What a checkpoint keeps, so that the run can go on bitwise: plain JSON, for `again`."""
+        return {
+            "device": self.device.type,
+            "compute_dtype": name_of(self.compute_dtype),
+            "threads": self.threads,
+        }
+
+
+@dataclass(frozen=True)
+class Options:
+    """What this rank could compute on; `refusals` gives the sentence why a device kind cannot be used."""
+
+    cpu: Numerics
+    cuda: Numerics | None
+    gpus: int
+    refusals: Mapping[str, str]
+
+    def shown(self) -> dict[str, str]:
+        """For the other ranks: strings by name, none of which has to be equal."""
+        shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
+        if self.cuda:
+            shown["cuda"] = self.cuda.describe()
+        return shown | {f"{kind} refused": sentence for kind, sentence in self.refusals.items()}
+
+    def on(self, kind: str) -> Numerics:
+        """The numerics of the device kind that was decided on."""
+        if kind == "cpu":
+            return self.cpu
+        assert self.cuda is not None
+        torch.cuda.set_device(self.cuda.device)
+        torch.set_float32_matmul_precision("highest")  # no TF32: float32 is asked for to have its digits
+        return self.cuda
+
+
+def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
+    """Set this process's threads and denormals, and find what it can compute on. The first use of torch.
 
     Denormals: AdamW's moments of embedding rows that no token touches decay into them, and a step over such
     state takes 50 times as long. The flag belongs to a thread and is inherited by those torch starts later.
     """
     flushed = torch.set_flush_denormal(True)
-    if not os.environ.get("OMP_NUM_THREADS"):
-        torch.set_num_threads(
-            len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    torch.set_num_threads(thread_count(threads, local_world_size))
+    refusals: dict[str, str] = {}
+    wide = FORMATS["float64" if dtype == "float64" else "float32"]
+
+    measures = device != "cuda" and dtype in ("auto", NARROW)
+    rates = gemm_rates([torch.float32, torch.bfloat16]) if measures else {}
+    try:
+        compute, reason = cpu_format(dtype, rates)
+    except ConfigError as error:
+        compute, reason, refusals["cpu"] = wide, "refused", str(error)
+    cpu = Numerics(
+        torch.device("cpu"), wide, compute, reason, torch.get_num_threads(), flushed, _cpu_name(), rates
+    )
+
+    gpus = gpu_count() if device != "cpu" else 0
+    cuda = None
+    if local_rank < gpus:
+        gpu = find_gpu(local_rank)
+        try:
+            compute, reason = gpu_format(dtype, gpu)
+        except ConfigError as error:
+            compute, reason, refusals["cuda"] = wide, "refused", str(error)
+        device_there = torch.device("cuda", local_rank)
+        cuda = replace(
+            cpu, device=device_there, compute_dtype=compute, reason=reason, processor=gpu.name, rates={}
         )
-    return Numerics(DTYPES[dtype], torch.get_num_threads(), flushed, torch.backends.cpu.get_cpu_capability())
+    return Options(cpu, cuda, gpus, refusals)
+
+
+def thread_count(asked: int, local_world_size: int) -> int:
+    """The knob; without it OMP_NUM_THREADS; else this rank's part of the cores the process may run on."""
+    if asked:
+        return asked
+    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if told.isdigit() and int(told):
+        return int(told)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // local_world_size)
+
+
+def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
+    """What a CPU multiplies in, and why; `rates` in FLOP/s are needed for auto and bfloat16.
+
+    Raises ConfigError for bfloat16 where it is emulated: steps would take minutes instead of seconds.
+    """
+    if asked not in ("auto", NARROW):
+        return FORMATS[asked], "as asked"
+    if not rates:
+        return torch.float32, "not measured"
+    narrow, wide = rates[torch.bfloat16], rates[torch.float32]
+    figures = f"{gflops(narrow)} GFLOP/s a core in bfloat16 against {gflops(wide)} in float32"
+    if asked == NARROW and narrow < wide:
+        raise ConfigError(
+            f"dtype is bfloat16, but this CPU only emulates it: {figures}. Set dtype to float32, or to auto, "
+            "which takes on every host what is fast there."
+        )
+    if asked == NARROW:
+        return torch.bfloat16, f"as asked; {figures}"
+    return (torch.bfloat16 if narrow >= WORTHWHILE * wide else torch.float32), figures
+
+
+def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
+    """What a GPU multiplies in, and why: bfloat16 where it has it. Raises ConfigError if it emulates it."""
+    if asked not in ("auto", NARROW):
+        return FORMATS[asked], "as asked, without TF32" if asked == "float32" else "as asked"
+    if gpu.has_bfloat16:
+        return torch.bfloat16, f"capability {gpu.capability} has it"
+    if asked == NARROW:
+        raise ConfigError(
+            f"dtype is bfloat16, but a {gpu.name} (capability {gpu.capability}) only emulates it. "
+            "Set dtype to float32 or auto."
+        )
+    return torch.float32, f"capability {gpu.capability} has no bfloat16"
+
+
+def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
+    """The device kind of all ranks and why, from what each one, by name, has `shown`. Pure: the same on all.
+
+    Raises ConfigError, naming the hosts, where the run's device or number format cannot be had.
+    """
+    lacking = {who: _lack(fields) for who, fields in shown.items() if "cuda" not in fields}
+    lacks = "; ".join(f"{who} has {lack}" for who, lack in lacking.items())
+    if asked == "cuda" and lacking:
+        raise ConfigError(
+            f"device is cuda, but {lacks}. Every rank needs a GPU of its own: start fewer ranks there, leave "
+            "the host out, or set device to cpu or auto."
+        )
+    kind = "cpu" if asked == "cpu" or lacking else "cuda"
+    refused = [
+        f"{who}: {fields[f'{kind} refused']}" for who, fields in shown.items() if f"{kind} refused" in fields
+    ]
+    if refused:
+        raise ConfigError(" ".join(refused) if len(shown) > 1 else refused[0].partition(": ")[2])
+    if asked != "auto":
+        return kind, "as asked"
+    if kind == "cuda":
+        return kind, "every rank has a GPU of its own"
+    return kind, lacks if len(lacking) < len(shown) else "there is no GPU that torch can use"
+
+
+def again(numerics: Numerics, saved: Mapping[str, Any]) -> Numerics:
+    """The numerics of an attempt whose checkpoint goes on here, so that it goes on bitwise. Sets the threads.
+
+    OMP_NUM_THREADS, where set, is a wish and stays; so does what this host does better now by orders of
+    magnitude: another device, or float32 where bfloat16 is emulated.
+    """
+    if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
+        return numerics
+    compute = FORMATS[saved["compute_dtype"]]
+    rates = numerics.rates
+    if compute == torch.bfloat16 and rates and rates[torch.bfloat16] < rates[torch.float32]:
+        compute = numerics.compute_dtype
+    reason = numerics.reason if compute == numerics.compute_dtype else f"as before; {numerics.reason}"
+    threads = numerics.threads
+    if not os.environ.get("OMP_NUM_THREADS"):
+        threads = int(saved.get("threads", threads))
+        torch.set_num_threads(threads)
+    return replace(numerics, compute_dtype=compute, reason=reason, threads=threads)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def gflops(rate: float) -> str:
+    return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"
+
+
+def _lack(fields: Mapping[str, str]) -> str:
+    gpus = int(fields.get("gpus", 0))
+    return f"{gpus} GPU{'s' if gpus > 1 else ''}, fewer than its ranks" if gpus else "no GPU"
+
+
+def _cpu_name() -> str:
+    name = str(torch.cpu.get_capabilities().get("cpu_name") or platform.machine())
+    return f"{name} ({torch.backends.cpu.get_cpu_capability()})"

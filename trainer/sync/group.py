@@ -1,4 +1,6 @@
-"""All ranks as one group over Gloo, and what they say to each other. With one rank nothing here sends a byte.
+"""All ranks as one group, and what they say to each other. With one rank nothing here sends a byte.
+
+Tensors of a CPU, words among them, go over Gloo and those of a GPU over NCCL.
 
 Every failure of a collective means that a peer is gone or cut off; it becomes PeerLost, which names it.
 Bytes are counted as Gloo's algorithms send them: ring all-reduce, ring reduce and gather, binomial broadcast.
@@ -7,6 +9,7 @@ Bytes are counted as Gloo's algorithms send them: ring all-reduce, ring reduce a
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,10 +26,19 @@ from trainer.outcome import Final, Retryable
 
 # Gloo gives up connecting after five times its time-out, so this is 45 s.
 FIRST_TIMEOUT = timedelta(seconds=9)
+FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until a step has been measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
+CPU = torch.device("cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
-PROBLEM_BYTES = 512
+# A collective that fails or is late must raise where it is waited for. By default NCCL's watchdog ends the
+# process instead, without a word that could become an outcome.
+NCCL_RAISES = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
 
 
 class PeerLost(Retryable):
@@ -55,25 +67,39 @@ class Group:
         self.bytes_sent = 0
 
     @classmethod
-    def open(cls, place: Place, peers: list[Peer], store: dist.Store | None) -> Group:
-        """Connect every rank with every other; raises PeerLost within a minute if that does not succeed."""
+    def open(
+        cls,
+        place: Place,
+        peers: list[Peer],
+        store: dist.Store | None,
+        device: torch.device = CPU,
+    ) -> Group:
+        """Connect every rank with every other; raises PeerLost if that does not succeed within a minute.
+
+        On a GPU, NCCL has a minute more. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface.
+        """
         group = cls(place, peers)
         if group.world_size > 1:
             assert store is not None
             with group._naming_the_peer():
+                if device.type == "cuda":
+                    os.environ.update(NCCL_RAISES)
                 dist.init_process_group(
-                    "gloo",
+                    BACKENDS[device.type],
                     store=dist.PrefixStore("gloo", store),
                     rank=place.rank,
                     world_size=place.world_size,
                     timeout=FIRST_TIMEOUT,
                 )
                 dist.all_reduce(torch.zeros(1))
+                if device.type == "cuda":
+                    group.set_timeout(FIRST_NCCL_TIMEOUT)
+                    dist.all_reduce(torch.zeros(1, device=device))
             group.set_timeout(UNMEASURED_TIMEOUT)
         return group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """How long a collective may last from now on. A private call: torch has no public one for Gloo."""
+        """How long a collective may last from now on. A private call: torch has no public one."""
         if self.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(timeout)
 
@@ -81,7 +107,7 @@ class Group:
         """Part in order, so that nobody takes the end for a failure."""
         if self.world_size > 1 and dist.is_initialized():
             with self._naming_the_peer():
-                dist.barrier()
+                dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo on a GPU too
                 dist.destroy_process_group()
 
     # -- tensors ---------------------------------------------------------------------------------------
@@ -148,24 +174,31 @@ class Group:
             dist.all_gather(list(table.unbind()), values)
         return table
 
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """Every rank's words, of any length, on every rank."""
+        lengths = self.gather_int64(torch.tensor([len(mine)])).flatten().tolist()
+        if not any(lengths):
+            return [b""] * self.world_size
+        padded = torch.zeros(max(lengths), dtype=torch.int64)
+        padded[: len(mine)] = torch.tensor(list(mine))
+        table = self.gather_int64(padded).to(torch.uint8)
+        return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
+
     def agree(self, problem: str | None) -> None:
         """End the run on every rank if one has a problem, with that rank's sentence."""
-        if self.world_size > 1:
-            text = (problem or "").encode()[:PROBLEM_BYTES]
-            mine = torch.zeros(PROBLEM_BYTES, dtype=torch.uint8)
-            mine[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-            table = [torch.empty_like(mine) for _ in range(self.world_size)]
-            with self._naming_the_peer():
-                dist.all_gather(table, mine)
-            for peer, row in zip(self.peers, table, strict=True):
-                said = bytes(row.tolist()).rstrip(b"\0").decode(errors="ignore")
-                if said:
-                    raise Final(f"{peer}: {said}")
-        elif problem:
-            raise Final(problem)
+        if self.world_size == 1:
+            if problem:
+                raise Final(problem)
+            return
+        for peer, said in zip(self.peers, self.gather_bytes((problem or "").encode()), strict=True):
+            if said:
+                raise Final(f"{peer}: {said.decode()}")
 
     def broadcast_named(self, tensors: Mapping[str, Tensor] | None, source: int = 0) -> dict[str, Tensor]:
-        """Give every rank the named tensors of `source`; the others pass None. Nothing is pickled."""
+        """Give every rank the named tensors of `source`; the others pass None and get them on the CPU.
+
+        Nothing is pickled.
+        """
         if self.world_size == 1:
             return dict(tensors or {})
         header = _header(tensors or {})
@@ -177,14 +210,11 @@ class Group:
         self.hand_out({source: packed})
         out = dict(tensors) if tensors is not None and self.rank == source else _allocate(packed)
         for tensor in out.values():
-            flat = tensor.detach().contiguous().view(-1)
-            self.hand_out({source: flat})
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view_as(tensor))
+            self.hand_out({source: _flat_on_cpu(tensor)})
         return out
 
     def bring_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Give rank 0 the named tensors of `owner`; returns them there and nothing elsewhere."""
+        """Give rank 0 the named tensors of `owner`; returns them there, on the CPU, and nothing elsewhere."""
         if owner == 0:
             return dict(tensors) if self.rank == 0 else {}
         with self._naming_the_peer():
@@ -193,7 +223,7 @@ class Group:
                 dist.send(torch.tensor([len(header)]), dst=0)
                 dist.send(torch.tensor(list(header), dtype=torch.uint8), dst=0)
                 for tensor in tensors.values():
-                    dist.send(tensor.detach().contiguous().view(-1), dst=0)
+                    dist.send(_flat_on_cpu(tensor), dst=0)
             elif self.rank == 0:
                 size = torch.empty(1, dtype=torch.int64)
                 dist.recv(size, src=owner)
@@ -211,6 +241,8 @@ class Group:
     def _naming_the_peer(self) -> Iterator[None]:
         try:
             yield
+        except torch.OutOfMemoryError:  # of a GPU; no peer's fault
+            raise
         except RuntimeError as error:
             raise PeerLost(self._blame(str(error))) from None
 
@@ -233,6 +265,11 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
         for bit in range((world_size - 1).bit_length())
         if virtual_rank < 2**bit and virtual_rank + 2**bit < world_size
     )
+
+
+def _flat_on_cpu(tensor: Tensor) -> Tensor:
+    """A tensor's values in a row on the CPU: the tensor's own memory where it lies so already."""
+    return tensor.detach().cpu().contiguous().view(-1)
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
