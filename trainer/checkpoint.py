@@ -263,13 +263,14 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
     ]
     if differing:
         raise ConfigError(
-            f"The run {run_id} is to begin with the weights of another model: {'; '.join(differing)}."
+            f"The run {run_id} is to begin with the weights of another model: {'; '.join(differing)}. "
+            "Give it the knobs that import named."
         )
     tokenizer = state.meta["hashes"].get("tokenizer")
     if hashes.get("tokenizer", tokenizer) != tokenizer:
         raise DataError(
-            f"The run {run_id} is to begin with weights for another tokenizer than that of its data. Bring it "
-            "with: python -m trainer import --from-nanochat PATH --data-dir DIR"
+            f"The run {run_id} is to begin with weights for another tokenizer than that of its data. Bring "
+            "theirs with: python -m trainer import --from-nanochat PATH --data-dir DIR"
         )
 
 

@@ -303,6 +303,7 @@ def test_the_deepest_model_and_the_last_step_are_taken_unless_asked(
     folder = base / "base_checkpoints"
     deepest = find_pair(base)
     assert (deepest.folder, deepest.step) == (folder / "d12", 1_000_000)
+    (folder / "d12" / "model_000009_backup.pt").unlink()
     loaded = upstream.load_model(base)
     assert (loaded.tag, loaded.step) == ("d12", 1_000_000)
     assert find_pair(base, step=5).step == 5
@@ -488,12 +489,12 @@ def test_a_new_run_begins_with_imported_weights(
     ours: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trained = tmp_path / "trained"
-    train_here(data_dir, trained, num_iterations=12)
-    assert export(trained / "checkpoints" / "step_000012", tmp_path / "base") == 0
+    train_here(data_dir, trained, num_iterations=6)
+    assert export(trained / "checkpoints" / "step_000006", tmp_path / "base") == 0
     for run_dir in (tmp_path / "more", tmp_path / "wrong"):
         assert take_in(tmp_path / "base", "--run-dir", run_dir, "--restart") == 0
     train_here(data_dir, tmp_path / "more", num_iterations=2, seed=7, total_batch_size=64)
-    assert "Beginning with the weights of nanochat's d2, step 12." in capsys.readouterr().out
+    assert "Beginning with the weights of nanochat's d2, step 6." in capsys.readouterr().out
     assert losses(tmp_path / "more")[0] < losses(trained)[3] < losses(trained)[0]
     with pytest.raises(Final, match="weights of another model: n_layer is 2, the run's 3"):
         train_here(data_dir, tmp_path / "wrong", depth=3, aspect_ratio=16)

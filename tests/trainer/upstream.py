@@ -153,4 +153,9 @@ def save(
     (base / "tokenizer").mkdir(exist_ok=True)
     with open(base / "tokenizer" / "tokenizer.pkl", "wb") as file:
         pickle.dump(encoding, file)
+    pieces = [encoding.decode_single_token_bytes(i) for i in range(encoding.n_vocab)]
+    lengths = [
+        0 if piece.decode(errors="replace") in encoding.special_tokens_set else len(piece) for piece in pieces
+    ]
+    torch.save(torch.tensor(lengths, dtype=torch.int32), base / "tokenizer" / "token_bytes.pt")
     return folder / f"model_{step:06d}.pt"

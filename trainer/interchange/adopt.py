@@ -47,10 +47,10 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
             f"{pair.meta} names a model for {model.vocab_size:,} tokens, and the tokenizer has "
             f"{tokenizer.vocab_size:,}: say where its own is with --tokenizer FILE."
         )
-    config = run_config(model, description)
     weights = read_state_dict(pair.model)
     check_fits(weights, model, pair.model)
     weights, note = to_float32(weights, pair.model)
+    config = run_config(model, description)
     step = 0 if restart else pair.step
     folder = run_dir / "checkpoints"
     target = folder / f"step_{step:06d}"
