@@ -1,4 +1,4 @@
-"""A stand-in for upstream nanochat, not a package to install: how it writes and reads its files.
+"""A stand-in for upstream nanochat, of which there is no package to install: how it writes and reads files.
 
 Held against karpathy/nanochat at its commit of 2026-07-03: nanochat/checkpoint_manager.py and tokenizer.py,
 scripts/base_train.py and tok_train.py. Names and shapes of the weights are the specification's, written

@@ -15,6 +15,8 @@ from trainer.config import ConfigError, RunConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.interchange.layout import find_pair, find_tokenizer
 
+SHAPE_KNOBS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
+
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the options of `export`."""
@@ -124,17 +126,19 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     if done.note:
         print(f"import: {done.note}")
     print("import: the optimizer's state is not taken over: its averages start anew")
-    data = args.data_dir or "DATA"
-    names = SHAPE_KNOBS if args.restart else RunConfig.field_names()
-    knobs = " ".join(_flags(done.config, names))
-    how = "with any other knobs" if args.restart else "with exactly these knobs"
-    print(f"import: to go on, {how}:")
-    print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {knobs}")
+    last = done.config.num_iterations
+    if last and pair.step >= last and not args.restart:
+        print(f"import: its run of {last:,} steps is done: to train it further, import it with --restart")
+    else:
+        names = SHAPE_KNOBS if args.restart else RunConfig.field_names()
+        knobs = " ".join(_flags(done.config, names))
+        print(
+            "import: to go on, " + ("with any other knobs:" if args.restart else "with exactly these knobs:")
+        )
+        data = args.data_dir or "DATA"
+        print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {knobs}")
     print("import: to see what it says:")
     print(f'  python -m trainer sample --checkpoint {done.path} --prompt "The "')
-
-
-SHAPE_KNOBS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:

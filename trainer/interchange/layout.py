@@ -59,15 +59,16 @@ def find_pair(path: Path, model_tag: str = "", step: int | None = None) -> Pair:
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The tokenizer.pkl that goes with `path`: in its own `tokenizer` folder or in that of one of the three
-    folders around it. Raises ConfigError."""
-    around = [path.resolve(), *path.resolve().parents][:4]
-    for folder in around:
-        if (folder / TOKENIZER).is_file():
-            return folder / TOKENIZER
-    raise ConfigError(
-        f"There is no {TOKENIZER} in {path} or around it: say where it is with --tokenizer FILE."
-    )
+    """The tokenizer.pkl of the base directory that `path` is, or lies in. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"There is no file or folder {path}.")
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    # A folder of checkpoints lies two below its base directory.
+    bases = [folder] if (folder / CHECKPOINTS).is_dir() else [folder, *folder.parents][:3]
+    for base in bases:
+        if (base / TOKENIZER).is_file():
+            return base / TOKENIZER
+    raise ConfigError(f"There is no {TOKENIZER} in {bases[-1]}: say where it is with --tokenizer FILE.")
 
 
 def find_shards(path: Path) -> Path | None:
