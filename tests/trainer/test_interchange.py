@@ -468,6 +468,14 @@ def test_the_knobs_of_a_model_give_that_model() -> None:
         )
         assert (config.num_iterations, config.matrix_lr, config.total_batch_size) == (0, 0.02, 4096)
     assert run_config(model, {"total_batch_size": 524288}).total_batch_size == 524288
+    for steps, flops, expected in (
+        (-1, 1e15, (0, 1e15)),
+        (7, 1e15, (7, 0)),
+        (-1, -1.0, (0, 0)),
+        (7, -1.0, (7, 0)),
+    ):
+        config = run_config(model, {"user_config": {"num_iterations": steps, "target_flops": flops}})
+        assert (config.num_iterations, config.target_flops) == expected
     with pytest.raises(ConfigError, match="No aspect_ratio gives 40 layers with heads of 8 the width 64"):
         run_config(GPTConfig(n_layer=40, n_head=8, n_kv_head=8, n_embd=64), {})
 

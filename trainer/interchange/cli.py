@@ -142,9 +142,10 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:
-    """The knobs among `names` that are not at their defaults, and the depth, as `train` takes them."""
+    """Depth, horizon, and the knobs among `names` that are not at their defaults, as `train` takes them."""
     default = RunConfig()
-    chosen = [name for name in names if name == "depth" or getattr(config, name) != getattr(default, name)]
+    always = {"depth", "num_iterations"}
+    chosen = [name for name in names if name in always or getattr(config, name) != getattr(default, name)]
     return [f"--{name.replace('_', '-')} {getattr(config, name)}" for name in chosen]
 
 

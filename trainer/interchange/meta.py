@@ -26,6 +26,7 @@ SCHEDULE = (
     "final_lr_frac",
 )
 SHAPE = ("depth", "aspect_ratio", "head_dim", "window_pattern")
+HORIZON = ("num_iterations", "target_flops")
 UNSET = -1  # upstream's word for a number that it is to find itself; ours is 0
 UPSTREAM_ASPECT_RATIO = 64
 LARGEST = 2**31
@@ -86,11 +87,13 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
         "window_pattern": model.window_pattern,
         "total_batch_size": _batch(meta.get("total_batch_size"), model.sequence_len),
     }
-    for name in (*SCHEDULE, "num_iterations"):
-        value = 0 if name == "num_iterations" and user.get(name) == UNSET else user.get(name)
+    for name in (*SCHEDULE, *HORIZON):
+        value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
         with contextlib.suppress(ConfigError):  # a value that is none of ours leaves the default
             RunConfig.from_strings({name: value})
             knobs[name] = value
+    if knobs.get("num_iterations"):
+        knobs.pop("target_flops", None)  # for upstream, too, the number of steps comes first
     return RunConfig.from_strings(knobs)
 
 
@@ -107,8 +110,7 @@ def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) 
         "user_config": {
             **user,
             "max_seq_len": config.sequence_len,
-            "num_iterations": config.num_iterations or UNSET,
-            "total_batch_size": config.total_batch_size or UNSET,
+            **{name: getattr(config, name) or UNSET for name in (*HORIZON, "total_batch_size")},
         },
         "device_batch_size": config.device_batch_size,
         "max_seq_len": config.sequence_len,
