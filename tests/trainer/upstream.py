@@ -1,8 +1,8 @@
 """A stand-in for upstream nanochat, of which there is no package to install: how it writes and reads files.
 
-Held against karpathy/nanochat at its commit of 2026-07-03: nanochat/checkpoint_manager.py and tokenizer.py,
-scripts/base_train.py and tok_train.py. Names and shapes of the weights are the specification's, written
-down here once more, so that the reader does not lean on the model it is to check.
+It follows karpathy/nanochat of mid-2026: nanochat/checkpoint_manager.py and tokenizer.py,
+scripts/base_train.py and tok_train.py. Names and shapes of the weights are the specification's,
+written down here once more so that the reader does not lean on the model it is to check.
 """
 
 from __future__ import annotations

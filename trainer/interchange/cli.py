@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError, RunConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.interchange.layout import find_pair, find_tokenizer
+from trainer.interchange.layout import find_pair, find_shards, find_tokenizer
 
 SHAPE_KNOBS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
 
@@ -115,6 +115,8 @@ def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
     path = adopt_tokenizer(tokenizer, args.data_dir)
     print(f"import: the tokenizer is {path}")
+    if shards := find_shards(args.from_nanochat):
+        print(f"import: the shards in {shards} are not brought along")
 
 
 def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
