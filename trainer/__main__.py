@@ -3,6 +3,8 @@
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
+python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
+python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer", description="Train nanochat models data-parallel."
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{prepare,train,sample}")
+    names = ",".join(COMMANDS)
+    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
 
     command = commands.add_parser("prepare", help="text to shards, tokenizer and rows")
     from trainer.data import prepare
@@ -54,6 +57,11 @@ def make_parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("sample", help="text from a checkpoint")
     add_sample_arguments(command)
+
+    from trainer.interchange import cli
+
+    cli.add_export_arguments(commands.add_parser("export", help="a checkpoint as upstream nanochat's"))
+    cli.add_import_arguments(commands.add_parser("import", help="upstream nanochat's files as ours"))
     return parser
 
 
@@ -120,7 +128,19 @@ def prepare(args: argparse.Namespace) -> int:
     return prepare.run(args)
 
 
-COMMANDS = {"prepare": prepare, "train": train, "sample": sample}
+def export(args: argparse.Namespace) -> int:
+    from trainer.interchange import cli
+
+    return cli.run_export(args)
+
+
+def import_(args: argparse.Namespace) -> int:
+    from trainer.interchange import cli
+
+    return cli.run_import(args)
+
+
+COMMANDS = {"prepare": prepare, "train": train, "sample": sample, "export": export, "import": import_}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

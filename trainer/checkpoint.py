@@ -253,6 +253,27 @@ def give_to_all(group: Group, state: State | None) -> State:
     return given
 
 
+def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Refuse to begin with weights of another model, or for another tokenizer, than the run's."""
+    saved = state.meta["model_config"]
+    differing = [
+        f"{name} is {saved[name]!r}, the run's {value!r}"
+        for name, value in dataclasses.asdict(model).items()
+        if saved[name] != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"The run {run_id} is to begin with the weights of another model: {'; '.join(differing)}. "
+            "Give it the knobs that import named."
+        )
+    tokenizer = state.meta["hashes"].get("tokenizer")
+    if hashes.get("tokenizer", tokenizer) != tokenizer:
+        raise DataError(
+            f"The run {run_id} is to begin with weights for another tokenizer than that of its data. Bring "
+            "theirs with: python -m trainer import --from-nanochat PATH --data-dir DIR"
+        )
+
+
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
     saved = state.meta["config"]

@@ -164,6 +164,9 @@ class Run:
                 state = checkpoint.newest(self.saver.folder, self.say) or self._fresh_state()
                 if state.step:
                     checkpoint.check_continues(state, self.config, self.data.hashes, self.run_file.run_id)
+                elif "imported" in state.meta:
+                    checkpoint.check_begins(state, self.plan.model, self.data.hashes, self.run_file.run_id)
+                    self.say(f"Beginning with the weights of {state.meta['imported']}.")
             except (ConfigError, DataError) as error:
                 problem = str(error)
         self.group.agree(problem)

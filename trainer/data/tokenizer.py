@@ -82,6 +82,13 @@ class Tokenizer:
         by_rank = sorted(learner.get_mergeable_ranks(), key=lambda entry: entry[1])
         return cls([bytes(piece) for piece, _ in by_rank])
 
+    def __eq__(self, other: object) -> bool:
+        """Whether the two give every text the same ids, and the special tokens too."""
+        if not isinstance(other, Tokenizer):
+            return NotImplemented
+        mine, theirs = ((t.ranks, t.pattern, t.specials) for t in (self, other))
+        return mine == theirs
+
     @property
     def token_bytes(self) -> NDArray[np.int32]:
         """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens."""

@@ -1,0 +1,526 @@
+"""Checkpoints go to upstream nanochat and come back bitwise; what is wrong with one is said in a sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiktoken
+import torch
+import upstream
+from conftest import TINY, losses, train_here
+
+from trainer import checkpoint
+from trainer.__main__ import main
+from trainer.checkpoint import State
+from trainer.config import ConfigError, RunConfig
+from trainer.data.tokenizer import Tokenizer
+from trainer.interchange.layout import find_pair
+from trainer.interchange.meta import run_config
+from trainer.model import GPT, GPTConfig
+from trainer.outcome import Final
+
+CONFIG = RunConfig.from_strings({**TINY, "n_kv_head": 1, "depth": 3})
+MODEL = GPTConfig.from_depth(3, 300, 32, aspect_ratio=16, head_dim=16, n_kv_head=1)
+SHAPE = upstream.GPTConfig(32, 300, 3, 3, 1, 48, "SSSL")
+IDS = torch.arange(64).reshape(2, 32) * 4
+
+
+def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = upstream.shapes(SHAPE)
+    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
+
+
+def step_dir(folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32, step: int = 100) -> Path:
+    """A checkpoint of ours, of a model whose vocabulary of 300 is padded to 320."""
+    meta = {
+        "run_id": "mine",
+        "step": step,
+        "tokens": step * 160,
+        "loss": 3.5,
+        "val_bpb": 2.5,
+        "config": CONFIG.to_dict(),
+        "model_config": MODEL.__dict__,
+        "hashes": {},
+    }
+    return checkpoint.save(folder, State(meta, weights_of(step, dtype), {}), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
+    return step_dir(tmp_path_factory.mktemp("ours"), data_dir / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def encoding(data_dir: Path) -> tiktoken.Encoding:
+    """The tokenizer of the data, as upstream would have made it."""
+    tokenizer = Tokenizer.load(data_dir / "tokenizer")
+    ranks = {piece: rank for rank, piece in enumerate(tokenizer.ranks)}
+    return tiktoken.Encoding(
+        "rustbpe", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.specials
+    )
+
+
+@pytest.fixture
+def base(tmp_path: Path, encoding: tiktoken.Encoding) -> Path:
+    """An upstream base directory with one checkpoint, d3 at step 5."""
+    upstream.save(tmp_path / "nanochat", "d3", 5, weights_of(5), SHAPE, encoding)
+    return tmp_path / "nanochat"
+
+
+def type_in(*words: object) -> int:
+    return main([str(word) for word in words])
+
+
+def export(checkpoint_dir: Path, out: Path, *more: str) -> int:
+    return type_in("export", "--checkpoint", checkpoint_dir, "--to", "nanochat", "--out", out, *more)
+
+
+def take_in(source: Path, *more: object) -> int:
+    return type_in("import", "--from-nanochat", source, *more)
+
+
+def bitwise(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(
+        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
+    )
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+# -- there, and back ---------------------------------------------------------------------------------------
+
+
+def test_upstream_loads_what_is_exported(
+    ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert export(ours, tmp_path / "base") == 0
+    said = capsys.readouterr().out
+    assert (
+        f"NANOCHAT_BASE_DIR={tmp_path / 'base'} python -m scripts.base_eval --model-tag d3 --step 100" in said
+    )
+    loaded = upstream.load_model(tmp_path / "base")
+    assert (loaded.tag, loaded.step, loaded.config) == ("d3", 100, SHAPE)
+    assert bitwise(loaded.weights, weights_of(100))
+    assert sorted(loaded.meta["model_config"]) == sorted(SHAPE.__dict__)
+    # What upstream's fine-tuning inherits from the meta file:
+    assert [loaded.meta[name] for name in ("device_batch_size", "max_seq_len", "total_batch_size")] == [
+        2,
+        32,
+        160,
+    ]
+    assert loaded.meta["user_config"]["matrix_lr"] == CONFIG.matrix_lr
+    tokenizer = Tokenizer.load(ours / "tokenizer")
+    assert type(loaded.encoding) is tiktoken.Encoding
+    text = "erb arl 1234567 <|bos|> naïve 日本\r\n\r\n"
+    assert loaded.encoding.encode_ordinary(text) == tokenizer.encode(text)
+    assert loaded.encoding.encode_single_token("<|bos|>") == tokenizer.bos_id
+    assert loaded.token_bytes.dtype == torch.int32
+    assert loaded.token_bytes.tolist() == tokenizer.token_bytes.tolist()
+    assert sorted(everything(tmp_path / "base")) == [
+        "base_checkpoints/d3/meta_000100.json",
+        "base_checkpoints/d3/model_000100.pt",
+        "tokenizer/token_bytes.pt",
+        "tokenizer/tokenizer.pkl",
+    ]
+
+
+def test_out_and_back_is_bitwise(ours: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export(ours, tmp_path / "base", "--model-tag", "mine") == 0
+    assert take_in(tmp_path / "base", "--run-dir", tmp_path / "run") == 0
+    back = tmp_path / "run" / "checkpoints" / "step_000100"
+    state = checkpoint.load(back)
+    assert bitwise(state.model, weights_of(100))
+    assert (back / "tokenizer" / "tokenizer.json").read_bytes() == (
+        ours / "tokenizer" / "tokenizer.json"
+    ).read_bytes()
+    for name in (
+        "num_iterations",
+        "matrix_lr",
+        "warmup_steps",
+        "total_batch_size",
+        "n_kv_head",
+        "aspect_ratio",
+    ):
+        assert state.meta["config"][name] == getattr(CONFIG, name), name
+    assert state.meta["model_config"] == MODEL.__dict__
+    capsys.readouterr()
+    texts = []
+    for path in (ours, back):
+        assert type_in("sample", "--checkpoint", path, "--prompt", "erb", "--max-tokens", 20) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+
+
+def test_in_and_out_again_is_bitwise(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert take_in(base, "--run-dir", tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "optimizer's state is not taken over" in said
+    assert "--depth 3 --aspect-ratio 16 --head-dim 16 --n-kv-head 1 --sequence-len 32 " in said
+    assert export(tmp_path / "run" / "checkpoints" / "step_000005", tmp_path / "again") == 0
+    assert bitwise(upstream.load_model(tmp_path / "again").weights, weights_of(5))
+    pkl = Path("tokenizer", "tokenizer.pkl")
+    assert (base / pkl).read_bytes() == (tmp_path / "again" / pkl).read_bytes()
+
+
+def test_the_model_computes_the_same_there_and_here(base: Path, tmp_path: Path) -> None:
+    model = GPT(MODEL)
+    model.load_state_dict(upstream.load_model(base).weights)
+    assert take_in(base / "base_checkpoints" / "d3", "--run-dir", tmp_path / "run") == 0
+    taken, _ = checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step_000005")
+    with torch.no_grad():
+        assert torch.equal(model(IDS), taken(IDS))
+
+
+def test_weights_of_a_gpu_run_come_in_as_float32(
+    base: Path, encoding: tiktoken.Encoding, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights = weights_of(6)
+    in_bf16 = [name for name in weights if "wte" in name or "value_embeds" in name]
+    weights |= {name: weights[name].bfloat16() for name in in_bf16}
+    compiled = {f"_orig_mod.{name}": tensor for name, tensor in weights.items()}
+    upstream.save(base, "d3", 6, compiled, SHAPE, encoding)
+    assert take_in(base, "--run-dir", tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert "transformer.wte.weight, value_embeds.0.weight, value_embeds.2.weight came as bfloat16" in said
+    assert "the values are the same" in said
+    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "step_000006")
+    assert bitwise(state.model, {name: tensor.float() for name, tensor in weights.items()})
+    assert bitwise({n: state.model[n].bfloat16() for n in in_bf16}, {n: weights[n] for n in in_bf16})
+
+
+def test_a_float64_run_is_rounded_and_says_so(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = step_dir(tmp_path / "ours", data_dir / "tokenizer", torch.float64)
+    assert export(path, tmp_path / "base") == 0
+    assert "float64 values are rounded" in capsys.readouterr().out
+    exact = weights_of(100, torch.float64)
+    assert bitwise(upstream.load_model(tmp_path / "base").weights, {n: t.float() for n, t in exact.items()})
+
+
+# -- what is there already ---------------------------------------------------------------------------------
+
+
+def test_exporting_again_changes_nothing_and_never_replaces_unasked(
+    ours: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = tmp_path / "base"
+    assert export(ours, base) == 0
+    before = everything(base)
+    capsys.readouterr()
+    assert export(ours, base) == 0
+    assert "wrote" not in capsys.readouterr().out
+    assert everything(base) == before
+
+    other = step_dir(tmp_path / "other", data_dir / "tokenizer", step=7)
+    shutil.move(other, other.with_name("step_000100"))
+    meta = other.with_name("step_000100") / "meta.json"
+    meta.write_text(meta.read_text().replace('"step": 7', '"step": 100'))
+    assert export(meta.parent, base) == 2
+    assert "holds something else: give another --model-tag, or --overwrite" in capsys.readouterr().err
+    assert everything(base) == before
+    assert export(meta.parent, base, "--model-tag", "d3-other") == 0
+    assert before.items() <= everything(base).items()
+    assert export(meta.parent, base, "--overwrite") == 0
+    assert bitwise(upstream.load_model(base, "d3").weights, weights_of(7))
+
+
+def test_another_tokenizer_is_not_put_beside_models_that_need_theirs(
+    ours: Path, base: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pkl = base / "tokenizer" / "tokenizer.pkl"
+    assert export(ours, base) == 0  # the same tokenizer, pickled by upstream
+    other = upstream.train_tokenizer(["some other text of other words " * 9], 270)
+    pkl.write_bytes(pickle.dumps(other))
+    before = everything(base)
+    assert export(ours, base, "--model-tag", "d9") == 2
+    assert "is another tokenizer than the checkpoint's" in capsys.readouterr().err
+    pkl.write_bytes(b"garbage")
+    assert export(ours, base, "--model-tag", "d9") == 2
+    assert "give another --out, or --overwrite" in capsys.readouterr().err
+    pkl.write_bytes(pickle.dumps(other))
+    assert everything(base) == before
+    assert export(ours, base, "--model-tag", "d9", "--overwrite") == 0
+    assert upstream.load_model(base, "d9").encoding.n_vocab == 300
+
+
+@pytest.mark.parametrize("fails_at", [0, 1, 2, 3])
+def test_an_export_that_breaks_off_leaves_no_checkpoint_to_be_found(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: int
+) -> None:
+    real, calls = os.replace, []
+
+    def full_disk(source: Any, target: Any) -> None:
+        calls.append(target)
+        if len(calls) > fails_at:
+            raise OSError(28, "No space left on device")
+        real(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", full_disk)
+        assert export(ours, tmp_path / "base") == 2
+    left = everything(tmp_path / "base")
+    assert not [name for name in left if "model_" in name or "exporting" in name]
+    assert export(ours, tmp_path / "base") == 0
+    assert bitwise(upstream.load_model(tmp_path / "base").weights, weights_of(100))
+
+
+def test_importing_again_changes_nothing_and_a_run_keeps_its_checkpoints(
+    base: Path, encoding: tiktoken.Encoding, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert take_in(base, "--run-dir", tmp_path / "run") == 0
+    before = everything(tmp_path / "run")
+    assert take_in(base, "--run-dir", tmp_path / "run") == 0
+    assert "step_000005 already" in capsys.readouterr().out
+    upstream.save(base, "d3", 9, weights_of(9), SHAPE, encoding)
+    assert take_in(base, "--run-dir", tmp_path / "run") == 2
+    assert "has checkpoints already (step_000005): give another --run-dir" in capsys.readouterr().err
+    assert everything(tmp_path / "run") == before
+
+
+# -- which one ---------------------------------------------------------------------------------------------
+
+
+def test_the_deepest_model_and_the_last_step_are_taken_unless_asked(
+    base: Path, encoding: tiktoken.Encoding, tmp_path: Path
+) -> None:
+    upstream.save(base, "d12", 5, weights_of(5), SHAPE, encoding)
+    upstream.save(base, "d12", 1_000_000, weights_of(6), SHAPE, encoding)
+    upstream.save(base, "other", 7, weights_of(7), SHAPE, encoding)
+    (base / "base_checkpoints" / "d12" / "model_000009_backup.pt").write_bytes(b"")
+    folder = base / "base_checkpoints"
+    deepest = find_pair(base)
+    assert (deepest.folder, deepest.step) == (folder / "d12", 1_000_000)
+    (folder / "d12" / "model_000009_backup.pt").unlink()
+    loaded = upstream.load_model(base)
+    assert (loaded.tag, loaded.step) == ("d12", 1_000_000)
+    assert find_pair(base, step=5).step == 5
+    assert find_pair(base, "other").step == 7
+    assert find_pair(folder / "d3").step == 5
+    assert find_pair(folder / "d12" / "model_000005.pt").step == 5
+    for asked, said in (
+        ({"model_tag": "d4"}, "no model d4 in .*, only d12, d3, other"),
+        ({"step": 6}, "no step 6 in .*d12, only 5, 1000000"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            find_pair(base, **asked)
+    with pytest.raises(ConfigError, match="not named like upstream's"):
+        find_pair(folder / "d3" / "meta_000005.json")
+    with pytest.raises(ConfigError, match="There is no file or folder"):
+        find_pair(tmp_path / "none")
+    with pytest.raises(ConfigError, match="There is no checkpoint in"):
+        find_pair(tmp_path)
+
+
+def test_a_tokenizer_elsewhere_is_given_by_name(
+    base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pair = tmp_path / "deep" / "down" / "the" / "tree" / "here"
+    shutil.copytree(base / "base_checkpoints" / "d3", pair)
+    assert take_in(pair, "--run-dir", tmp_path / "run") == 2
+    assert "say where it is with --tokenizer FILE" in capsys.readouterr().err
+    pkl = base / "tokenizer" / "tokenizer.pkl"
+    assert take_in(pair, "--run-dir", tmp_path / "run", "--tokenizer", pkl) == 0
+
+
+# -- what is wrong -----------------------------------------------------------------------------------------
+
+
+def edit_meta(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "meta_000005.json"
+        meta = json.loads(path.read_text())
+        change(meta)
+        path.write_text(json.dumps(meta))
+
+    return edit
+
+
+def edit_model(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "model_000005.pt"
+        weights = torch.load(path)
+        change(weights)
+        torch.save(weights, path)
+
+    return edit
+
+
+class Evil:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("loaded",)
+
+
+def cut(share: float) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        path = folder / "model_000005.pt"
+        data = path.read_bytes()
+        path.write_bytes(data[: int(len(data) * share)])
+
+    return edit
+
+
+OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "x0_lambdas")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: (folder / "meta_000005.json").unlink(), r"has no meta_000005\.json beside it"),
+        (lambda folder: (folder / "meta_000005.json").write_text("{"), "is not JSON"),
+        (lambda folder: (folder / "meta_000005.json").write_text("[]"), "no model_config"),
+        (edit_meta(lambda meta: meta.pop("model_config")), "no model_config"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has n_expert, unknown here"),
+        (edit_meta(lambda meta: meta["model_config"].pop("window_pattern")), "lacks window_pattern.*older"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_layer="3")), "'3' for n_layer, .*whole number"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_layer=True)), "True for n_layer"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_layer=10**12)), "1000000000000 for n_layer"),
+        (
+            edit_meta(lambda meta: meta["model_config"].update(n_layer=10**9)),
+            "too few for a model of 10000000",
+        ),
+        (edit_meta(lambda meta: meta["model_config"].update(n_head=5)), "does not make 5 heads"),
+        (edit_meta(lambda meta: meta["model_config"].update(window_pattern="SXL")), "made of S and L"),
+        (
+            edit_meta(lambda meta: meta["model_config"].update(vocab_size=299)),
+            "299 tokens, and the tokenizer",
+        ),
+        (
+            edit_meta(lambda meta: meta["model_config"].update(n_kv_head=3)),
+            r"transformer\.h\.0\.attn\.c_k\.weight is \(16, 48\), not \(48, 48\).* and 6 more",
+        ),
+        (
+            edit_model(lambda weights: [weights.pop(name) for name in OLD]),
+            "lacks resid_lambdas, .* and 1 more .an older nanochat",
+        ),
+        (edit_model(lambda weights: weights.update(extra=torch.zeros(1))), "holds extra, which the model"),
+        (
+            edit_model(lambda weights: weights.update(smear_lambda=torch.zeros(1, dtype=torch.int32))),
+            "holds smear_lambda as torch.int32",
+        ),
+        (edit_model(lambda weights: weights.update(evil=Evil())), "refuses it with weights_only=True"),
+        (edit_model(lambda weights: weights.update(note="hello")), "is no state dict"),
+        (lambda folder: torch.save([1, 2], folder / "model_000005.pt"), "is no state dict"),
+        (cut(0), "is damaged: EOFError, it ends too early"),
+        (cut(0.5), "is damaged: RuntimeError, "),
+        (cut(0.999), "is damaged|cannot be read"),
+        (lambda folder: (folder / "model_000005.pt").write_bytes(b"hello, this is text"), "is damaged"),
+    ],
+)
+def test_what_is_wrong_is_said_and_nothing_is_written(
+    base: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    damage: Callable[[Path], object],
+    said: str,
+) -> None:
+    damage(base / "base_checkpoints" / "d3")
+    assert take_in(base, "--run-dir", tmp_path / "run") == 2
+    shown = capsys.readouterr()
+    with pytest.raises(ConfigError, match=said):
+        raise ConfigError(shown.err)
+    assert str(base) in shown.err
+    assert len(shown.err.splitlines()) == 1
+    assert "loaded" not in shown.out
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_damaged_checkpoint_of_ours_is_not_exported(
+    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = step_dir(tmp_path / "ours", data_dir / "tokenizer")
+    (path / "model.pt").write_bytes((path / "model.pt").read_bytes()[:-100])
+    assert export(path, tmp_path / "base") == 2
+    assert "model.pt is damaged" in capsys.readouterr().err
+    assert export(tmp_path / "none", tmp_path / "base") == 2
+    assert export(path, tmp_path / "base", "--model-tag", "../../up") == 2
+    assert not (tmp_path / "base").exists()
+    assert take_in(tmp_path) == 2
+    assert "Say where to" in capsys.readouterr().err
+
+
+def test_the_knobs_of_a_model_give_that_model() -> None:
+    for depth, width, head, kv in ((20, 1280, 128, 10), (12, 768, 64, 12), (5, 384, 128, 1), (7, 48, 16, 3)):
+        model = GPTConfig(2048, 32768, depth, width // head, kv, width, "SL")
+        config = run_config(
+            model, {"user_config": {"num_iterations": -1, "matrix_lr": -5, "warmup_steps": "x"}}
+        )
+        assert model == GPTConfig.from_depth(
+            config.depth,
+            32768,
+            config.sequence_len,
+            config.aspect_ratio,
+            config.head_dim,
+            config.n_kv_head,
+            config.window_pattern,
+        )
+        assert (config.num_iterations, config.matrix_lr, config.total_batch_size) == (0, 0.02, 4096)
+    assert run_config(model, {"total_batch_size": 524288}).total_batch_size == 524288
+    for steps, flops, expected in (
+        (-1, 1e15, (0, 1e15)),
+        (7, 1e15, (7, 0)),
+        (-1, -1.0, (0, 0)),
+        (7, -1.0, (7, 0)),
+    ):
+        config = run_config(model, {"user_config": {"num_iterations": steps, "target_flops": flops}})
+        assert (config.num_iterations, config.target_flops) == expected
+    with pytest.raises(ConfigError, match="No aspect_ratio gives 40 layers with heads of 8 the width 64"):
+        run_config(GPTConfig(n_layer=40, n_head=8, n_kv_head=8, n_embd=64), {})
+
+
+# -- a run on it -------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_from_an_imported_checkpoint(base: Path, data_dir: Path, tmp_path: Path) -> None:
+    assert take_in(base, "--run-dir", tmp_path / "run") == 0
+    config = checkpoint.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
+    assert (config["num_iterations"], config["total_batch_size"], config["matrix_lr"]) == (8, 128, 0.03)
+    attempt = train_here(data_dir, tmp_path / "run", **config)
+    assert len(losses(tmp_path / "run")) == 3
+    assert "All 8 steps done" in json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"]
+    assert attempt is not None
+
+
+def test_a_new_run_begins_with_imported_weights(
+    ours: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained = tmp_path / "trained"
+    train_here(data_dir, trained, num_iterations=6)
+    assert export(trained / "checkpoints" / "step_000006", tmp_path / "base") == 0
+    for run_dir in (tmp_path / "more", tmp_path / "wrong"):
+        assert take_in(tmp_path / "base", "--run-dir", run_dir, "--restart") == 0
+    train_here(data_dir, tmp_path / "more", num_iterations=2, seed=7, total_batch_size=64)
+    assert "Beginning with the weights of nanochat's d2, step 6." in capsys.readouterr().out
+    assert losses(tmp_path / "more")[0] < losses(trained)[3] < losses(trained)[0]
+    with pytest.raises(Final, match="weights of another model: n_layer is 2, the run's 3"):
+        train_here(data_dir, tmp_path / "wrong", depth=3, aspect_ratio=16)
+
+
+def test_a_data_directory_takes_upstreams_tokenizer(
+    base: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert take_in(base, "--data-dir", tmp_path / "data") == 0
+    assert take_in(base, "--data-dir", tmp_path / "data") == 0
+    assert Tokenizer.load(tmp_path / "data" / "tokenizer") == Tokenizer.load(data_dir / "tokenizer")
+    other = upstream.train_tokenizer(["some other text of other words " * 9], 270)
+    (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(other))
+    capsys.readouterr()
+    assert take_in(base, "--data-dir", tmp_path / "data") == 2
+    assert "is another tokenizer: give another --data-dir" in capsys.readouterr().err
+
+
+def test_help_does_not_import_torch() -> None:
+    program = "import sys, trainer.__main__ as m; m.make_parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

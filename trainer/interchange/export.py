@@ -1,0 +1,111 @@
+"""A checkpoint of ours as the files of a nanochat base directory.
+
+export(Path("runs/mine/checkpoints/step_000100"), Path("out"), model_tag="d8")
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+
+from trainer import checkpoint
+from trainer.config import RUN_ID_PATTERN, ConfigError, RunConfig
+from trainer.data import DataError
+from trainer.data.files import file_sha256, sync_file, sync_folder
+from trainer.data.tokenizer import Tokenizer
+from trainer.interchange import pickled_tokenizer
+from trainer.interchange.layout import CHECKPOINTS, TOKEN_BYTES, TOKENIZER, Pair
+from trainer.interchange.meta import upstream_meta
+from trainer.interchange.weights import check_fits, read_state_dict, to_float32
+from trainer.model import GPTConfig
+
+
+@dataclass
+class Exported:
+    """What came of it."""
+
+    pair: Pair
+    written: list[Path] = field(default_factory=list)
+    unchanged: list[Path] = field(default_factory=list)
+    note: str = ""
+
+
+def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = False) -> Exported:
+    """Write a checkpoint and its tokenizer into the base directory `out`: all of it, or nothing.
+
+    What is there already and says the same stays as it is; what says something else is replaced only if
+    `overwrite`. Raises ConfigError.
+    """
+    meta = checkpoint.read_meta(step_dir)
+    model = GPTConfig(**meta["model_config"])
+    tag = model_tag or f"d{model.n_layer}"
+    if not RUN_ID_PATTERN.fullmatch(tag):
+        raise ConfigError(f"--model-tag {tag!r} names a folder: letters, digits, dots, dashes, underscores.")
+    weights = read_state_dict(step_dir / "model.pt")
+    check_fits(weights, model, step_dir / "model.pt")
+    weights, note = to_float32(weights, step_dir / "model.pt")
+    tokenizer = Tokenizer.load(step_dir / "tokenizer")
+    if tokenizer.vocab_size != model.vocab_size:
+        raise ConfigError(
+            f"{step_dir} has a model for {model.vocab_size:,} tokens and a tokenizer of "
+            f"{tokenizer.vocab_size:,}."
+        )
+    pair = Pair(out / CHECKPOINTS / tag, meta["step"])
+    description = upstream_meta(meta, RunConfig(**meta["config"]), model)
+    # Upstream finds a checkpoint by its model file: so that comes last.
+    contents: dict[Path, Callable[[BinaryIO], object]] = {
+        out / TOKENIZER: lambda file: file.write(pickled_tokenizer.pickled(tokenizer)),
+        out / TOKEN_BYTES: lambda file: torch.save(torch.from_numpy(tokenizer.token_bytes), file),
+        pair.meta: lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()),
+        pair.model: lambda file: torch.save(weights, file),
+    }
+    result = Exported(pair, note=note)
+    if _is_there(out / TOKENIZER, tokenizer, overwrite):
+        for path in (out / TOKENIZER, out / TOKEN_BYTES):
+            if path.exists():
+                del contents[path]
+                result.unchanged.append(path)
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".exporting-", dir=out) as name:
+        staged = {path: Path(name, path.name) for path in contents}
+        for path, write in contents.items():
+            with open(staged[path], "wb") as file:
+                write(file)
+                file.flush()
+                sync_file(file.fileno())
+        for path in (pair.meta, pair.model):
+            if path.exists() and file_sha256(path) == file_sha256(staged[path]):
+                del staged[path]
+                result.unchanged.append(path)
+            elif path.exists() and not overwrite:
+                raise ConfigError(f"{path} holds something else: give another --model-tag, or --overwrite.")
+        for path, new in staged.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(new, path)
+            sync_folder(path.parent)
+            result.written.append(path)
+    return result
+
+
+def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:
+    """Whether `path` is this tokenizer already, whatever its bytes; ConfigError if it is another one."""
+    if not path.exists():
+        return False
+    try:
+        if pickled_tokenizer.read(path) == tokenizer:
+            return True
+        problem = f"{path} is another tokenizer than the checkpoint's."
+    except DataError as error:
+        problem = str(error)
+    if overwrite:
+        return False
+    raise ConfigError(
+        f"{problem} Models beside it would not fit a new one: give another --out, or --overwrite."
+    )

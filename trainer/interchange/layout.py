@@ -1,0 +1,106 @@
+"""Where upstream keeps what: the files of a nanochat base directory, and how one of them is chosen.
+
+BASE/base_checkpoints/d8/model_000100.pt         the weights, by parameter name
+                        /meta_000100.json        what they are the weights of
+    /tokenizer/tokenizer.pkl  token_bytes.pt     the tokenizer, and the bytes of text behind each token
+    /base_data_climbmix/shard_00000.parquet ...  documents; base_data is the older name
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ConfigError
+
+CHECKPOINTS = "base_checkpoints"
+TOKENIZER = Path("tokenizer", "tokenizer.pkl")
+TOKEN_BYTES = Path("tokenizer", "token_bytes.pt")
+SHARDS = ("base_data_climbmix", "base_data")
+MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A checkpoint of upstream's: a folder and the step in its two files' names."""
+
+    folder: Path
+    step: int
+
+    @property
+    def model(self) -> Path:
+        return self.folder / f"model_{self.step:06d}.pt"
+
+    @property
+    def meta(self) -> Path:
+        return self.folder / f"meta_{self.step:06d}.json"
+
+
+def find_pair(path: Path, model_tag: str = "", step: int | None = None) -> Pair:
+    """The checkpoint that `path` means: a model_*.pt, a folder of them, or a base directory.
+
+    Of several, as upstream does, that of the deepest d<number> and of the last step. Raises ConfigError.
+    """
+    if path.is_file():
+        match = MODEL_FILE.fullmatch(path.name)
+        if not match:
+            raise ConfigError(f"{path} is not named like upstream's checkpoints: model_000100.pt.")
+        return _whole(Pair(path.parent, int(match[1])))
+    if not path.is_dir():
+        raise ConfigError(f"There is no file or folder {path}.")
+    folder = path if _steps(path) else _tagged(path / CHECKPOINTS, model_tag)
+    steps = _steps(folder)
+    if not steps:
+        raise ConfigError(f"There is no checkpoint (model_000100.pt and the like) in {folder}.")
+    if step is not None and step not in steps:
+        raise ConfigError(f"There is no step {step} in {folder}, only {', '.join(map(str, sorted(steps)))}.")
+    return _whole(Pair(folder, max(steps) if step is None else step))
+
+
+def find_tokenizer(path: Path) -> Path:
+    """The tokenizer.pkl of the base directory that `path` is, or lies in. Raises ConfigError."""
+    if not path.exists():
+        raise ConfigError(f"There is no file or folder {path}.")
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    # A folder of checkpoints lies two below its base directory.
+    bases = [folder] if (folder / CHECKPOINTS).is_dir() else [folder, *folder.parents][:3]
+    for base in bases:
+        if (base / TOKENIZER).is_file():
+            return base / TOKENIZER
+    raise ConfigError(f"There is no {TOKENIZER} in {bases[-1]}: say where it is with --tokenizer FILE.")
+
+
+def find_shards(path: Path) -> Path | None:
+    """The folder of parquet files of a base directory, or `path` itself if it is one."""
+    for folder in (*(path / name for name in SHARDS), path):
+        if any(folder.glob("*.parquet")):
+            return folder
+    return None
+
+
+def _whole(pair: Pair) -> Pair:
+    if not pair.meta.is_file():
+        raise ConfigError(f"{pair.model} has no {pair.meta.name} beside it, which says what model it is.")
+    return pair
+
+
+def _steps(folder: Path) -> set[int]:
+    matches = (MODEL_FILE.fullmatch(file.name) for file in folder.glob("model_*.pt"))
+    return {int(match[1]) for match in matches if match}
+
+
+def _tagged(checkpoints: Path, model_tag: str) -> Path:
+    """The folder of a model tag, or of the deepest d<number>, or the one last written to."""
+    tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
+    if not tags:
+        raise ConfigError(f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt.")
+    if model_tag:
+        if checkpoints / model_tag not in tags:
+            names = ", ".join(sorted(folder.name for folder in tags))
+            raise ConfigError(f"There is no model {model_tag} in {checkpoints}, only {names}.")
+        return checkpoints / model_tag
+    depths = {folder: match[1] for folder in tags if (match := re.match(r"d(\d+)", folder.name))}
+    if depths:
+        return max(depths, key=lambda folder: (int(depths[folder]), folder.name))
+    return max(tags, key=lambda folder: folder.stat().st_mtime)

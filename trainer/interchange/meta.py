@@ -1,0 +1,142 @@
+"""Upstream's meta_000100.json beside our meta.json: model, knobs and figures under the names of each."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError, RunConfig
+from trainer.model import GPTConfig
+
+# The knobs that say how a run learns, under the names both programs give them. How often it evaluates or
+# saves, and on how many rows at a time it computes, goes with the machine and does not travel.
+SCHEDULE = (
+    "target_param_data_ratio",
+    "unembedding_lr",
+    "embedding_lr",
+    "matrix_lr",
+    "scalar_lr",
+    "weight_decay",
+    "warmup_steps",
+    "warmdown_ratio",
+    "final_lr_frac",
+)
+SHAPE = ("depth", "aspect_ratio", "head_dim", "window_pattern")
+HORIZON = ("num_iterations", "target_flops")
+UNSET = -1  # upstream's word for a number that it is to find itself; ours is 0
+UPSTREAM_ASPECT_RATIO = 64
+LARGEST = 2**31
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """An upstream meta file. Raises ConfigError naming it."""
+    try:
+        meta = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is not JSON: {error}.") from None
+    if not isinstance(meta, dict) or not isinstance(meta.get("model_config"), dict):
+        raise ConfigError(f"{path} is no meta file of nanochat's: it has no model_config.")
+    return meta
+
+
+def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
+    """The model that a meta file names; all seven fields, no others. Raises ConfigError."""
+    values = meta["model_config"]
+    fields = {field.name: type(field.default) for field in dataclasses.fields(GPTConfig)}
+    unknown = [name for name in values if name not in fields]
+    missing = [name for name in fields if name not in values]
+    if unknown:
+        raise ConfigError(
+            f"The model_config in {path} has {', '.join(unknown)}, unknown here: another model."
+        )
+    if missing:
+        raise ConfigError(
+            f"The model_config in {path} lacks {', '.join(missing)}: it is of an older nanochat, whose model "
+            "computes something else."
+        )
+    for name, kind in fields.items():
+        value = values[name]
+        if type(value) is not kind or (isinstance(value, int) and value >= LARGEST):
+            kinds = "a whole number" if kind is int else "a word"
+            raise ConfigError(f"The model_config in {path} has {value!r} for {name}, which takes {kinds}.")
+    try:
+        return GPTConfig(**values)
+    except ValueError as error:
+        raise ConfigError(f"The model_config in {path} makes no model: {error}.") from None
+
+
+def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
+    """The knobs of a run that trains this model as upstream did, as far as its meta file says.
+
+    Raises ConfigError for a width that no depth, aspect_ratio and head_dim give.
+    """
+    given = meta.get("user_config")
+    user = given if isinstance(given, dict) else {}
+    knobs: dict[str, Any] = {
+        "depth": model.n_layer,
+        "aspect_ratio": _aspect_ratio(model, user.get("aspect_ratio")),
+        "head_dim": model.head_dim,
+        "n_kv_head": 0 if model.n_kv_head == model.n_head else model.n_kv_head,
+        "sequence_len": model.sequence_len,
+        "window_pattern": model.window_pattern,
+        "total_batch_size": _batch(meta.get("total_batch_size"), model.sequence_len),
+    }
+    for name in (*SCHEDULE, *HORIZON):
+        value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
+        with contextlib.suppress(ConfigError):  # a value that is none of ours leaves the default
+            RunConfig.from_strings({name: value})
+            knobs[name] = value
+    if knobs.get("num_iterations"):
+        knobs.pop("target_flops", None)  # for upstream, too, the number of steps comes first
+    return RunConfig.from_strings(knobs)
+
+
+def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
+    """What upstream's meta file says of a checkpoint of ours, by its meta.json."""
+    step = int(meta["step"])
+    tokens = meta.get("tokens", 0)
+    batch = tokens // step if step else config.total_batch_size
+    user = {name: getattr(config, name) for name in (*SHAPE, *SCHEDULE, "device_batch_size")}
+    return {
+        "step": step,
+        "val_bpb": meta.get("val_bpb"),
+        "model_config": dataclasses.asdict(model),
+        "user_config": {
+            **user,
+            "max_seq_len": config.sequence_len,
+            **{name: getattr(config, name) or UNSET for name in (*HORIZON, "total_batch_size")},
+        },
+        "device_batch_size": config.device_batch_size,
+        "max_seq_len": config.sequence_len,
+        "total_batch_size": batch or None,
+        "nanofleet": {name: meta.get(name) for name in ("run_id", "loss", "num_iterations")},
+    }
+
+
+def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
+    """A whole number that gives the model its width: upstream's own if it does."""
+    for ratio in (asked, UPSTREAM_ASPECT_RATIO, model.n_embd // model.n_layer):
+        if type(ratio) is not int or not 1 <= ratio < LARGEST:
+            continue
+        shape = GPTConfig.from_depth(
+            model.n_layer, model.vocab_size, aspect_ratio=ratio, head_dim=model.head_dim
+        )
+        if shape.n_embd == model.n_embd:
+            return ratio
+    raise ConfigError(
+        f"No aspect_ratio gives {model.n_layer} layers with heads of {model.head_dim} the width "
+        f"{model.n_embd}: this model cannot be a run here."
+    )
+
+
+def _batch(asked: Any, sequence_len: int) -> int:
+    """Tokens of a step: as asked, or about as many as our default, in whole rows."""
+    if type(asked) is int and asked >= sequence_len and asked % sequence_len == 0:
+        return asked
+    return max(1, RunConfig.total_batch_size // sequence_len) * sequence_len

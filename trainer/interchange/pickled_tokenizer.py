@@ -1,0 +1,147 @@
+"""Upstream's tokenizer.pkl, a pickled tiktoken encoding, read without running anything it says.
+
+    tokenizer = read(Path("tokenizer.pkl"))
+    data = pickled(tokenizer)                   # pickle.load gives a tiktoken.Encoding
+
+A pickle is a program. Before it is run, its instructions are looked through: only those that make strings,
+bytes, whole numbers, dictionaries and one object are let pass, so nothing can be called. The one class it may
+name is tiktoken's encoding, in whose place a stand-in receives the four fields.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import pickletools
+from pathlib import Path
+from typing import Any
+
+import tiktoken
+
+from trainer.data import DataError
+from trainer.data.tokenizer import BOS, Tokenizer
+
+LARGEST = 64 * 2**20  # bytes; upstream's 65,536 tokens take about one million
+ENCODING = ("tiktoken.core", "Encoding")
+FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
+NAME = "rustbpe"  # what upstream calls its encoding
+PROTOCOL = 4  # every Python that runs nanochat reads it, and it is the default of most
+
+# What an object of four plain fields takes, at protocols 3 to 5.
+INSTRUCTIONS = frozenset(
+    [
+        *("PROTO", "FRAME", "STOP", "MARK"),
+        *("GLOBAL", "STACK_GLOBAL", "EMPTY_TUPLE", "NEWOBJ", "BUILD"),
+        *("EMPTY_DICT", "SETITEM", "SETITEMS"),
+        *("SHORT_BINUNICODE", "BINUNICODE", "SHORT_BINBYTES", "BINBYTES", "BININT", "BININT1", "BININT2"),
+        *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
+    ]
+)
+# What the unpickler raises on instructions in an order that makes no sense.
+SENSELESS = (
+    pickle.UnpicklingError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    TypeError,
+    ValueError,
+    MemoryError,
+)
+
+
+class _Encoding:
+    """Stands where the pickle says tiktoken's encoding; receives the fields and does nothing."""
+
+    fields: Any = None
+
+    def __setstate__(self, state: Any) -> None:
+        self.fields = state
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) != ENCODING:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return _Encoding
+
+
+def read(path: Path) -> Tokenizer:
+    """The tokenizer in an upstream tokenizer.pkl. Raises DataError with a sentence that names the file."""
+    try:
+        size = path.stat().st_size
+        if size > LARGEST:
+            raise DataError(f"{path} has {size:,} bytes: no tokenizer is larger than {LARGEST:,}.")
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"The tokenizer {path} cannot be read: {error.strerror}.") from None
+    try:
+        return _tokenizer(_fields(data))
+    except DataError as error:
+        raise DataError(f"{path} is no tokenizer of nanochat's that can be taken in: {error}.") from None
+
+
+def pickled(tokenizer: Tokenizer) -> bytes:
+    """The bytes of a tokenizer.pkl: a tiktoken.Encoding, as upstream makes and pickles it."""
+    encoding = tiktoken.Encoding(
+        NAME,
+        pat_str=tokenizer.pattern,
+        mergeable_ranks={piece: rank for rank, piece in enumerate(tokenizer.ranks)},
+        special_tokens=tokenizer.specials,
+    )
+    return pickle.dumps(encoding, protocol=PROTOCOL)
+
+
+def _fields(data: bytes) -> dict[str, Any]:
+    """The four fields of the encoding that `data` is the pickle of, of the right types."""
+    _look_through(data)
+    try:
+        encoding = _Unpickler(io.BytesIO(data)).load()
+    except SENSELESS as error:
+        raise DataError(f"its pickle cannot be read ({error})") from None
+    if not isinstance(encoding, _Encoding):
+        raise DataError(f"it holds a {type(encoding).__name__}, not an encoding of tiktoken's")
+    fields = encoding.fields
+    if isinstance(fields, str):
+        raise DataError(f"it only names tiktoken's encoding {fields!r} and does not hold one")
+    if not isinstance(fields, dict) or fields.keys() != FIELDS.keys():
+        raise DataError(f"its encoding does not have the fields {', '.join(FIELDS)} and no others")
+    for name, kind in FIELDS.items():
+        if type(fields[name]) is not kind:
+            raise DataError(f"its {name} is a {type(fields[name]).__name__}, not a {kind.__name__}")
+    return fields
+
+
+def _look_through(data: bytes) -> None:
+    """Refuse a pickle with any instruction that could call, import or allocate what it likes."""
+    try:
+        for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
+            if instruction.name not in INSTRUCTIONS:
+                raise DataError(f"its pickle uses {instruction.name}, which plain data does not need")
+            # The unpickler makes room for every place before the one that is written to.
+            if instruction.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
+                raise DataError(f"its pickle writes to place {argument:,} of a memory that is not so long")
+    except (ValueError, LookupError) as error:
+        raise (
+            error if isinstance(error, DataError) else DataError(f"it is no whole pickle ({error})")
+        ) from None
+
+
+def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of the fields, if ours can have it: ids without a gap, the special ones last."""
+    ranks, specials = fields["mergeable_ranks"], fields["special_tokens"]
+    for name, kind, table in (("mergeable_ranks", bytes, ranks), ("special_tokens", str, specials)):
+        if not all(type(piece) is kind and piece and type(token) is int for piece, token in table.items()):
+            raise DataError(f"its {name} does not map {kind.__name__} that are not empty to whole numbers")
+    if sorted(ranks.values()) != list(range(len(ranks))):
+        raise DataError("the ids of its mergeable_ranks are not 0, 1, 2 and so on, each once")
+    if sorted(specials.values()) != list(range(len(ranks), len(ranks) + len(specials))):
+        raise DataError(f"the ids of its special tokens do not follow on its other {len(ranks):,} tokens")
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise DataError(f"{len(missing)} of the 256 single bytes have no token, such as {missing[0]:#04x}")
+    if BOS not in specials:
+        raise DataError(f"it has no {BOS}, with which every document begins")
+    try:
+        return Tokenizer(sorted(ranks, key=ranks.get), fields["pat_str"], sorted(specials, key=specials.get))
+    except ValueError as error:
+        raise DataError(f"tiktoken refuses its pattern ({str(error).splitlines()[0]})") from None

@@ -1,0 +1,86 @@
+"""A state dict that changes hands: read as plain tensors, held against its model, brought to float32."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from trainer.config import ConfigError
+from trainer.model import GPT, GPTConfig
+
+COMPILED = "_orig_mod."  # what torch.compile puts before every name
+EXACT = (torch.bfloat16, torch.float16)  # every value of theirs is one of float32's
+NAMED = 4  # so many of a list are named in a message
+
+
+def read_state_dict(path: Path) -> dict[str, Tensor]:
+    """The tensors of a model file by parameter name. Raises ConfigError naming the file."""
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.") from None
+    except pickle.UnpicklingError:
+        raise ConfigError(
+            f"{path} is damaged or holds more than tensors: torch.load refuses it with weights_only=True."
+        ) from None
+    except Exception as error:  # torch raises whatever a damaged byte leads it to
+        reason = str(error).partition(". ")[0].splitlines() or ["it ends too early"]
+        raise ConfigError(f"{path} is damaged: {type(error).__name__}, {reason[0]}.") from None
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
+    ):
+        raise ConfigError(
+            f"{path} is no state dict: it must hold tensors by parameter name and nothing else."
+        )
+    return {name.removeprefix(COMPILED): tensor for name, tensor in weights.items()}
+
+
+def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> None:
+    """Refuse weights whose names or shapes are not those of `config`'s model, naming them."""
+    if config.n_layer > len(weights):
+        raise ConfigError(
+            f"{path} holds {len(weights)} tensors, too few for a model of {config.n_layer} layers."
+        )
+    with torch.device("meta"):
+        expected = {name: tuple(tensor.shape) for name, tensor in GPT(config).state_dict().items()}
+    missing = [name for name in expected if name not in weights]
+    unknown = [name for name in weights if name not in expected]
+    unlike = [
+        f"{name} is {tuple(weights[name].shape)}, not {shape}"
+        for name, shape in expected.items()
+        if name in weights and tuple(weights[name].shape) != shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"lacks {_some(missing)} (an older nanochat, whose arithmetic differs, has fewer)")
+    if unknown:
+        problems.append(f"holds {_some(unknown)}, which the model does not have")
+    if unlike:
+        problems.append(f"does not have its shapes: {_some(unlike)}")
+    if problems:
+        raise ConfigError(
+            f"{path} does not hold the model that its meta file names: it {'; it '.join(problems)}."
+        )
+
+
+def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
+    """The weights in float32, and a sentence if that was not what they were."""
+    changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
+    for name, dtype in changed.items():
+        if dtype not in (*EXACT, torch.float64):
+            raise ConfigError(f"{path} holds {name} as {dtype}, which is no format to train in.")
+    if not changed:
+        return dict(weights), ""
+    kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in changed.values()}))
+    how = "the values are the same" if torch.float64 not in changed.values() else "float64 values are rounded"
+    note = f"{_some(list(changed))} came as {kinds} and went into float32: {how}"
+    return {name: tensor.float() for name, tensor in weights.items()}, note
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
