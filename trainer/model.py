@@ -7,7 +7,7 @@
     logits = model(idx)                             # (B, T, V)
     cache = KVCache(config, batch_size=1, max_len=256)
     logits = model(idx, cache=cache)                # from then on it is given only the new tokens
-    model.compute_dtype = torch.bfloat16            # activations and products; weights and gradients stay
+    model.compute_dtype = torch.bfloat16            # matrix products alone; weights and gradients stay
 
 Parameter names are nanochat's, so that a state dict moves between the two in both directions.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
@@ -219,8 +219,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Tensor | None, cache: KVCache | None
     ) -> Tensor:
-        x = x + self.attn(rms(x), ve, rotary, mask, cache)
-        return x + self.mlp(rms(x))
+        """x (B, T, D) stays in its own format; the products between are in that of the rotary tables."""
+        compute_dtype = rotary[0].dtype
+        x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, mask, cache)
+        return x + self.mlp(rms(x).to(compute_dtype))
 
 
 class GPT(nn.Module):
@@ -287,7 +289,12 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The number format of activations and matrix products; the weights' own unless set."""
+        """The number format of matrix products and what goes into them; the weights' own unless set.
+
+        The residual stream and norms stay in the weights' format, which costs no time and keeps the scalars'
+        gradients: with weights that start at zero these are so small that bfloat16 leaves only noise of
+        them, which AdamW would scale up to whole steps.
+        """
         return self._compute_dtype or self.resid_lambdas.dtype
 
     @compute_dtype.setter
@@ -314,7 +321,7 @@ class GPT(nn.Module):
         return F.cross_entropy(*flat, ignore_index=IGNORED_TARGET, reduction=loss_reduction)
 
     def _logits(self, idx: Tensor, cache: KVCache | None) -> Tensor:
-        config = self.config
+        config, compute_dtype = self.config, self.compute_dtype
         start = cache.length if cache else 0
         end = start + idx.size(1)
         limit = min(config.sequence_len, cache.max_len) if cache else config.sequence_len
@@ -323,20 +330,19 @@ class GPT(nn.Module):
         windows = config.windows()
         masks = {window: window_mask(idx.size(1), end, window, idx.device) for window in set(windows)}
 
-        x = rms(self.transformer["wte"](idx).to(self.compute_dtype))
-        rotary = (self.cos[start:end].to(x.dtype), self.sin[start:end].to(x.dtype))
+        x = rms(self.transformer["wte"](idx))
+        rotary = (self.cos[start:end].to(compute_dtype), self.sin[start:end].to(compute_dtype))
         before = cache.last_B1D if cache else torch.zeros_like(x[:, :1])
         previous = torch.cat((before, x[:, :-1]), dim=1)
         if cache:
             cache.last_B1D = x[:, -1:]
-        gate_BT1 = torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS]))
-        x = x + self.smear_lambda.to(x.dtype) * gate_BT1 * previous
+        x = x + self.smear_lambda * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS])) * previous
 
         x0 = backout = x
         for layer, block in enumerate(self.transformer["h"].children()):
             ve = None
             if config.has_value_embedding(layer):
-                ve = self.value_embeds[str(layer)](idx).to(x.dtype)
+                ve = self.value_embeds[str(layer)](idx).to(compute_dtype)
             x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
             x = block(x, ve, rotary, masks[windows[layer]], cache)
             if layer == config.n_layer // 2:
@@ -344,7 +350,7 @@ class GPT(nn.Module):
         if cache:
             cache.length = end
 
-        x = rms(x - self.backout_lambda.to(x.dtype) * backout)
+        x = rms(x - self.backout_lambda * backout).to(compute_dtype)
         logits = self.lm_head(x)[..., : config.vocab_size]
         logits = logits.to(torch.promote_types(x.dtype, torch.float32))  # the softmax needs the digits
         return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)

@@ -6,8 +6,8 @@
     numerics = options.on(kind)
     model.to(numerics.device, numerics.dtype); model.compute_dtype = numerics.compute_dtype
 
-Weights, gradients and optimizer state are in `dtype`, which all ranks share; activations and matrix products
-in `compute_dtype`, which is each rank's own affair: what is replicated never depends on it.
+Weights, gradients and optimizer state are in `dtype`, which all ranks share; matrix products in
+`compute_dtype`, which is each rank's own affair: what is replicated never depends on it.
 """
 
 from __future__ import annotations
