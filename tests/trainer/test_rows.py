@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from trainer.data import DataError
+from trainer.data.directory import prepare_corpus
 from trainer.data.loader import permutation
-from trainer.data.prepare import prepare_corpus
 from trainer.data.rows import Rows, fill_rows, pack, row_dtype
 from trainer.data.sources import shard_texts
 from trainer.data.tokenizer import Tokenizer

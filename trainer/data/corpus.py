@@ -191,7 +191,7 @@ def build_shards(
         return write_shards(spool, folder, shard_bytes, seed), skipped
 
 
-def source_digest(files: Sequence[SourceFile], *arguments: int) -> str:
+def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
     """Changes when a file comes, goes or is written to, or an argument that shapes the shards changes."""
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
@@ -24,6 +25,8 @@ from trainer.data.text import split_text
 HEAD_BYTES = 8192
 BLOCK_BYTES = 8 * 2**20
 BATCH_DOCUMENTS = 256
+BATCH_BYTES = 8 * 2**20
+BUFFER_BYTES = 2**20
 TEXT_COLUMN = "text"
 
 BINARY = "binary or not UTF-8"
@@ -140,29 +143,57 @@ def _open(path: Path) -> BinaryIO:
 
 
 def shard_texts(path: Path) -> Iterator[list[str]]:
-    """The column `text` of a parquet file in batches; nulls and empty strings are left out.
+    """The documents of a parquet file in batches: its column `text` without nulls and empty strings.
 
-    Raises DataError, naming the file, if it is damaged or has no such column of strings.
+    Raises DataError as `text_columns` does.
+    """
+    for column in text_columns(path):
+        yield [text for text in column.to_pylist() if text]
+
+
+def text_columns(path: Path) -> Iterator[pa.Array]:
+    """The column `text` of a parquet file, a few MB at a time however large its row groups are.
+
+    Raises DataError, naming the file, if it is damaged or has no such column of strings, or no text in it.
     """
     empty = True
     try:
-        with pq.ParquetFile(path) as shard:
-            if TEXT_COLUMN not in shard.schema_arrow.names:
-                columns = ", ".join(shard.schema_arrow.names) or "none"
-                raise DataError(f"{path} has no column `{TEXT_COLUMN}` (its columns: {columns}).")
-            kind = shard.schema_arrow.field(TEXT_COLUMN).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise DataError(f"The column `{TEXT_COLUMN}` of {path} holds {kind}, not strings.")
+        # Read through a small buffer: else a whole column chunk of a row group lies in memory.
+        with pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
+        ) as shard:
+            _refuse_other_columns(path, shard.schema_arrow)
             for batch in shard.iter_batches(
-                batch_size=BATCH_DOCUMENTS, columns=[TEXT_COLUMN], use_threads=False
+                batch_size=_batch_documents(shard), columns=[TEXT_COLUMN], use_threads=False
             ):
-                texts = [text for text in batch.column(0).to_pylist() if text]
-                empty = empty and not texts
-                yield texts
+                column = batch.column(0)
+                column.validate(full=True)  # that it is UTF-8, too
+                empty = empty and not pc.sum(pc.binary_length(column)).as_py()
+                yield column
             if empty:
                 raise DataError(f"The column `{TEXT_COLUMN}` of {path} is empty.")
     except FileNotFoundError:
         raise DataError(f"There is no shard {path}.") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"The shard {path} cannot be read: {reason}") from None
+    except PermissionError:
+        raise DataError(f"The shard {path} cannot be read by this user.") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise DataError(f"The shard {path} cannot be read: {reason}.") from None
+
+
+def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
+    if TEXT_COLUMN not in schema.names:
+        columns = ", ".join(schema.names) or "none"
+        raise DataError(f"{path} has no column `{TEXT_COLUMN}` (its columns: {columns}).")
+    kind = schema.field(TEXT_COLUMN).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"The column `{TEXT_COLUMN}` of {path} holds {kind}, not strings.")
+
+
+def _batch_documents(shard: pq.ParquetFile) -> int:
+    """So many documents are about `BATCH_BYTES`."""
+    index = shard.schema_arrow.names.index(TEXT_COLUMN)
+    groups = [shard.metadata.row_group(i) for i in range(shard.num_row_groups)]
+    size = sum(group.column(index).total_uncompressed_size for group in groups if group.num_columns > index)
+    mean = size // max(1, shard.metadata.num_rows)
+    return max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, mean)))

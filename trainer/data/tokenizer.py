@@ -91,7 +91,11 @@ class Tokenizer:
 
     @property
     def token_bytes(self) -> NDArray[np.int32]:
-        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens."""
+        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens.
+
+        They are the lengths of the raw bytes that the file keeps, not of anything decoded (half a character
+        counts as what it takes), so the sum over a text's tokens is the length of its UTF-8.
+        """
         return np.array([len(piece) for piece in self.ranks] + [0] * len(self.specials), dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
@@ -116,17 +120,21 @@ class Tokenizer:
         """The text of `ids`; bytes that are not whole characters show as the replacement character."""
         return self._encoding.decode(list(ids))
 
-    def save(self, folder: Path | str) -> Path:
-        """Write `tokenizer.json` into `folder`; the same tokenizer always gives the same bytes."""
+    def to_json(self) -> bytes:
+        """All of it as plain data; the same tokenizer always gives the same bytes."""
         content = {
             "schema": 1,
             "pattern": self.pattern,
             "special_tokens": list(self.specials),
             "ranks": [base64.b64encode(piece).decode() for piece in self.ranks],
         }
+        return (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode()
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `tokenizer.json` into `folder`: the bytes of every token, from which its length follows."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode())
+        write_whole(path, self.to_json())
         return path
 
     @classmethod
