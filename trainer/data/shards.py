@@ -51,7 +51,7 @@ def find_shards(folder: Path) -> list[SourceFile]:
             f"{shard_name(1)} for validation. For text of another form give --source instead of --shards."
         )
     stats = [(path, path.stat()) for path in names]
-    return [SourceFile(path, status.st_size, status.st_mtime_ns) for path, status in stats]
+    return [SourceFile(str(path), status.st_size, status.st_mtime_ns) for path, status in stats]
 
 
 def inspect(path: Path, progress: Progress | None = None) -> Entry:

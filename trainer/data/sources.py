@@ -20,12 +20,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
+from trainer.data.progress import Progress
 from trainer.data.text import split_text
 
 HEAD_BYTES = 8192
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 2**20
 BATCH_DOCUMENTS = 256
-BATCH_BYTES = 8 * 2**20
+BATCH_BYTES = 2 * 2**20
 BUFFER_BYTES = 2**20
 TEXT_COLUMN = "text"
 
@@ -34,13 +35,18 @@ UNREADABLE = "unreadable"
 EMPTY = "empty"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that may hold text, and what tells whether it has changed."""
+    """A file that may hold text, and what tells whether it has changed. There may be millions of them."""
 
-    path: Path
+    name: str  # with its folders
     size: int
     mtime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.name)
 
 
 class SkippedFileError(Exception):
@@ -56,44 +62,56 @@ def find_files(
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()
-    seen: set[tuple[int, int]] = set()
+    linked: set[tuple[int, int]] = set()  # files of several names
 
-    def take(path: Path) -> None:
+    def take(name: str) -> None:
         try:
-            status = path.lstat()
+            status = os.lstat(name)
         except OSError:
             skipped[UNREADABLE] += 1
             return
         identity = (status.st_dev, status.st_ino)
-        if not stat.S_ISREG(status.st_mode) or identity in seen:
+        if not stat.S_ISREG(status.st_mode) or identity in linked:
             return
-        seen.add(identity)
+        if status.st_nlink > 1:
+            linked.add(identity)
         if status.st_size:
-            found.append(SourceFile(path, status.st_size, status.st_mtime_ns))
+            found.append(SourceFile(name, status.st_size, status.st_mtime_ns))
         else:
             skipped[EMPTY] += 1
+        progress.add(1)
 
+    with Progress("looking for text", unit="files") as progress:
+        for root in _roots(sources, leave_out):
+            if root.is_file():
+                take(str(root))
+                continue
+            for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
+                subfolders[:] = sorted(
+                    name
+                    for name in subfolders
+                    if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
+                )
+                for name in sorted(names):
+                    if not name.startswith("."):
+                        take(os.path.join(folder, name))
+    return found, skipped
+
+
+def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
+    """Where to look: the sources that do not lie within another one."""
+    roots: list[Path] = []
     for source in sources:
         if not source.exists():
             raise DataError(f"There is no file or folder {source}.")
         root = source.resolve()
         if leave_out and root.is_relative_to(leave_out):
             raise DataError(f"{source} is where the shards are written to: give another place with --out.")
-        if root.is_file():
-            take(root)
-            continue
-        if not os.access(root, os.R_OK | os.X_OK):
+        if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
             raise DataError(f"The folder {source} cannot be read by this user.")
-        for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
-            subfolders[:] = sorted(
-                name
-                for name in subfolders
-                if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
-            )
-            for name in sorted(names):
-                if not name.startswith("."):
-                    take(Path(folder, name))
-    return found, skipped
+        if root not in roots:
+            roots.append(root)
+    return [root for root in roots if not any(parent in roots for parent in root.parents)]
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
