@@ -152,9 +152,10 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
             info = _pack(data_dir, manifest, tokenizer, digest, sequence_len, threads)
             _remove_stale(data_dir / "rows", manifest, tokenizer_sha256)
         except OSError as error:
+            size = row_dtype(tokenizer.vocab_size).itemsize
             raise DataError(
                 f"The rows cannot be written to {data_dir / 'rows'}: {error.strerror or error}. They take "
-                f"{row_dtype(tokenizer.vocab_size).itemsize} bytes a token. Mend that and type the same again."
+                f"{size} bytes a token. Mend that and type the same again."
             ) from None
         return info
 

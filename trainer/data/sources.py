@@ -1,7 +1,8 @@
 """Text that a machine already has: the files under some folders, and the documents in them.
 
-A file is a document (a long one several), a row of a parquet file's column `text` too. Hidden files and
-symlinks are not looked at; what is not UTF-8 text is left out, and counted.
+A file is a document (a long one several), a row of a parquet file's column `text` too; a manual page is one
+without its markup. Hidden files and symlinks are not looked at; what is not UTF-8 text is left out, and
+counted.
 """
 
 import codecs
@@ -21,6 +22,7 @@ import pyarrow.parquet as pq
 
 from trainer.data import DataError
 from trainer.data.progress import Progress
+from trainer.data.roff import is_manual, strip_roff
 from trainer.data.text import split_text
 
 HEAD_BYTES = 8192
@@ -126,7 +128,8 @@ def documents(file: SourceFile, limit: int) -> Iterator[str]:
         return
     try:
         for block in _text_blocks(file.path):
-            yield from split_text(block, limit)
+            text = strip_roff(block) if is_manual(file.path, block) else block
+            yield from split_text(text, limit)
     except UnicodeDecodeError:
         raise SkippedFileError(BINARY) from None
     except (OSError, EOFError, zlib.error):
