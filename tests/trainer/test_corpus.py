@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import os
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer.data import DataError
-from trainer.data.corpus import build_shards, plan_shards, read_manifest
+from trainer.data import DataError, spool
+from trainer.data.corpus import Plan, build_shards, read_manifest
 from trainer.data.sources import documents, find_files, shard_texts
+from trainer.data.spool import Spool
 from trainer.data.text import split_text
 
 
@@ -122,6 +124,48 @@ def test_the_same_input_gives_the_same_bytes_and_another_seed_another_order(tmp_
     assert other[0]["sha256"] != first[0]["sha256"]
 
 
+def test_the_order_of_the_files_does_not_matter(tmp_path: Path) -> None:
+    for i, name in enumerate(["z", "a", "k", "b"]):
+        write_tree(tmp_path / "one", {f"{name}.txt": b"a text that is number %d\n" % i * 10})
+        write_tree(tmp_path / "two", {f"{i}/x.txt": b"a text that is number %d\n" % i * 10})
+    assert build(tmp_path / "one", tmp_path / "out1") == build(tmp_path / "two", tmp_path / "out2")
+
+
+@pytest.mark.parametrize("recent", [0, 3, 10**6])
+def test_each_document_is_taken_once_whatever_is_remembered(
+    tmp_path: Path, recent: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spool, "RECENT", recent)
+    texts = [f"text {i % 40} \N{SNOWMAN}".encode() for i in range(200)]
+    with Spool(tmp_path, 1) as first, Spool(tmp_path, 2) as second:
+        for text in texts:
+            first.add(text)
+        for text in reversed(texts):
+            second.add(text)
+        assert first.add(b" \n") == 0
+        assert first.close_input() == second.close_input() == (40, sum(map(len, set(texts))))
+        assert sorted(first) == sorted(second) == sorted(set(texts))
+        assert list(first) == list(first) != list(second)
+        assert list(first) != sorted(first)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_does_not_grow_with_the_corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spool, "RECENT", 1000)
+    monkeypatch.setattr(spool, "BUFFER_BYTES", 4096)
+    most = []
+    for n in (5_000, 40_000):
+        tracemalloc.start()
+        with Spool(tmp_path, 1) as kept:
+            for i in range(n):
+                kept.add(b"document %d of some text" % i)
+            assert kept.close_input()[0] == n
+            assert sum(1 for _ in kept) == n
+        most.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert most[1] - most[0] < 35_000 * 5  # 5 bytes a document: a 32nd of them is sorted at a time
+
+
 def test_validation_is_drawn_from_all_folders(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         write_tree(
@@ -216,16 +260,21 @@ def test_missing_sources_and_too_little_text_are_sentences(tmp_path: Path) -> No
         build(tmp_path / "a", tmp_path / "out")
 
 
-def test_plans_cover_all_documents() -> None:
+def test_plans_cover_all_documents_in_even_shards() -> None:
     generator = np.random.default_rng(0)
-    for n in (2, 3, 10, 100):
+    for n in (2, 3, 10, 100, 1000):
         for shard_bytes in (1, 1000, 30_000, 10**9):
-            ranges = plan_shards(generator.integers(1, 3000, n), shard_bytes)
-            assert len(ranges) >= 2
-            assert ranges[0][0] == 0
-            assert ranges[-1][1] == n
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(ranges))
-            assert all(start < end for start, end in ranges)
+            ends = np.cumsum(generator.integers(1, 3000, n)).tolist()
+            plan = Plan.make(ends[-1], shard_bytes)
+            shards = [plan.shard(start, end) for start, end in itertools.pairwise([0, *ends])]
+            assert shards == sorted(shards)
+            assert shards[0] < plan.n_train
+            assert shards[-1] == plan.n_train
+            if n == 1000 and shard_bytes == 30_000:
+                sizes = np.diff([0, *ends])
+                of_shard = [sum(sizes[np.array(shards) == k]) for k in range(plan.n_train)]
+                assert max(of_shard) - min(of_shard) < 2 * 3000
+                assert 27_000 < np.mean(of_shard) < 33_000
 
 
 @pytest.mark.parametrize("content", ["{", '{"schema": 9}', '{"schema": 1, "shards": []}', "[]"])

@@ -2,6 +2,9 @@
 
 import argparse
 import json
+import random
+import re
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from trainer.data import prepare
+from trainer.data import directory, prepare, progress
 
 
 def run(*arguments: object) -> int:
@@ -83,7 +86,7 @@ def test_without_a_manifest_the_data_is_made_again_after_a_crash(
 
     arguments = ("--source", source, "--out", tmp_path / "data", "--vocab-size", 300)
     with monkeypatch.context() as patch:
-        patch.setattr(prepare, "write_whole", full)
+        patch.setattr(directory, "write_whole", full)
         assert run(*arguments) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert not (tmp_path / "data" / "manifest.json").exists()
@@ -115,9 +118,73 @@ def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest
     assert result["packed"] is False
 
 
+@pytest.mark.parametrize("step", ["--source", "--rows"])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], step: str
+) -> None:
+    draw, out = random.Random(1), tmp_path / "data"
+    (tmp_path / "text").mkdir()
+    for i in range(50):
+        (tmp_path / "text" / f"{i}.txt").write_text(draw.randbytes(10_000).hex())
+    make = ("--source", tmp_path / "text", "--out", out, "--vocab-size", 300)
+    pack = ("--rows", "--data-dir", out, "--sequence-len", 32)
+    if step == "--rows":
+        assert run(*make) == 0
+    here = {path.name for path in out.iterdir()} if out.exists() else {".lock"}
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))  # as a full disk: files cannot grow
+    try:
+        assert run(*(pack if step == "--rows" else make)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(r"^prepare: .*data.*: File too large\..*type the same again\.$", said), said
+    assert {path.name for path in out.iterdir()} - {"rows"} == here
+    assert not list(out.glob("rows/[!.]*"))
+    assert not list(out.glob("rows/.packing*"))
+    assert run(*make) == run(*pack) == 0
+
+
+def test_progress_is_told_in_lines_with_rate_and_what_is_left(
+    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    (source / "wide.txt").write_text("\N{SNOWMAN}" * 3000)  # 9,000 bytes
+    shards = ("--shards", tmp_path / "data" / "shards", "--out", tmp_path / "other", "--vocab-size", 300)
+    assert run("--source", source, "--out", tmp_path / "data", "--vocab-size", 300) == 0
+    assert run("--rows", "--data-dir", tmp_path / "data", "--sequence-len", 16) == 0
+    assert run(*shards) == 0
+    lines = capsys.readouterr().err.splitlines()
+    last = {line.split(":")[0]: line for line in lines}
+    assert set(last) >= {
+        "looking for text",
+        "reading text",
+        "writing shards",
+        "learning the tokenizer",
+        "packing train rows",
+        "packing val rows",
+        "checking shards",
+    }
+    text = json.loads((tmp_path / "data" / "manifest.json").read_text())["text_bytes"]
+    for label in ("reading text", "writing shards"):
+        assert f"{text / 1e6:,.1f} of" in last[label]
+    for label, line in last.items():
+        assert re.search(r", [\d.,]+ (MB|files)/s, \d+ s", line), line
+        if label != "looking for text":
+            assert "(100%)" in line
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        (["--source", "SOURCE", "--shards", "EMPTY", "--out", "OUT"], "one of the three"),
+        (["--base-url", "climbmix", "--out", "OUT"], "--count N"),
+        (["--base-url", "nowhere", "--count", "2", "--out", "OUT"], "one of climbmix"),
+        (["--base-url", "climbmix", "--count", "9", "--val-shard", "-2", "--out", "OUT"], "--val-shard"),
+        (["--source", "SOURCE", "--count", "2", "--out", "OUT"], "for shards"),
+        (["--shards", "EMPTY", "--max-bytes", "9", "--out", "OUT"], "taken as they are"),
+        (["--shards", "EMPTY", "--out", "OUT"], "no .parquet file"),
+        (["--source", "SOURCE", "--tokenizer", "EMPTY", "--out", "OUT"], "There is no"),
         (["--out", "OUT"], "--source PATH"),
         (["--source", "SOURCE"], "--out DIR"),
         (["--source", "SOURCE/nowhere", "--out", "OUT"], "There is no file or folder"),

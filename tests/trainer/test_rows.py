@@ -2,6 +2,7 @@
 
 import json
 import multiprocessing
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 
 from trainer.data import DataError
+from trainer.data.directory import prepare_corpus
 from trainer.data.loader import permutation
-from trainer.data.prepare import prepare_corpus
 from trainer.data.rows import Rows, fill_rows, pack, row_dtype
 from trainer.data.sources import shard_texts
 from trainer.data.tokenizer import Tokenizer
@@ -68,6 +69,45 @@ def test_the_shortest_is_cut_and_its_rest_starts_anew() -> None:
     assert rows[2].tolist() == [BOS, *range(13, 20)]
 
 
+def plain_rows(documents: list[list[int]], row_tokens: int, bos: int, at_hand: int) -> list[list[int]]:
+    """The rule as one would say it, slowly: of the first `at_hand` documents the largest that fits, else the
+    shortest is cut, and its rest comes back as one that starts anew. Among equal ones the last to come for
+    what fits, the first for what is cut."""
+    coming, waiting, rows = list(documents), [], []
+    while True:
+        row: list[int] = []
+        while len(row) < row_tokens:
+            while coming and len(waiting) < at_hand:
+                waiting.append(coming.pop(0))
+            if not waiting:
+                return rows
+            room = row_tokens - len(row)
+            fitting = [i for i, document in enumerate(waiting) if len(document) <= room]
+            if fitting:
+                chosen = max(fitting, key=lambda i: (len(waiting[i]), i))
+            else:
+                chosen = min(range(len(waiting)), key=lambda i: (len(waiting[i]), i))
+            document = waiting.pop(chosen)
+            row += document[:room]
+            if len(document) > room:
+                waiting.append([bos, *document[room:]])
+        rows.append(row)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_packing_equals_the_plain_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = np.random.default_rng(seed)
+    at_hand, row_tokens = int(draw.integers(1, 30)), int(draw.integers(3, 40))
+    lengths = draw.integers(1, draw.integers(2, 120), size=draw.integers(1, 150)).tolist()
+    documents = [[BOS, *draw.integers(0, 50000, length).tolist()] for length in lengths]
+    monkeypatch.setattr("trainer.data.rows.BUFFER_DOCUMENTS", at_hand)
+    rows = [
+        row.tolist() for row in fill_rows((np.array(d, dtype=np.uint16) for d in documents), row_tokens, BOS)
+    ]
+    assert rows == plain_rows(documents, row_tokens, BOS, at_hand)
+    assert all(len(row) == row_tokens and row[0] == BOS for row in rows)
+
+
 def test_no_documents_make_no_rows() -> None:
     assert list(fill_rows(iter([]), 8, BOS)) == []
 
@@ -110,6 +150,49 @@ def test_rows_are_made_once_and_the_same_bytes_elsewhere(data_dir: Path, tmp_pat
     assert third.packed
     assert (third.train_sha256, third.val_sha256) == (first.train_sha256, first.val_sha256)
     assert not list((data_dir / "rows").glob(".packing-*"))
+
+
+def test_rows_do_not_depend_on_threads_or_on_how_text_is_handed_to_them(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = set()
+    for threads, job, ahead in ((1, 100_000, 4), (2, 100_000, 4), (5, 1, 1), (3, 700, 2)):
+        monkeypatch.setattr("trainer.data.tokenizer.JOB_CHARACTERS", job)
+        monkeypatch.setattr("trainer.data.tokenizer.JOBS_AHEAD", ahead)
+        info = pack(data_dir, 16, threads=threads)
+        made.add((info.train_sha256, info.val_sha256))
+        (info.path / "meta.json").unlink()
+    assert len(made) == 1
+
+
+def test_rows_of_other_data_go_and_those_of_other_lengths_stay(data_dir: Path) -> None:
+    old = pack(data_dir, 16)
+    mapped = Rows(old.path).split("train")
+    before = mapped.copy()
+    kept = pack(data_dir, 24)
+    assert old.path.is_dir()
+    (data_dir.parent / "source" / "new.txt").write_text("something new\n" * 20)
+    prepare_corpus([data_dir.parent / "source"], data_dir, vocab_size=300)
+    new = pack(data_dir, 16)
+    assert {path.name for path in (data_dir / "rows").iterdir()} == {".lock", new.path.name}
+    assert kept.path != new.path
+    assert (mapped == before).all()  # a run that reads them goes on
+
+
+def test_reading_a_batch_copies_only_its_rows(data_dir: Path) -> None:
+    info = pack(data_dir, 16)
+    train = Rows(info.path).split("train")
+    with open(info.path / "train.bin", "wb") as file:  # a file of 2 GiB without a byte on the disk
+        file.truncate(2**31)
+    big = np.memmap(info.path / "train.bin", dtype=train.dtype, mode="r", shape=(2**31 // 34, 17))
+    chosen = np.array([5, 10**7, 3, 6 * 10**7])
+    tracemalloc.start()
+    batch = big[chosen]
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert batch.shape == (4, 17)
+    assert most < 20_000
+    assert not big.flags.writeable
 
 
 def test_digest_changes_with_text_tokenizer_and_length(data_dir: Path) -> None:
@@ -161,7 +244,7 @@ def test_an_interrupted_packing_leaves_nothing(data_dir: Path, monkeypatch: pyte
 
     with monkeypatch.context() as patch:
         patch.setattr("trainer.data.rows.os.replace", full)
-        with pytest.raises(OSError, match="No space left"):
+        with pytest.raises(DataError, match=r"cannot be written to .*rows: No space left.* the same again"):
             pack(data_dir, 16)
     assert [path.name for path in (data_dir / "rows").iterdir()] == [".lock"]
     assert pack(data_dir, 16).packed

@@ -1,6 +1,7 @@
 """The tokenizer: what goes in comes out, numbers stay short, and its file is plain data."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,35 @@ def test_token_bytes_add_up_to_the_text(tokenizer: Tokenizer) -> None:
     assert int(tokenizer.token_bytes[ids].sum()) == len(UNICODE.encode())
     assert tokenizer.token_bytes[-9:].tolist() == [0] * 9
     assert tokenizer.token_bytes.shape == (tokenizer.vocab_size,)
+
+
+def test_a_tokens_length_is_that_of_its_raw_bytes() -> None:
+    # Tokens that are parts of characters, which decoding would show as the 3 bytes of U+FFFD.
+    tokenizer = Tokenizer.train(["日本語 " * 30, "éèê " * 30], 290)
+    text = "日本語 éü🚀"
+    ids = tokenizer.encode(text)
+    assert [len(tokenizer._encoding.decode_single_token_bytes(i)) for i in ids] == tokenizer.token_bytes[
+        ids
+    ].tolist()
+    assert tokenizer.token_bytes[:256].tolist() == [1] * 256
+    assert tokenizer.token_bytes[ids].sum() == len(text.encode())
+    assert len(tokenizer.decode([ids[-1]]).encode()) == 3 > tokenizer.token_bytes[ids[-1]]
+    assert [tokenizer.token_bytes[i] for i in tokenizer.specials.values()] == [0] * 9
+
+
+def test_batches_are_encoded_as_they_are_asked_for(tokenizer: Tokenizer) -> None:
+    taken = 0
+
+    def texts() -> Iterator[str]:
+        nonlocal taken
+        for _ in range(1000):
+            taken += 1
+            yield "x" * 10_000
+
+    encoded = tokenizer.encode_batch(texts(), 2)
+    next(encoded)
+    assert taken < 150
+    encoded.close()
 
 
 def test_batch_encoding_equals_encoding(tokenizer: Tokenizer) -> None:

@@ -1,14 +1,18 @@
 """Files written whole, their digests, and a lock between processes of one host."""
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.data import DataError
+
+# Another file system, one without links, too many of them, or a file of someone else's.
+NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -38,10 +42,38 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file's bytes, as 64 hex digits."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def file_sha256(path: Path, count: Callable[[int], None] | None = None) -> str:
+    """The sha256 of a file's bytes, as 64 hex digits; `count` is told how many bytes were read."""
+    digest = hashlib.sha256()
+    block = bytearray(2**20)
+    with open(path, "rb", buffering=0) as file:
+        while size := file.readinto(block):
+            digest.update(memoryview(block)[:size])
+            if count:
+                count(size)
+    return digest.hexdigest()
+
+
+def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None = None) -> bool:
+    """Make `target` the same file as `source`, or a copy on another file system; returns whether it is one.
+
+    `source` is not touched; `count` is told how many bytes were copied.
+    """
+    source = source.resolve()
+    try:
+        os.link(source, target)
+        return True
+    except OSError as error:
+        if error.errno not in NO_LINK:
+            raise
+    with open(source, "rb") as read, open(target, "wb") as written:
+        while block := read.read(2**20):
+            written.write(block)
+            if count:
+                count(len(block))
+        written.flush()
+        sync_file(written.fileno())
+    return False
 
 
 @contextlib.contextmanager

@@ -1,81 +1,65 @@
-"""`python -m trainer prepare`: text -> shards, tokenizer and manifest; with --rows, shards -> packed rows.
+"""`python -m trainer prepare`: text or shards -> a data directory; with --rows, its shards -> packed rows.
 
 python -m trainer prepare --source docs --source more.txt --out data --vocab-size 8192
+python -m trainer prepare --shards ~/.cache/nanochat --out data
+python -m trainer prepare --base-url climbmix --count 9 --out data
 python -m trainer prepare --rows --data-dir data --sequence-len 256
 """
 
 import argparse
 import json
-import os
-import shutil
 import sys
-import tempfile
-import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from trainer.data import DataError
-from trainer.data.corpus import MANIFEST, SHARDS, build_shards, read_manifest, source_digest
-from trainer.data.files import file_sha256, locked, sync_folder, write_whole
-from trainer.data.progress import Progress
+from trainer.data.directory import Prepared, prepare_corpus, prepare_public, prepare_shards
+from trainer.data.download import PUBLIC
 from trainer.data.rows import pack
-from trainer.data.sources import find_files, shard_texts
-from trainer.data.tokenizer import FILE_NAME, MIN_VOCAB_SIZE, Tokenizer
+from trainer.data.tokenizer import MIN_VOCAB_SIZE
 
-TOKENIZER_SAMPLE_BYTES = 30_000_000  # more text hardly changes the merges
-
-
-@dataclass
-class Prepared:
-    """What the closing summary says."""
-
-    documents: int
-    text_bytes: int
-    shards: int
-    val_bytes: int
-    vocab_size: int
-    reused: str  # "", "shards" or "all"
-    skipped: dict[str, int] = field(default_factory=dict)
-    seconds: dict[str, float] = field(default_factory=dict)
-
-
-class Clock:
-    """Seconds of each step."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self.last = time.monotonic()
-
-    def lap(self, step: str) -> None:
-        """What has passed since the last lap was `step`."""
-        now = time.monotonic()
-        self.seconds[step] = now - self.last
-        self.last = now
+VOCAB_SIZE = 32768
+SHARD_BYTES = 100_000_000
+SEED = 42
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the subcommand's options."""
     parser.description = (
-        "Make shards, a tokenizer and a manifest from text; with --rows, pack them into rows."
+        "Make a data directory: shards, a tokenizer and a manifest, from text or from nanochat's shards; "
+        "with --rows, pack its shards into rows."
     )
-    text = parser.add_argument_group("from text")
+    _add_text(parser.add_argument_group("from text"))
+    _add_shards(
+        parser.add_argument_group("from shards: parquet files with a column `text`, taken as they are")
+    )
+    out = parser.add_argument_group("from either")
+    out.add_argument("--out", type=Path, metavar="DIR", help="where to write; reused if nothing has changed")
+    out.add_argument(
+        "--vocab-size",
+        type=int,
+        default=VOCAB_SIZE,
+        metavar="N",
+        help="tokens, special ones included (%(default)s)",
+    )
+    out.add_argument(
+        "--tokenizer", type=Path, metavar="DIR", help="use the tokenizer of this folder, learn none"
+    )
+    rows = parser.add_argument_group("to rows")
+    rows.add_argument("--rows", action="store_true", help="pack the shards of --data-dir into rows")
+    rows.add_argument("--data-dir", type=Path, metavar="DIR", help="what --out was")
+    rows.add_argument("--sequence-len", type=int, metavar="T", help="tokens a row predicts")
+    rows.add_argument("--threads", type=int, default=0, metavar="N", help="cores to encode on (0: all)")
+    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+
+
+def _add_text(text: argparse._ArgumentGroup) -> None:
     text.add_argument(
         "--source",
         action="append",
         type=Path,
         metavar="PATH",
         help="a folder or file of text (.gz too), or a parquet file with a column `text`; may be given again",
-    )
-    text.add_argument("--out", type=Path, metavar="DIR", help="where to write; reused if nothing has changed")
-    text.add_argument(
-        "--vocab-size",
-        type=int,
-        default=32768,
-        metavar="N",
-        help="tokens, special ones included (%(default)s)",
     )
     text.add_argument(
         "--max-bytes",
@@ -87,21 +71,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text.add_argument(
         "--shard-bytes",
         type=int,
-        default=100_000_000,
+        default=SHARD_BYTES,
         metavar="N",
         help="text in a shard, about (%(default)s)",
     )
-    text.add_argument("--seed", type=int, default=42, metavar="N", help="of the shuffle (%(default)s)")
-    rows = parser.add_argument_group("to rows")
-    rows.add_argument("--rows", action="store_true", help="pack the shards of --data-dir into rows")
-    rows.add_argument("--data-dir", type=Path, metavar="DIR", help="what --out was")
-    rows.add_argument("--sequence-len", type=int, metavar="T", help="tokens a row predicts")
-    rows.add_argument("--threads", type=int, default=0, metavar="N", help="cores to encode on (0: all)")
-    parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
+    text.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the shuffle (%(default)s)")
+
+
+def _add_shards(shards: argparse._ArgumentGroup) -> None:
+    shards.add_argument(
+        "--shards",
+        type=Path,
+        metavar="DIR",
+        help="a folder of them, or nanochat's base directory; the last one by name is for validation",
+    )
+    shards.add_argument(
+        "--base-url",
+        metavar="URL",
+        help=f"download them from URL/shard_00000.parquet, ...; or a data set's name: {', '.join(PUBLIC)}",
+    )
+    shards.add_argument(
+        "--count", type=int, metavar="N", help="download so many, the one for validation included"
+    )
+    shards.add_argument(
+        "--val-shard",
+        type=int,
+        metavar="K",
+        help="the number of the one for validation (a named data set's last; else N-1)",
+    )
+    shards.add_argument(
+        "--sha256",
+        type=Path,
+        metavar="FILE",
+        help="what they must hash to, as sha256sum writes it (default: SHA256SUMS beside them, where it is)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the options ask; returns the exit code: 0, or 2 after a sentence on what is wrong."""
+    """Do what the options ask; returns the exit code: 0, 2 after a sentence on what is wrong, 130: Ctrl-C."""
     try:
         _check(args)
         return _run_rows(args) if args.rows else _run_corpus(args)
@@ -109,7 +116,14 @@ def run(args: argparse.Namespace) -> int:
         print(f"prepare: {error}", file=sys.stderr)
     except OSError as error:
         where = error.filename or args.out or args.data_dir
-        print(f"prepare: Cannot read or write {where}: {error.strerror or error}.", file=sys.stderr)
+        reason = error.strerror or error
+        print(
+            f"prepare: Cannot read or write {where}: {reason}. Mend that and type the same again.",
+            file=sys.stderr,
+        )
+    except KeyboardInterrupt:
+        print("prepare: stopped; type the same again to go on.", file=sys.stderr)
+        return 130
     return 2
 
 
@@ -118,16 +132,30 @@ def _check(args: argparse.Namespace) -> None:
         if not args.data_dir or args.sequence_len is None:
             raise DataError("--rows needs --data-dir DIR and --sequence-len T.")
         return
-    if not args.source or not args.out:
-        raise DataError("Give the text with --source PATH and the place for the shards with --out DIR.")
+    given = [name for name in ("source", "shards", "base_url") if getattr(args, name)]
+    if len(given) != 1 or not args.out:
+        raise DataError(
+            "Give the text with --source PATH, or shards with --shards DIR or --base-url URL, one of the "
+            "three; and the place for the data with --out DIR."
+        )
     for name, value, least in (
         ("--vocab-size", args.vocab_size, MIN_VOCAB_SIZE),
         ("--max-bytes", args.max_bytes, 0),
         ("--shard-bytes", args.shard_bytes, 1),
         ("--seed", args.seed, 0),
+        ("--val-shard", args.val_shard or 0, 0),
     ):
         if value < least:
             raise DataError(f"{name} {value} is too small: give {least} or more.")
+    if args.source and (args.sha256 or args.count is not None):
+        raise DataError("--sha256 and --count are for shards: they say nothing about --source.")
+    if not args.source and (args.max_bytes, args.shard_bytes, args.seed) != (0, SHARD_BYTES, SEED):
+        raise DataError(
+            "--max-bytes, --shard-bytes and --seed shape shards of text; these here are taken as they are. "
+            "To make new ones of their text, give their folder with --source."
+        )
+    if args.base_url and args.count is None:
+        raise DataError("--base-url needs --count N: how many shards to download.")
 
 
 def _run_rows(args: argparse.Namespace) -> int:
@@ -144,9 +172,7 @@ def _run_rows(args: argparse.Namespace) -> int:
 
 
 def _run_corpus(args: argparse.Namespace) -> int:
-    result = prepare_corpus(
-        args.source, args.out, args.vocab_size, args.max_bytes, args.shard_bytes, args.seed
-    )
+    result = _prepare(args)
     if args.json:
         print(json.dumps(asdict(result)))
         return 0
@@ -163,120 +189,19 @@ def _run_corpus(args: argparse.Namespace) -> int:
         f"prepare: {result.shards} shards, the last one ({result.val_bytes / 1e6:,.2f} MB) for validation; "
         f"a vocabulary of {result.vocab_size:,}"
     )
-    if result.vocab_size < args.vocab_size:
+    if result.vocab_size < args.vocab_size and not args.tokenizer:
         print(f"prepare: the text has too few repeated pieces for a vocabulary of {args.vocab_size:,}")
     print("prepare: " + ", ".join(f"{step} {seconds:.1f} s" for step, seconds in result.seconds.items()))
     return 0
 
 
-def prepare_corpus(
-    sources: Sequence[Path],
-    out: Path,
-    vocab_size: int = 32768,
-    max_bytes: int = 0,
-    shard_bytes: int = 100_000_000,
-    seed: int = 42,
-) -> Prepared:
-    """Bring the data directory `out` to what `sources` say; does only what has changed since last time."""
-    clock = Clock()
-    out = out.resolve()
-    files, skipped = find_files(sources, leave_out=out)
-    clock.lap("looking")
-    if not files:
-        names = ", ".join(str(source) for source in sources)
-        raise DataError(f"No text found in {names}: give a folder with .txt, .md or .py files.")
-    digest = source_digest(files, max_bytes, shard_bytes, seed)
-    with locked(out / ".lock"):
-        for leftover in out.glob(".preparing-*"):
-            shutil.rmtree(leftover)
-        manifest = _unchanged(out, digest)
-        if manifest and _same_tokenizer(out, manifest, vocab_size):
-            return _prepared(out, manifest, "all", clock)
-        reused = "shards" if manifest else ""
-        with tempfile.TemporaryDirectory(prefix=".preparing-", dir=out) as name:
-            work = Path(name)
-            if not manifest:
-                (work / SHARDS).mkdir()
-                entries, more = build_shards(files, work / SHARDS, max_bytes, shard_bytes, seed)
-                manifest = _manifest(entries, digest, skipped + more)
-                clock.lap("shards")
-            tokenizer = _learn((out if reused else work) / SHARDS, manifest, vocab_size)
-            manifest["tokenizer_sha256"] = file_sha256(tokenizer.save(work / "tokenizer"))
-            manifest["requested_vocab_size"] = vocab_size
-            clock.lap("tokenizer")
-            _put_in_place(work, out, manifest)
-    return _prepared(out, manifest, reused, clock)
-
-
-def _manifest(entries: list[dict[str, Any]], digest: str, skipped: Counter[str]) -> dict[str, Any]:
-    return {
-        "schema": 1,
-        "shards": entries,
-        "documents": sum(entry["documents"] for entry in entries),
-        "text_bytes": sum(entry["text_bytes"] for entry in entries),
-        "source_digest": digest,
-        "skipped": dict(sorted(skipped.items())),
-    }
-
-
-def _prepared(out: Path, manifest: dict[str, Any], reused: str, clock: Clock) -> Prepared:
-    return Prepared(
-        documents=manifest["documents"],
-        text_bytes=manifest["text_bytes"],
-        shards=len(manifest["shards"]),
-        val_bytes=manifest["shards"][-1]["text_bytes"],
-        vocab_size=Tokenizer.load(out / "tokenizer").vocab_size,
-        reused=reused,
-        skipped=manifest.get("skipped", {}),
-        seconds=clock.seconds | {"all": sum(clock.seconds.values())},
+def _prepare(args: argparse.Namespace) -> Prepared:
+    if args.shards:
+        return prepare_shards(args.shards, args.out, args.vocab_size, args.sha256, args.tokenizer)
+    if args.base_url:
+        return prepare_public(
+            args.base_url, args.count, args.out, args.vocab_size, args.sha256, args.val_shard, args.tokenizer
+        )
+    return prepare_corpus(
+        args.source, args.out, args.vocab_size, args.max_bytes, args.shard_bytes, args.seed, args.tokenizer
     )
-
-
-def _unchanged(out: Path, digest: str) -> dict[str, Any] | None:
-    """The manifest in `out` if it was made from the same sources and its shards are there."""
-    try:
-        manifest = read_manifest(out)
-        whole = all((out / SHARDS / s["name"]).stat().st_size == s["bytes"] for s in manifest["shards"])
-    except (DataError, OSError):
-        return None
-    return manifest if whole and manifest.get("source_digest") == digest else None
-
-
-def _same_tokenizer(out: Path, manifest: dict[str, Any], vocab_size: int) -> bool:
-    path = out / "tokenizer" / FILE_NAME
-    return (
-        manifest.get("requested_vocab_size") == vocab_size
-        and path.exists()
-        and file_sha256(path) == manifest["tokenizer_sha256"]
-    )
-
-
-def _learn(shards: Path, manifest: dict[str, Any], vocab_size: int) -> Tokenizer:
-    """A tokenizer for the training shards."""
-    train = [entry for entry in manifest["shards"] if entry["split"] == "train"]
-    expected = min(sum(entry["text_bytes"] for entry in train), TOKENIZER_SAMPLE_BYTES)
-    with Progress("learning the tokenizer", expected) as progress:
-        return Tokenizer.train(_sample([shards / entry["name"] for entry in train], progress), vocab_size)
-
-
-def _sample(shards: Sequence[Path], progress: Progress) -> Iterator[str]:
-    """The first documents of the shuffled shards, as many as the tokenizer learns from."""
-    for path in shards:
-        for batch in shard_texts(path):
-            for text in batch:
-                yield text
-                progress.add(len(text.encode()))
-                if progress.done >= TOKENIZER_SAMPLE_BYTES:
-                    return
-
-
-def _put_in_place(work: Path, out: Path, manifest: dict[str, Any]) -> None:
-    """Take the old manifest away, move what is new, write the manifest: with one, a directory is whole."""
-    (out / MANIFEST).unlink(missing_ok=True)
-    for name in (SHARDS, "tokenizer"):
-        if (work / name).exists():
-            if (out / name).exists():
-                shutil.rmtree(out / name)
-            os.replace(work / name, out / name)
-    sync_folder(out)
-    write_whole(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trainer.data import DataError
 from trainer.data.corpus import SHARDS, read_manifest
 from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_whole
 from trainer.data.progress import Progress
-from trainer.data.sources import shard_texts
+from trainer.data.sources import text_columns
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 PACKING = 1  # part of the digest: another way to pack makes other rows
@@ -127,7 +128,8 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     """Make the rows of `data_dir` for T = `sequence_len`, or find them as made before.
 
     Safe to call from several processes of a host at once: one packs, the others wait and reuse. `threads`
-    encode (0: all cores this process may use). Raises DataError for missing, damaged or too little data.
+    encode (0: all cores this process may use); the rows do not depend on how many. Raises DataError for
+    missing, damaged or too little data, or where the rows cannot be written.
     """
     if sequence_len < 2:
         raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")
@@ -143,9 +145,34 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     if ready:
         return ready
     with locked(data_dir / "rows" / ".lock"):
-        return _read_info(folder, digest) or _pack(
-            data_dir, manifest, tokenizer, digest, sequence_len, threads
-        )
+        ready = _read_info(folder, digest)
+        if ready:
+            return ready
+        try:
+            info = _pack(data_dir, manifest, tokenizer, digest, sequence_len, threads)
+            _remove_stale(data_dir / "rows", manifest, tokenizer_sha256)
+        except OSError as error:
+            size = row_dtype(tokenizer.vocab_size).itemsize
+            raise DataError(
+                f"The rows cannot be written to {data_dir / 'rows'}: {error.strerror or error}. They take "
+                f"{size} bytes a token. Mend that and type the same again."
+            ) from None
+        return info
+
+
+def _remove_stale(rows: Path, manifest: dict[str, Any], tokenizer_sha256: str) -> None:
+    """Take away rows of other shards or another tokenizer: nothing can ask for them again.
+
+    Those of other sequence lengths stay. A run that has the old ones mapped keeps them until it ends.
+    """
+    for folder in rows.glob("[!.]*"):
+        try:
+            length = json.loads((folder / "meta.json").read_bytes())["sequence_len"]
+            name = rows_digest(manifest, tokenizer_sha256, length)[:16]
+        except (OSError, ValueError, KeyError, TypeError):
+            name = ""
+        if folder.name != name:
+            shutil.rmtree(folder)
 
 
 def _pack(
@@ -199,19 +226,24 @@ def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
 def _encoded(
     data_dir: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, split: str, threads: int
 ) -> Iterator[NDArray[Any]]:
+    """Each document of the shards, in order, behind <|bos|>."""
     dtype = row_dtype(tokenizer.vocab_size)
     with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
-        for shard in shards:
-            path = data_dir / SHARDS / shard["name"]
-            if path.exists() and file_sha256(path) != shard["sha256"]:
-                raise DataError(f"The shard {path} is damaged: its sha256 is not the one in the manifest.")
-            for texts in shard_texts(path):
-                for text, ids in zip(texts, tokenizer.encode_batch(texts, threads), strict=True):
-                    document = np.empty(len(ids) + 1, dtype=dtype)
-                    document[0] = tokenizer.bos_id
-                    document[1:] = ids
-                    progress.add(len(text))
-                    yield document
+        for ids in tokenizer.encode_batch(_texts(data_dir, shards, progress), threads):
+            document = np.empty(len(ids) + 1, dtype=dtype)
+            document[0] = tokenizer.bos_id
+            document[1:] = ids
+            yield document
+
+
+def _texts(data_dir: Path, shards: list[dict[str, Any]], progress: Progress) -> Iterator[str]:
+    for shard in shards:
+        path = data_dir / SHARDS / shard["name"]
+        if path.exists() and file_sha256(path, lambda _: progress.add(0)) != shard["sha256"]:
+            raise DataError(f"The shard {path} is damaged: its sha256 is not the one in the manifest.")
+        for column in text_columns(path):
+            progress.add(pc.sum(pc.binary_length(column)).as_py() or 0)
+            yield from (text for text in column.to_pylist() if text)
 
 
 def _write_rows(path: Path, rows: Iterator[NDArray[Any]]) -> tuple[int, str]:

@@ -1,7 +1,8 @@
 """Text that a machine already has: the files under some folders, and the documents in them.
 
-A file is a document (a long one several), a row of a parquet file's column `text` too. Hidden files and
-symlinks are not looked at; what is not UTF-8 text is left out, and counted.
+A file is a document (a long one several), a row of a parquet file's column `text` too; a manual page is one
+without its markup. Hidden files and symlinks are not looked at; what is not UTF-8 text is left out, and
+counted.
 """
 
 import codecs
@@ -16,14 +17,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
+from trainer.data.progress import Progress
+from trainer.data.roff import is_manual, strip_roff
 from trainer.data.text import split_text
 
 HEAD_BYTES = 8192
-BLOCK_BYTES = 8 * 2**20
+BLOCK_BYTES = 2**20
 BATCH_DOCUMENTS = 256
+BATCH_BYTES = 2 * 2**20
+BUFFER_BYTES = 2**20
 TEXT_COLUMN = "text"
 
 BINARY = "binary or not UTF-8"
@@ -31,13 +37,18 @@ UNREADABLE = "unreadable"
 EMPTY = "empty"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that may hold text, and what tells whether it has changed."""
+    """A file that may hold text, and what tells whether it has changed. There may be millions of them."""
 
-    path: Path
+    name: str  # with its folders
     size: int
     mtime_ns: int
+
+    @property
+    def path(self) -> Path:
+        """Where it is."""
+        return Path(self.name)
 
 
 class SkippedFileError(Exception):
@@ -53,44 +64,56 @@ def find_files(
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()
-    seen: set[tuple[int, int]] = set()
+    linked: set[tuple[int, int]] = set()  # files of several names
 
-    def take(path: Path) -> None:
+    def take(name: str) -> None:
         try:
-            status = path.lstat()
+            status = os.lstat(name)
         except OSError:
             skipped[UNREADABLE] += 1
             return
         identity = (status.st_dev, status.st_ino)
-        if not stat.S_ISREG(status.st_mode) or identity in seen:
+        if not stat.S_ISREG(status.st_mode) or identity in linked:
             return
-        seen.add(identity)
+        if status.st_nlink > 1:
+            linked.add(identity)
         if status.st_size:
-            found.append(SourceFile(path, status.st_size, status.st_mtime_ns))
+            found.append(SourceFile(name, status.st_size, status.st_mtime_ns))
         else:
             skipped[EMPTY] += 1
+        progress.add(1)
 
+    with Progress("looking for text", unit="files") as progress:
+        for root in _roots(sources, leave_out):
+            if root.is_file():
+                take(str(root))
+                continue
+            for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
+                subfolders[:] = sorted(
+                    name
+                    for name in subfolders
+                    if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
+                )
+                for name in sorted(names):
+                    if not name.startswith("."):
+                        take(os.path.join(folder, name))
+    return found, skipped
+
+
+def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
+    """Where to look: the sources that do not lie within another one."""
+    roots: list[Path] = []
     for source in sources:
         if not source.exists():
             raise DataError(f"There is no file or folder {source}.")
         root = source.resolve()
         if leave_out and root.is_relative_to(leave_out):
             raise DataError(f"{source} is where the shards are written to: give another place with --out.")
-        if root.is_file():
-            take(root)
-            continue
-        if not os.access(root, os.R_OK | os.X_OK):
+        if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
             raise DataError(f"The folder {source} cannot be read by this user.")
-        for folder, subfolders, names in os.walk(root, onerror=lambda _: skipped.update([UNREADABLE])):
-            subfolders[:] = sorted(
-                name
-                for name in subfolders
-                if not name.startswith(".") and name != "__pycache__" and Path(folder, name) != leave_out
-            )
-            for name in sorted(names):
-                if not name.startswith("."):
-                    take(Path(folder, name))
-    return found, skipped
+        if root not in roots:
+            roots.append(root)
+    return [root for root in roots if not any(parent in roots for parent in root.parents)]
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
@@ -105,7 +128,8 @@ def documents(file: SourceFile, limit: int) -> Iterator[str]:
         return
     try:
         for block in _text_blocks(file.path):
-            yield from split_text(block, limit)
+            text = strip_roff(block) if is_manual(file.path, block) else block
+            yield from split_text(text, limit)
     except UnicodeDecodeError:
         raise SkippedFileError(BINARY) from None
     except (OSError, EOFError, zlib.error):
@@ -140,29 +164,57 @@ def _open(path: Path) -> BinaryIO:
 
 
 def shard_texts(path: Path) -> Iterator[list[str]]:
-    """The column `text` of a parquet file in batches; nulls and empty strings are left out.
+    """The documents of a parquet file in batches: its column `text` without nulls and empty strings.
 
-    Raises DataError, naming the file, if it is damaged or has no such column of strings.
+    Raises DataError as `text_columns` does.
+    """
+    for column in text_columns(path):
+        yield [text for text in column.to_pylist() if text]
+
+
+def text_columns(path: Path) -> Iterator[pa.Array]:
+    """The column `text` of a parquet file, a few MB at a time however large its row groups are.
+
+    Raises DataError, naming the file, if it is damaged or has no such column of strings, or no text in it.
     """
     empty = True
     try:
-        with pq.ParquetFile(path) as shard:
-            if TEXT_COLUMN not in shard.schema_arrow.names:
-                columns = ", ".join(shard.schema_arrow.names) or "none"
-                raise DataError(f"{path} has no column `{TEXT_COLUMN}` (its columns: {columns}).")
-            kind = shard.schema_arrow.field(TEXT_COLUMN).type
-            if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-                raise DataError(f"The column `{TEXT_COLUMN}` of {path} holds {kind}, not strings.")
+        # Read through a small buffer: else a whole column chunk of a row group lies in memory.
+        with pq.ParquetFile(
+            path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
+        ) as shard:
+            _refuse_other_columns(path, shard.schema_arrow)
             for batch in shard.iter_batches(
-                batch_size=BATCH_DOCUMENTS, columns=[TEXT_COLUMN], use_threads=False
+                batch_size=_batch_documents(shard), columns=[TEXT_COLUMN], use_threads=False
             ):
-                texts = [text for text in batch.column(0).to_pylist() if text]
-                empty = empty and not texts
-                yield texts
+                column = batch.column(0)
+                column.validate(full=True)  # that it is UTF-8, too
+                empty = empty and not pc.sum(pc.binary_length(column)).as_py()
+                yield column
             if empty:
                 raise DataError(f"The column `{TEXT_COLUMN}` of {path} is empty.")
     except FileNotFoundError:
         raise DataError(f"There is no shard {path}.") from None
-    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        reason = str(error).splitlines()[0]
-        raise DataError(f"The shard {path} cannot be read: {reason}") from None
+    except PermissionError:
+        raise DataError(f"The shard {path} cannot be read by this user.") from None
+    except (OSError, pa.ArrowException) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
+        raise DataError(f"The shard {path} cannot be read: {reason}.") from None
+
+
+def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
+    if TEXT_COLUMN not in schema.names:
+        columns = ", ".join(schema.names) or "none"
+        raise DataError(f"{path} has no column `{TEXT_COLUMN}` (its columns: {columns}).")
+    kind = schema.field(TEXT_COLUMN).type
+    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        raise DataError(f"The column `{TEXT_COLUMN}` of {path} holds {kind}, not strings.")
+
+
+def _batch_documents(shard: pq.ParquetFile) -> int:
+    """So many documents are about `BATCH_BYTES`."""
+    index = shard.schema_arrow.names.index(TEXT_COLUMN)
+    groups = [shard.metadata.row_group(i) for i in range(shard.num_row_groups)]
+    size = sum(group.column(index).total_uncompressed_size for group in groups if group.num_columns > index)
+    mean = size // max(1, shard.metadata.num_rows)
+    return max(1, min(BATCH_DOCUMENTS, BATCH_BYTES // max(1, mean)))

@@ -6,8 +6,9 @@ tokenizer = Tokenizer.train(texts, vocab_size=8192); tokenizer.save(folder); Tok
 import base64
 import json
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Self
 
@@ -43,6 +44,8 @@ SPECIAL_TOKENS = (
 )
 # The engine behind the pattern runs out of stack on about a million blanks: longer text goes in by pieces.
 LONGEST = 200_000  # characters
+JOB_CHARACTERS = 100_000
+JOBS_AHEAD = 4
 MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
@@ -91,42 +94,67 @@ class Tokenizer:
 
     @property
     def token_bytes(self) -> NDArray[np.int32]:
-        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens."""
+        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens.
+
+        They are the lengths of the raw bytes that the file keeps, not of anything decoded (half a character
+        counts as what it takes), so the sum over a text's tokens is the length of its UTF-8.
+        """
         return np.array([len(piece) for piece in self.ranks] + [0] * len(self.specials), dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; what looks like a special token in it is plain text."""
         return [i for piece in split_text(text, LONGEST) for i in self._encoding.encode_ordinary(piece)]
 
-    def encode_batch(self, texts: Sequence[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
-        """Token ids of each text, in order, encoded on `threads` cores (0: all this process may use)."""
+    def encode_batch(self, texts: Iterable[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
+        """Token ids of each text, in order, encoded on `threads` cores (0: all this process may use).
 
-        def encode(text: str) -> NDArray[np.uint32]:
-            pieces = split_text(text, LONGEST)
-            return np.concatenate([self._encoding.encode_to_numpy(p, disallowed_special=()) for p in pieces])
-
+        Texts are taken as they are needed: at most `JOBS_AHEAD` jobs a thread are under way.
+        """
         threads = threads or usable_cores()
+        jobs = _jobs(texts)
         if threads == 1:
-            yield from map(encode, texts)
+            for job in jobs:
+                yield from self._encode_job(job)
             return
         with ThreadPoolExecutor(threads) as pool:
-            yield from pool.map(encode, texts)
+            running: deque[Future[list[NDArray[np.uint32]]]] = deque()
+            for job in jobs:
+                running.append(pool.submit(self._encode_job, job))
+                if len(running) > threads * JOBS_AHEAD:
+                    yield from running.popleft().result()
+            while running:
+                yield from running.popleft().result()
+
+    def _encode_job(self, texts: list[str]) -> list[NDArray[np.uint32]]:
+        return [
+            np.concatenate(
+                [
+                    self._encoding.encode_to_numpy(piece, disallowed_special=())
+                    for piece in split_text(text, LONGEST)
+                ]
+            )
+            for text in texts
+        ]
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not whole characters show as the replacement character."""
         return self._encoding.decode(list(ids))
 
-    def save(self, folder: Path | str) -> Path:
-        """Write `tokenizer.json` into `folder`; the same tokenizer always gives the same bytes."""
+    def to_json(self) -> bytes:
+        """All of it as plain data; the same tokenizer always gives the same bytes."""
         content = {
             "schema": 1,
             "pattern": self.pattern,
             "special_tokens": list(self.specials),
             "ranks": [base64.b64encode(piece).decode() for piece in self.ranks],
         }
+        return (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode()
+
+    def save(self, folder: Path | str) -> Path:
+        """Write `tokenizer.json` into `folder`: the bytes of every token, from which its length follows."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode())
+        write_whole(path, self.to_json())
         return path
 
     @classmethod
@@ -151,6 +179,20 @@ class Tokenizer:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path} is no tokenizer that this program wrote ({error}).") from None
+
+
+def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:
+    """The texts in groups of about `JOB_CHARACTERS`: handing over each short one would cost more than it."""
+    job: list[str] = []
+    size = 0
+    for text in texts:
+        job.append(text)
+        size += len(text)
+        if size >= JOB_CHARACTERS:
+            yield job
+            job, size = [], 0
+    if job:
+        yield job
 
 
 def usable_cores() -> int:

@@ -1,0 +1,139 @@
+"""Shards as others have made them: looked through, hashed and taken as they are.
+
+A folder of nanochat's holds `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is
+validation. Neither their order nor a byte of them is changed.
+"""
+
+import functools
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pyarrow.compute as pc
+
+from trainer.data import DataError
+from trainer.data.files import file_sha256, link_or_copy
+from trainer.data.progress import Progress
+from trainer.data.sources import SourceFile, text_columns
+from trainer.data.tokenizer import usable_cores
+
+SUMS = "SHA256SUMS"
+# Where nanochat keeps its shards in its base directory, the newer data set first.
+BASE_FOLDERS = ("base_data_climbmix", "base_data")
+MOST_READERS = 4  # a disk is no faster with more
+
+Entry = dict[str, Any]
+
+
+def shard_name(number: int) -> str:
+    """nanochat's name of shard `number`."""
+    return f"shard_{number:05d}.parquet"
+
+
+def find_shards(folder: Path) -> list[SourceFile]:
+    """The shards in `folder` (or where nanochat's base directory has them), by name. Or DataError."""
+    if not folder.is_dir():
+        raise DataError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is no folder.")
+    places = [folder, *(folder / name for name in BASE_FOLDERS)]
+    try:
+        for place in places:
+            names = sorted(path for path in place.glob("*.parquet") if not path.name.startswith("."))
+            if names:
+                break
+    except OSError as error:
+        raise DataError(f"Cannot read the folder {folder}: {error.strerror}.") from None
+    if len(names) < 2:
+        found = f"only {names[0].name}" if names else "no .parquet file"
+        raise DataError(
+            f"There is {found} in {folder}: two shards are the least, {shard_name(0)} to train on and "
+            f"{shard_name(1)} for validation. For text of another form give --source instead of --shards."
+        )
+    stats = [(path, path.stat()) for path in names]
+    return [SourceFile(str(path), status.st_size, status.st_mtime_ns) for path, status in stats]
+
+
+def inspect(path: Path, progress: Progress | None = None) -> Entry:
+    """The manifest's entry of a shard, without its split: read twice, to hash it and to count its text.
+
+    Raises DataError, naming the file, for what cannot be trained on.
+    """
+    try:
+        sha256 = file_sha256(path, progress.add if progress else None)
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"The shard {path} cannot be read: {error.strerror}.") from None
+    documents = text_bytes = counted = 0
+    for column in text_columns(path):
+        lengths = pc.binary_length(column)
+        documents += pc.sum(pc.greater(lengths, 0)).as_py() or 0
+        text_bytes += pc.sum(lengths).as_py() or 0
+        if progress:  # compressed text is about a third of itself
+            step = min(column.nbytes // 3, size - counted)
+            counted += step
+            progress.add(step)
+    if progress:
+        progress.add(size - counted)
+    return {
+        "name": path.name,
+        "sha256": sha256,
+        "bytes": size,
+        "documents": documents,
+        "text_bytes": text_bytes,
+    }
+
+
+def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
+    """Take `files` into `folder` as they are, the last one for validation; returns the manifest's entries.
+
+    `sums` are the sha256 that a file must have, by name. Raises DataError for one that has another, or is no
+    shard of text.
+    """
+    total = 2 * sum(file.size for file in files)
+    with (
+        Progress("checking shards", total) as progress,
+        ThreadPoolExecutor(min(usable_cores(), MOST_READERS)) as pool,
+    ):
+        try:
+            entries = list(
+                pool.map(functools.partial(inspect, progress=progress), [file.path for file in files])
+            )
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    for file, entry in zip(files, entries, strict=True):
+        wanted = sums.get(entry["name"], entry["sha256"])
+        if entry["sha256"] != wanted:
+            raise DataError(
+                f"The shard {file.path} is damaged: its sha256 is {entry['sha256']}, {SUMS} says {wanted}. "
+                "Bring a good copy of it, or take the line away if the file is right."
+            )
+    with Progress("copying shards", total // 2) as progress:
+        for file, entry in zip(files, entries, strict=True):
+            target = folder / entry["name"]
+            if not link_or_copy(file.path, target, progress.add) and file_sha256(target) != entry["sha256"]:
+                raise DataError(f"The copy of {file.path} differs from it: was it written to? Try again.")
+    return with_splits(entries)
+
+
+def with_splits(entries: Iterable[Entry]) -> list[Entry]:
+    """The entries with their split: the last one is validation."""
+    named = list(entries)
+    return [entry | {"split": "val" if entry is named[-1] else "train"} for entry in named]
+
+
+def read_sums(path: Path) -> dict[str, str]:
+    """The sha256 by file name of a file as `sha256sum` writes it."""
+    try:
+        return parse_sums(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+    except UnicodeDecodeError:
+        raise DataError(f"{path} is no list of checksums: make one with sha256sum *.parquet") from None
+
+
+def parse_sums(text: str) -> dict[str, str]:
+    """The lines `<64 hex digits>  name` of a text; others are passed over."""
+    lines = re.findall(r"^([0-9a-fA-F]{64}) [ *](?:.*/)?([^/\n]+?)\r?$", text, re.MULTILINE)
+    return {name: sha256.lower() for sha256, name in lines}
