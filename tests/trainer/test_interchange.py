@@ -521,6 +521,27 @@ def test_a_data_directory_takes_upstreams_tokenizer(
     assert "is another tokenizer: give another --data-dir" in capsys.readouterr().err
 
 
+def test_a_base_directory_is_adopted_as_it_is(
+    base: Path, data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(data_dir / "shards", base / "base_data_climbmix")
+    before = everything(base)
+    for said in ("2 shards", "nothing has changed"):
+        assert take_in(base, "--data-dir", tmp_path / "data", "--run-dir", tmp_path / "run") == 0
+        assert said in capsys.readouterr().out
+    assert everything(base) == before
+    for path in (base / "base_data_climbmix").iterdir():
+        assert (tmp_path / "data" / "shards" / path.name).read_bytes() == path.read_bytes()
+    config = checkpoint.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
+    train_here(tmp_path / "data", tmp_path / "run", **config)
+    assert len(losses(tmp_path / "run")) == 3
+    other = upstream.train_tokenizer(["some other text of other words " * 9], 270)
+    (base / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(other))
+    capsys.readouterr()
+    assert take_in(base, "--data-dir", tmp_path / "data") == 2
+    assert "is another tokenizer: give another --data-dir" in capsys.readouterr().err
+
+
 def test_help_does_not_import_torch() -> None:
     program = "import sys, trainer.__main__ as m; m.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from trainer.config import ConfigError, RunConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.interchange.layout import find_pair, find_shards, find_tokenizer
+from trainer.interchange.layout import find_pair, find_tokenizer
 
 SHAPE_KNOBS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
 
@@ -111,12 +111,18 @@ def _read_tokenizer(args: argparse.Namespace) -> Tokenizer:
 
 
 def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
-    from trainer.interchange.data import adopt_tokenizer
+    from trainer.interchange.data import adopt_shards, adopt_tokenizer, has_shards
 
-    path = adopt_tokenizer(tokenizer, args.data_dir)
-    print(f"import: the tokenizer is {path}")
-    if shards := find_shards(args.from_nanochat):
-        print(f"import: the shards in {shards} are not brought along")
+    if not has_shards(args.from_nanochat):
+        path = adopt_tokenizer(tokenizer, args.data_dir)
+        print(f"import: the tokenizer is {path}; there are no shards in {args.from_nanochat}")
+        return
+    done = adopt_shards(args.from_nanochat, tokenizer, args.data_dir)
+    print(
+        f"import: {args.data_dir} has the tokenizer and {done.shards} shards, {done.documents:,} documents "
+        f"in {done.text_bytes / 1e6:,.2f} MB; the last shard is for validation"
+        + (" (nothing has changed)" if done.reused == "all" else "")
+    )
 
 
 def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 from trainer.data import DataError
+from trainer.data.directory import Prepared, prepare_shards
 from trainer.data.files import locked
+from trainer.data.shards import BASE_FOLDERS
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 
+def has_shards(path: Path) -> bool:
+    """Whether `path` is a base directory with shards, or a folder of them."""
+    return any(any(folder.glob("*.parquet")) for folder in (path, *(path / name for name in BASE_FOLDERS)))
+
+
+def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
+    """The shards of `base` as they are, with `tokenizer`, as the data directory. Raises DataError."""
+    _check_tokenizer(tokenizer, data_dir)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(folder)
+        return prepare_shards(base, data_dir, tokenizer=Path(folder))
+
+
 def adopt_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> Path:
-    """Make `tokenizer` that of `data_dir`; DataError if it has another one, which rows may be packed with."""
-    path = data_dir / "tokenizer" / FILE_NAME
+    """Make `tokenizer` that of `data_dir`, without shards. Raises DataError."""
     with locked(data_dir / ".lock"):
-        if path.exists() and Tokenizer.load(path.parent) != tokenizer:
-            raise DataError(f"{path} is another tokenizer: give another --data-dir.")
-        return tokenizer.save(path.parent)
+        _check_tokenizer(tokenizer, data_dir)
+        return tokenizer.save(data_dir / "tokenizer")
+
+
+def _check_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> None:
+    """DataError if `data_dir` has another one, which a run may have been trained with."""
+    path = data_dir / "tokenizer" / FILE_NAME
+    if path.exists() and Tokenizer.load(path.parent) != tokenizer:
+        raise DataError(f"{path} is another tokenizer: give another --data-dir.")

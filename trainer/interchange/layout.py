@@ -17,7 +17,6 @@ from trainer.config import ConfigError
 CHECKPOINTS = "base_checkpoints"
 TOKENIZER = Path("tokenizer", "tokenizer.pkl")
 TOKEN_BYTES = Path("tokenizer", "token_bytes.pt")
-SHARDS = ("base_data_climbmix", "base_data")
 MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
 
 
@@ -69,14 +68,6 @@ def find_tokenizer(path: Path) -> Path:
         if (base / TOKENIZER).is_file():
             return base / TOKENIZER
     raise ConfigError(f"There is no {TOKENIZER} in {bases[-1]}: say where it is with --tokenizer FILE.")
-
-
-def find_shards(path: Path) -> Path | None:
-    """The folder of parquet files of a base directory, or `path` itself if it is one."""
-    for folder in (*(path / name for name in SHARDS), path):
-        if any(folder.glob("*.parquet")):
-            return folder
-    return None
 
 
 def _whole(pair: Pair) -> Pair:
