@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from trainer.config import RunFile, code_digest
 from trainer.data.rows import RowsInfo
+from trainer.host.facts import host_facts
 from trainer.host.numerics import Numerics
 from trainer.host.place import Place
 from trainer.outcome import Final, Retryable
@@ -80,7 +81,7 @@ def make_record(
             "train rows": rows.train_sha256[:16],
             "val rows": rows.val_sha256[:16],
         }
-    shown = {"arithmetic": numerics.describe()} if numerics else {}
+    shown = host_facts() | ({"arithmetic": numerics.describe()} if numerics else {})
     return Record(place.rank, place.host, place.address(), compared, shown, problem)
 
 

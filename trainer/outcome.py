@@ -121,9 +121,10 @@ class Attempt:
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
-            for call in self._at_end:
-                call(outcome, hurry)
-            return True
+        # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.
+        for call in self._at_end:
+            call(outcome, hurry)
+        return True
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:

@@ -29,7 +29,8 @@ from trainer.data.loader import batch_rows, rank_rows
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.numerics import Numerics, set_up
-from trainer.host.place import Place, Voice
+from trainer.host.place import Place
+from trainer.host.voice import Voice
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
 from trainer.outcome import Attempt, Final, Retryable, Stopped
@@ -40,7 +41,8 @@ from trainer.sync import Sync, make_sync
 from trainer.sync.digest import compare_parameters
 from trainer.sync.group import UNMEASURED_TIMEOUT, Group, PeerLost
 from trainer.sync.store import join_store
-from trainer.tracking import MlflowTracker, Tracker
+from trainer.tracking.about import facts_of
+from trainer.tracking.tracker import Tracker
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 64
@@ -82,7 +84,7 @@ class Run:
             self.stop_file.unlink(missing_ok=True)  # asked of an earlier attempt
         self.heartbeat.enter("load")
         self.numerics: Numerics = set_up(self.config.dtype)
-        records = self._load_and_meet()
+        self.records = records = self._load_and_meet()
         self.group = Group.open(self.place, [record.peer for record in records], self.store)
         self.say(f"{self.run_file.run_id}: {len(records)} rank{'s' if len(records) > 1 else ''}")
         for record in records:
@@ -183,26 +185,12 @@ class Run:
         return checkpoint.State({"step": 0}, dict(self.model.state_dict()), {})
 
     def _make_tracker(self, uri: str) -> Tracker:
-        mlflow = None
-        if self.config.tracker == "mlflow" and uri:
-            derived = {
-                "total_batch_size": self.plan.total_batch_size,
-                "num_iterations": self.plan.num_iterations,
-                "parameters": self.model.param_counts()["total"],
-                "flops_per_token": self.model.flops_per_token(),
-                "vocab_size": self.plan.model.vocab_size,
-                "n_embd": self.plan.model.n_embd,
-            }
-            tags = {
-                "config digest": self.config.digest(),
-                "hosts": " ".join(peer.host for peer in self.group.peers),
-                **self.data.hashes,
-            }
-            params = {**self.config.to_dict(), **derived}
-            mlflow = MlflowTracker(uri, self.run_file.run_id, params, tags, self.say)
-        elif self.config.tracker == "mlflow":
+        if self.config.tracker == "none":
+            uri = ""
+        elif not uri:
             self.say("No tracker address was given (--tracker-uri): metrics.jsonl alone keeps the figures.")
-        return Tracker(self.run_dir, self.report.progress.step, mlflow)
+        facts = facts_of(self.run_file, self.plan, self.model, self.data.info, self.data.hashes, self.records)
+        return Tracker(self.run_dir, self.report.progress.step, facts, uri, self.say)
 
     # -- the loop --------------------------------------------------------------------------------------
 
