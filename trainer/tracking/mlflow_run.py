@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -78,9 +79,7 @@ class MlflowRun:
         """Send figures, at most BATCH_METRICS of them. Raises RunGoneError or RefusedError."""
         from mlflow.entities import Metric
 
-        metrics = [
-            Metric(clean_key(name), value, round(time * 1000), step) for name, value, time, step in points
-        ]
+        metrics = [Metric(clean_key(name), value, round(at * 1000), step) for name, value, at, step in points]
         self._ask(self._client.log_batch, self.id, metrics=metrics, synchronous=True)
 
     def put(self, path: Path, folder: str) -> None:
@@ -155,13 +154,16 @@ def time_limit(seconds: float) -> Iterator[None]:
     def expire(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
 
-    before = signal.signal(signal.SIGALRM, expire)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, expire)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # somebody else's alarm goes on
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - began)))
 
 
 def clean_key(name: str) -> str:

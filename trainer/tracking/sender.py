@@ -38,7 +38,7 @@ from trainer.tracking.mlflow_run import (
 )
 
 LOOK_EVERY_SECONDS = 2.0
-RETRY_SECONDS = (5.0, 15.0, 30.0)  # after the first, second, and every later failure
+RETRY_SECONDS = (2.0, 5.0, 15.0, 30.0)  # after the first, second, third, and every later failure
 LINES_AT_ONCE = 200
 ORPHAN_SECONDS = 2.0  # for the last lines, when rank 0 has died
 CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner

@@ -35,7 +35,7 @@ STALLED_SECONDS = 10.0
 HURRY_SECONDS = 1.0
 LAST_WORDS_SECONDS = 0.2
 RESTART_SECONDS = 60.0
-PATIENCE = 60.0
+PATIENCE = 60.0  # for one answer of the server; nobody waits for it but the process that asks
 
 Say = Callable[[str], None]
 
@@ -71,8 +71,8 @@ class Tracker:
 class SenderProcess:
     """The process that talks to the server (trainer.tracking.sender), and a thread that hears it."""
 
-    def __init__(self, run_dir: Path, uri: str, say: Say, patience: float = PATIENCE) -> None:
-        self._run_dir, self._uri, self._say, self._patience = run_dir, uri, say, patience
+    def __init__(self, run_dir: Path, uri: str, say: Say) -> None:
+        self._run_dir, self._uri, self._say = run_dir, uri, say
         self._away = False
         self._progress = time.monotonic()
         self._closing = threading.Event()
@@ -82,6 +82,8 @@ class SenderProcess:
 
     def close(self, outcome: str, hurry: bool) -> None:
         """Say how the run ended, and wait while what is left is sent; then the process is gone."""
+        if self._closing.is_set():
+            return
         self._closing.set()
         with contextlib.suppress(OSError):  # it may have died
             assert self._process.stdin is not None
@@ -119,7 +121,7 @@ class SenderProcess:
         environment = {**os.environ, "PYTHONPATH": path, "MLFLOW_TRACKING_URI": self._uri}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "trainer.tracking.sender", "--run-dir", str(self._run_dir)]
-        command += ["--patience", str(self._patience)]
+        command += ["--patience", str(PATIENCE)]
         return subprocess.Popen(
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
