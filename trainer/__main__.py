@@ -112,9 +112,7 @@ def train(args: argparse.Namespace) -> int:
         outcome, reason, code = conclude(error)
         detail = getattr(error, "detail", "")
     attempt.end(outcome, reason)
-    level = "info" if code == 0 else "error"
-    text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
-    say(text, event="outcome", level=level, outcome=outcome, reason=reason)
+    say.ended(outcome, reason, detail)
     return code
 
 

@@ -52,6 +52,12 @@ class Voice:
         else:
             traceback.print_exception(error)
 
+    def ended(self, outcome: str, reason: str, detail: str = "") -> None:
+        """Say how the attempt ended; `detail` are lines under the sentence."""
+        text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
+        level = "info" if outcome in ("finished", "stopped") else "error"
+        self(text, event="outcome", level=level, outcome=outcome, reason=reason)
+
     @staticmethod
     def _write(text: str) -> None:
         with contextlib.suppress(OSError):  # nobody reads it any more
