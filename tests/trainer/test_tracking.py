@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,14 +19,17 @@ from typing import Any
 
 import psutil
 import pytest
-from conftest import free_port
+from conftest import free_port, train_here
 from mlflow_stand_in import StandIn
 
 from trainer.__main__ import main
+from trainer.config import RunConfig
 from trainer.host.facts import host_facts, tags_of_hosts
+from trainer.host.place import Place
+from trainer.outcome import Attempt
 from trainer.tracking import files, tracker
 from trainer.tracking.files import Cursor, Facts, JsonLines, NewLines
-from trainer.tracking.mlflow_run import clean_key, shown_uri
+from trainer.tracking.mlflow_run import clean_key, is_server, reason, shown_uri
 from trainer.tracking.plots import POINTS, make_plots, read_series
 from trainer.tracking.system import SystemSampler
 from trainer.tracking.tracker import Tracker
@@ -144,6 +148,12 @@ def test_names_and_addresses_are_made_fit() -> None:
     assert clean_key("") == "_"
     assert len(clean_key("x" * 999)) == 250
     assert shown_uri("https://me:secret@server:5000/") == "https://server:5000"
+    assert is_server("http://10.0.0.2:5000")
+    assert not any(map(is_server, ("localhost:5000", "mlruns", "sqlite:///x.db", "http://", "")))
+    refused = RuntimeError("GET http://me:secret@server failed")
+    assert reason(refused) == "GET http://server failed"
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert reason(refused) == "Connection refused"
 
 
 def test_plots_are_pictures_of_bounded_size(tmp_path: Path) -> None:
@@ -233,8 +243,8 @@ def test_a_server_that_is_away_gets_it_afterwards(
     began = time.monotonic()
     notes.close("finished")
     assert time.monotonic() - began < 2.0
-    assert len(said) == 2
-    assert "training goes on without it" in said[0]
+    assert len(said) == 2, said
+    assert "does not answer (Connection refused); training goes on without it" in said[0]
     assert f"python -m trainer track --run-dir {tmp_path}" in said[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
 
@@ -269,7 +279,10 @@ def test_a_server_that_comes_back_gets_what_it_missed(begin: Callable[..., Track
     server.close()
 
 
-@pytest.mark.parametrize("illness", ["slow", "hangs", "trickles", "fails"])
+@pytest.mark.parametrize(
+    "illness",
+    ["hangs", "fails", *(pytest.param(name, marks=pytest.mark.slow) for name in ("slow", "trickles"))],
+)
 def test_a_sick_server_is_not_waited_for(
     illness: str,
     server: StandIn,
@@ -393,6 +406,7 @@ def test_a_sender_that_died_is_started_again(
     ("arguments", "says"),
     [
         (["--run-dir", "."], "No tracker address was given"),
+        (["--run-dir", ".", "--tracker-uri", "localhost:5000"], "'localhost:5000' is no address of a server"),
         (["--run-dir", "/nowhere", "--tracker-uri", "http://127.0.0.1:1"], "/nowhere cannot be used"),
         (["--run-dir", ".", "--tracker-uri", "http://127.0.0.1:1"], "facts.json cannot be read"),
     ],
@@ -411,3 +425,47 @@ def test_what_cannot_be_tracked_is_told_in_a_sentence(
     assert done.returncode == 2
     assert says in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# -- a training --------------------------------------------------------------------------------------------
+
+
+def test_a_run_without_a_tracker_can_be_sent_later(
+    server: StandIn, data_dir: Path, tmp_path: Path, track: Track
+) -> None:
+    """All knobs and what follows from them are params, digests and hosts are tags."""
+    attempt = train_here(data_dir, tmp_path)
+    assert not server.requests
+    assert attempt.path.exists()
+    assert track(server.uri)[0] == 0
+    run = server.run
+    assert set(RunConfig.field_names()) <= run["params"].keys()
+    assert run["params"]["model.n_embd"] == "32"
+    assert run["params"]["plan.tokens"] == str(6 * 160)
+    assert int(run["params"]["parameters.total"]) > 10_000
+    digests = {"digest.config", "digest.run_file", "digest.trainer", "digest.rows", "digest.tokenizer"}
+    assert digests | {"host.0.cpu", "host.0.arithmetic", "hosts", "shares"} <= run["tags"].keys()
+    assert [step for step, _ in server.history("loss")] == [1, 2, 3, 4, 5, 6]
+    assert run["status"] == "FINISHED"
+
+
+def test_an_end_does_not_keep_another_waiting(tmp_path: Path) -> None:
+    """SIGTERM while the tracker is given the rest: the first outcome stands, and the process may go."""
+    attempt = Attempt(tmp_path, Place())
+    attempt.begin()
+    going, released = threading.Event(), threading.Event()
+
+    def linger(outcome: str, hurry: bool) -> None:
+        going.set()
+        released.wait(10)
+
+    attempt.at_end(linger)
+    first = threading.Thread(target=attempt.end, args=("finished", "All done."))
+    first.start()
+    assert going.wait(10)
+    began = time.monotonic()
+    assert not attempt.end("stopped", "SIGTERM", hurry=True)
+    assert time.monotonic() - began < 1
+    released.set()
+    first.join(10)
+    assert json.loads(attempt.path.read_text())["outcome"] == "finished"

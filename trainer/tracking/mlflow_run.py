@@ -69,11 +69,8 @@ class MlflowRun:
 
     @property
     def page(self) -> str:
-        """Where a person looks at it; a store that is no server has no page."""
-        shown = shown_uri(self._uri)
-        return (
-            f"{shown}/#/experiments/{self._experiment}/runs/{self.id}" if shown.startswith("http") else shown
-        )
+        """Where a person looks at it."""
+        return f"{shown_uri(self._uri)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
         """Send figures, at most BATCH_METRICS of them. Raises RunGoneError or RefusedError."""
@@ -143,7 +140,7 @@ class MlflowRun:
             if error.error_code == "INVALID_PARAMETER_VALUE":  # also what a deleted run answers
                 if self.id and call != self._client.get_run and not self._is_active():
                     raise RunGoneError from None
-                raise RefusedError(first_line(error)) from None
+                raise RefusedError(reason(error)) from None
             raise
 
 
@@ -178,6 +175,19 @@ def shown_uri(uri: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
-def first_line(error: BaseException) -> str:
-    """What is wrong, in the space of a line."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+def is_server(uri: str) -> bool:
+    """Whether this is the address of a server, and not of a folder or database, which MLflow also knows."""
+    parts = urlsplit(uri)
+    return parts.scheme in ("http", "https") and bool(parts.netloc)
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong, in a few words: the system's own where the network is at fault, else the server's."""
+    inner = error
+    while (cause := inner.__cause__ or inner.__context__) is not None:
+        inner = cause
+    if isinstance(inner, OSError):
+        said = inner.strerror or str(inner)
+    else:
+        said = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"://[^/@\s]+@", "://", said)[:200].rstrip(". ") or type(error).__name__

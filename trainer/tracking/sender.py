@@ -33,7 +33,8 @@ from trainer.tracking.mlflow_run import (
     Point,
     RefusedError,
     RunGoneError,
-    first_line,
+    is_server,
+    reason,
     shown_uri,
 )
 
@@ -114,7 +115,7 @@ class Sender:
 
             make_plots(self.run_dir)
         except Exception as error:  # pictures are the least of a run
-            self.tell({"say": f"The plots could not be made: {first_line(error)}"})
+            self.tell({"say": f"The plots could not be made: {reason(error)}"})
         self.tell({"sent": 0})
         self._put_files(run, (self.run_dir / name for name in files.KEPT_AT_THE_END))
         self._put_files(run, (self.run_dir / files.PLOTS).glob("*.png"))
@@ -159,7 +160,8 @@ class Sender:
 
 def follow(run_dir: Path, uri: str, patience: float) -> int:
     """Send until rank 0 says how the run ended; 0 when the server then has everything."""
-    os.nice(10)
+    with contextlib.suppress(OSError):
+        os.nice(10)
     # Both reach rank 0 too, which still has an outcome to tell. Rank 0 blocks SIGTERM; children inherit that.
     signal.signal(signal.SIGTERM, lambda *_: leave_within(ORPHAN_SECONDS))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
@@ -185,7 +187,7 @@ def follow(run_dir: Path, uri: str, patience: float) -> int:
                     _tell_rank_0({"away": True})
                     return 1
                 if not failures:
-                    said = f"The tracker at {shown_uri(uri)} does not answer ({first_line(error)}); "
+                    said = f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}); "
                     _tell_rank_0({"away": True, "say": said + "training goes on without it."})
                 failures += 1
             wait = RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else LOOK_EVERY_SECONDS
@@ -257,6 +259,8 @@ def run(args: argparse.Namespace) -> int:
     uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise ConfigError("No tracker address was given: add --tracker-uri http://HOST:5000.")
+    if not is_server(uri):
+        raise ConfigError(f"{shown_uri(uri)!r} is no address of a server: it looks like http://HOST:5000.")
     sent = 0
 
     def tell(message: dict[str, Any]) -> None:
@@ -270,7 +274,7 @@ def run(args: argparse.Namespace) -> int:
             sender = Sender(args.run_dir, uri, args.patience, tell)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"{args.run_dir / files.FACTS} cannot be read ({first_line(error)}): --run-dir takes "
+                f"{args.run_dir / files.FACTS} cannot be read ({reason(error)}): --run-dir takes "
                 "the directory of a run that has begun, on the host of its rank 0."
             ) from None
         outcome = _outcome(args.run_dir)
@@ -278,7 +282,7 @@ def run(args: argparse.Namespace) -> int:
             sender.finish(outcome)
         except Exception as error:  # the many ways of a server to be unwell
             print(
-                f"The tracker at {shown_uri(uri)} does not answer ({first_line(error)}) after {sent:,} "
+                f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}) after {sent:,} "
                 "figures. Nothing is lost: type this again when it does.",
                 file=sys.stderr,
             )

@@ -24,7 +24,7 @@ from typing import Any
 from trainer.data.files import write_whole
 from trainer.tracking import files
 from trainer.tracking.files import Facts, JsonLines
-from trainer.tracking.mlflow_run import shown_uri
+from trainer.tracking.mlflow_run import is_server, shown_uri
 from trainer.tracking.system import SystemSampler
 
 # At the end of a run, when its ranks are released and its outcome is written, this process waits until the
@@ -49,7 +49,16 @@ class Tracker:
         facts.save(run_dir)
         self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
         self._system = SystemSampler(run_dir)
-        self._sender = SenderProcess(run_dir, uri, say) if uri else None
+        self._sender: SenderProcess | None = None
+        if uri and not is_server(uri):
+            say(
+                f"{shown_uri(uri)!r} is no address of a tracker (http://HOST:5000): metrics.jsonl has it all."
+            )
+        elif uri:
+            try:
+                self._sender = SenderProcess(run_dir, uri, say)
+            except OSError as error:
+                say(f"The tracker gets nothing: no process can be started ({error}). metrics.jsonl has it.")
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Note the figures of a step or of an evaluation."""
@@ -140,7 +149,8 @@ class SenderProcess:
             )
             if self._closing.wait(RESTART_SECONDS):
                 return
-            self._process = self._start()
+            with contextlib.suppress(OSError):  # the host is short of something: the next time, then
+                self._process = self._start()
 
     def _heed(self, message: dict[str, Any]) -> None:
         self._progress = time.monotonic()
