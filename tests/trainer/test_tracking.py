@@ -447,6 +447,7 @@ def test_a_run_without_a_tracker_can_be_sent_later(
     assert digests | {"host.0.cpu", "host.0.arithmetic", "hosts", "shares"} <= run["tags"].keys()
     assert [step for step, _ in server.history("loss")] == [1, 2, 3, 4, 5, 6]
     assert run["status"] == "FINISHED"
+    assert dict(run["artifacts"])["samples/step_000006.txt"].startswith(b"The ")
 
 
 def test_an_end_does_not_keep_another_waiting(tmp_path: Path) -> None:

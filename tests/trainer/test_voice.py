@@ -60,13 +60,14 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_for_a_person_every_line_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    Voice(PLACE)("two\nlines", event="step", loss=1.0)
+    Voice(PLACE)("two\nlines", event="step", figures={"loss": 1.0})
     assert capsys.readouterr().out == "[rank 1] two\n[rank 1] lines\n"
 
 
 def test_for_a_program_figures_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
     say = Voice(PLACE, as_json=True)
-    say("step 3: nä\nmore", event="step", step=3, loss=1.5, bad=float("nan"), path=Path("/x"), shares=(1, 2))
+    odd = {"bad": float("nan"), "path": Path("/x"), "shares": (1, 2), "rank": 7}
+    say("step 3: nä\nmore", event="step", figures={"step": 3, "loss": 1.5, **odd})
     out = capsys.readouterr().out
     assert out.isascii(), "any locale can write it"
     (line,) = said(out)
@@ -144,6 +145,13 @@ def test_a_whole_run_as_json(data_dir: Path, tmp_path: Path) -> None:
     lines = said(done.stdout)
     assert {(line["rank"], line["host"], line["level"]) for line in lines} == {(0, "a", "info")}
     assert (lines[-1]["event"], lines[-1]["outcome"]) == ("outcome", "finished")
+    steps = [line for line in lines if line["event"] == "step"]
+    assert (steps[0]["step"], steps[-1]["step"]) == (1, 3)
+    figures = {"loss", "lr_multiplier", "tok_per_s", "step_seconds", "forward_s", "sync_s", "bytes_sent"}
+    assert all(figures <= line.keys() and line["loss"] > 0 for line in steps)
+    assert f"loss {steps[-1]['loss']:.4f}" in steps[-1]["message"]
+    (evaluation,) = (line for line in lines if line["event"] == "evaluation")
+    assert (evaluation["step"], evaluation["val_bpb"] > 0) == (3, True)
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
 
 

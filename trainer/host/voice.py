@@ -1,7 +1,7 @@
 """How a rank speaks: lines for a person, with the rank in front, or for a program, one JSON object a line.
 
     say = Voice(place)
-    say("Saved checkpoints/step_000100 in 0.8 s.", event="saved", step=100, seconds=0.8)
+    say("Saved checkpoints/step_000100 in 0.8 s.", event="saved", figures={"step": 100, "seconds": 0.8})
 
 [rank 0] Saved checkpoints/step_000100 in 0.8 s.
 {"time": 1763710000.1, "rank": 0, "host": "a", "level": "info", "event": "saved", "message": "Saved ...", ...}
@@ -17,6 +17,7 @@ import math
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from typing import Any
 
 from trainer.host.place import Place
@@ -28,11 +29,18 @@ class Voice:
     def __init__(self, place: Place, as_json: bool = False) -> None:
         self._rank, self._host, self._as_json = place.rank, place.host, as_json
 
-    def __call__(self, text: str, /, *, event: str = "note", level: str = "info", **figures: Any) -> None:
-        """Say `text`. `figures` are what it tells in numbers: a program reads them as fields of their own."""
+    def __call__(
+        self,
+        text: str,
+        *,
+        event: str = "note",
+        level: str = "info",
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Say `text`; what it tells in `figures` a program reads as fields of their own."""
         if self._as_json:
             line = {
-                **figures,
+                **(figures or {}),
                 "time": time.time(),
                 "rank": self._rank,
                 "host": self._host,
@@ -48,7 +56,12 @@ class Voice:
         """Show the traceback of an error that no sentence was made for."""
         if self._as_json:
             text = "".join(traceback.format_exception(error))
-            self(f"{type(error).__name__}: {error}", event="traceback", level="error", traceback=text)
+            self(
+                f"{type(error).__name__}: {error}",
+                event="traceback",
+                level="error",
+                figures={"traceback": text},
+            )
         else:
             traceback.print_exception(error)
 
@@ -56,7 +69,7 @@ class Voice:
         """Say how the attempt ended; `detail` are lines under the sentence."""
         text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
         level = "info" if outcome in ("finished", "stopped") else "error"
-        self(text, event="outcome", level=level, outcome=outcome, reason=reason)
+        self(text, event="outcome", level=level, figures={"outcome": outcome, "reason": reason})
 
     @staticmethod
     def _write(text: str) -> None:
