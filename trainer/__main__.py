@@ -2,6 +2,7 @@
 
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
+python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
 python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
 python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
@@ -13,12 +14,12 @@ import argparse
 import dataclasses
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data import DataError
+from trainer.host.voice import flush_streams
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -49,11 +50,17 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
     )
+    command.add_argument("--json", action="store_true", help="log one JSON object a line, for programs")
     knobs = command.add_argument_group("knobs of the run")
     for knob in dataclasses.fields(RunConfig):
         flag = "--" + knob.name.replace("_", "-")
         help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
         knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+
+    command = commands.add_parser("track", help="send a run to its tracker after the run")
+    from trainer.tracking import sender
+
+    sender.add_arguments(command)
 
     command = commands.add_parser("sample", help="text from a checkpoint")
     add_sample_arguments(command)
@@ -92,13 +99,15 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
-    from trainer.host.place import Place, Voice
+    from trainer.host.place import Place
+    from trainer.host.voice import Voice, set_up_streams
     from trainer.outcome import EXIT_CODES, Attempt, conclude, heed_sigterm, is_expected
 
+    set_up_streams()
     place = Place.from_environment()
     attempt = Attempt(args.run_dir, place)
     attempt.begin()
-    say = Voice(place)
+    say = Voice(place, args.json)
     heed_sigterm(attempt, say)
     try:
         run_file = run_file_from(args)
@@ -108,11 +117,11 @@ def train(args: argparse.Namespace) -> int:
         outcome, code, detail = "finished", EXIT_CODES["finished"], ""
     except BaseException as error:
         if not is_expected(error):
-            traceback.print_exc()
+            say.failure(error)
         outcome, reason, code = conclude(error)
         detail = getattr(error, "detail", "")
     attempt.end(outcome, reason)
-    say(f"{outcome}: {reason}" + (f"\n{detail}" if detail else ""))
+    say.ended(outcome, reason, detail)
     return code
 
 
@@ -128,6 +137,12 @@ def prepare(args: argparse.Namespace) -> int:
     return prepare.run(args)
 
 
+def track(args: argparse.Namespace) -> int:
+    from trainer.tracking import sender
+
+    return sender.run(args)
+
+
 def export(args: argparse.Namespace) -> int:
     from trainer.interchange import cli
 
@@ -140,7 +155,14 @@ def import_(args: argparse.Namespace) -> int:
     return cli.run_import(args)
 
 
-COMMANDS = {"prepare": prepare, "train": train, "sample": sample, "export": export, "import": import_}
+COMMANDS = {
+    "prepare": prepare,
+    "train": train,
+    "track": track,
+    "sample": sample,
+    "export": export,
+    "import": import_,
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -157,7 +179,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    flush_streams()
     # A lost peer leaves Gloo's threads waiting for it; the interpreter would wait for them.
     os._exit(code)

@@ -9,13 +9,14 @@ import importlib.metadata
 import json
 import platform
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 
 from trainer.config import RunFile, code_digest
 from trainer.data.rows import RowsInfo
+from trainer.host.facts import host_facts
 from trainer.host.numerics import Options
 from trainer.host.place import Place
 from trainer.outcome import Final, Retryable
@@ -30,7 +31,10 @@ Fields = dict[str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank brings to the meeting; `problem` is why it cannot train, if it cannot."""
+    """What one rank brings to the meeting: fields that must be equal, others that are only shown.
+
+    `problem` is why it cannot train, if it cannot; `facts` are its host's, for the tracker.
+    """
 
     rank: int
     host: str
@@ -38,6 +42,7 @@ class Record:
     compared: Fields
     shown: Fields
     problem: str = ""
+    facts: Fields = field(default_factory=dict)
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -81,7 +86,7 @@ def make_record(
             "val rows": rows.val_sha256[:16],
         }
     shown = options.shown() if options else {}
-    return Record(place.rank, place.host, place.address(), compared, shown, problem)
+    return Record(place.rank, place.host, place.address(), compared, shown, problem, host_facts())
 
 
 def meet(

@@ -24,6 +24,7 @@ from trainer.config import ConfigError
 from trainer.data import DataError
 from trainer.data.files import write_whole
 from trainer.host.place import Place
+from trainer.host.voice import Voice
 
 EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
 BAD_INPUT_EXIT_CODE = 2
@@ -121,9 +122,10 @@ class Attempt:
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
-            for call in self._at_end:
-                call(outcome, hurry)
-            return True
+        # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.
+        for call in self._at_end:
+            call(outcome, hurry)
+        return True
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:
@@ -152,7 +154,7 @@ def is_expected(error: BaseException) -> bool:
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")
 
 
-def heed_sigterm(attempt: Attempt, say: Callable[[str], None]) -> None:
+def heed_sigterm(attempt: Attempt, say: Voice) -> None:
     """From now on SIGTERM writes an outcome and ends the process, even in the middle of a collective.
 
     A thread waits for the signal, because a Python handler would run only after the collective returns. Call
@@ -164,7 +166,7 @@ def heed_sigterm(attempt: Attempt, say: Callable[[str], None]) -> None:
         info = signal.sigwaitinfo({signal.SIGTERM})
         outcome, reason = _terminated(info.si_pid == os.getppid(), attempt)
         if attempt.end(outcome, reason, hurry=True):
-            say(f"{outcome}: {reason}")
+            say.ended(outcome, reason)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()

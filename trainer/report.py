@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Voice
+from trainer.host.voice import Voice
 from trainer.outcome import Attempt
 from trainer.plan import Plan, duration
-from trainer.tracking import Tracker
+from trainer.tracking.tracker import Tracker
 
 SPLIT = ("data", "forward", "backward", "sync", "optimizer")
 LINE_EVERY_SECONDS = 0.5
@@ -87,8 +87,8 @@ class Report:
         if figures:
             self.heartbeat.state(step=progress.step, **figures)
 
-    def step(self, loss: float, rate: float, seconds: float, sent: int) -> None:
-        """One more step is done: its mean loss, rate multiplier, duration and bytes sent."""
+    def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
+        """One more step is done: its mean loss, rate multiplier, Muon's rate, duration and bytes sent."""
         progress, last = self.progress, self.plan.num_iterations
         self.durations.append(seconds)
         progress.step += 1
@@ -99,10 +99,12 @@ class Report:
         split = {name: phases.get(name, 0.0) for name in SPLIT}
         self.stand(loss=loss, tok_per_s=speed, step_seconds=seconds, eta_seconds=self.expected)
         self.attempt.state(tok_per_s=self.plan.total_batch_size / self.typical)
+        figures = {"loss": loss, "lr": lr, "lr_multiplier": rate, "tok_per_s": speed}
+        figures["step_seconds"] = seconds
+        figures |= {f"{name}_s": value for name, value in split.items()}
+        figures["bytes_sent"] = sent
         if self.tracker is not None:
-            figures = {"loss": loss, "lr_multiplier": rate, "tok_per_s": speed, "step_seconds": seconds}
-            times = {f"{name}_s": value for name, value in split.items()}
-            self.tracker.step(progress.step, {**figures, **times, "bytes_sent": sent})
+            self.tracker.step(progress.step, figures)
         edge = len(self.durations) == 1 or progress.step == last
         if edge or time.monotonic() - self._said >= LINE_EVERY_SECONDS:
             self._said = time.monotonic()
@@ -110,7 +112,9 @@ class Report:
                 f"step {progress.step}/{last} loss {loss:.4f} lr {rate:.2f} "
                 f"{speed:,.0f} tok/s {seconds:.2f} s "
                 f"(data {split['data']:.2f} fwd {split['forward']:.2f} bwd {split['backward']:.2f} "
-                f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {duration(self.expected)}"
+                f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {duration(self.expected)}",
+                event="step",
+                figures={"step": progress.step, **figures, "eta_seconds": self.expected},
             )
 
     def expected_time(self) -> None:
@@ -128,15 +132,22 @@ class Report:
             progress.best_val_bpb = bpb
         self.stand(val_bpb=bpb)
         if self.tracker is not None:
-            self.tracker.step(progress.step, {"val_bpb": bpb, "val_loss": loss})
-            self.say(f"step {progress.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}")
+            figures = {"val_bpb": bpb, "val_loss": loss}
+            self.tracker.step(progress.step, figures)
+            self.say(
+                f"step {progress.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}",
+                event="evaluation",
+                figures={"step": progress.step, **figures},
+            )
         return is_best
 
     def sample(self, text: str) -> None:
         """Text that the model continued."""
         self.attempt.state(sample=text)
+        if self.tracker is not None:
+            self.tracker.sample(self.progress.step, text)
         visible = "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
-        self.say(f"sample: {visible}")
+        self.say(f"sample: {visible}", event="sample", figures={"step": self.progress.step, "sample": text})
 
     def done(self) -> str:
         """The sentence a finished run ends with."""

@@ -7,7 +7,6 @@ torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import time
@@ -21,27 +20,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import checkpoint, contract, plan, schedule
-from trainer.config import ConfigError, RunConfig, RunFile, code_digest
-from trainer.data import DataError
-from trainer.data.dataset import Dataset
+from trainer import checkpoint, schedule
+from trainer.begin import Beginning, Ready
+from trainer.config import RunConfig, RunFile
 from trainer.data.files import write_whole
 from trainer.data.loader import batch_rows, rank_rows
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
-from trainer.host.numerics import Numerics, again, decide_device, explore
-from trainer.host.place import Place, Voice
-from trainer.model import GPT
-from trainer.optim import MuonAdamW, build_optimizer
+from trainer.host.place import Place
+from trainer.host.voice import Voice
 from trainer.outcome import Attempt, Final, Retryable, Stopped
-from trainer.report import Progress, Report
+from trainer.plan import describe
+from trainer.report import Report
 from trainer.sample import stream_text
 from trainer.saving import Saver
-from trainer.sync import Sync, make_sync
 from trainer.sync.digest import compare_parameters
-from trainer.sync.group import UNMEASURED_TIMEOUT, Group, PeerLost
-from trainer.sync.store import join_store
-from trainer.tracking import MlflowTracker, Tracker
+from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
+from trainer.tracking.about import facts_of
+from trainer.tracking.tracker import Tracker
 
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 64
@@ -81,25 +77,10 @@ class Run:
         self.attempt.state(run_id=self.run_file.run_id)
         if self.place.coordinates:
             self.stop_file.unlink(missing_ok=True)  # asked of an earlier attempt
-        self.heartbeat.enter("load")
-        config, place = self.config, self.place
-        self.options = explore(
-            config.device, config.dtype, config.threads, place.local_rank, place.local_world_size
-        )
-        records = self._load_and_meet()
-        kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
-        self.numerics: Numerics = self.options.on(kind)
-        self.group = Group.open(place, [record.peer for record in records], self.store, self.numerics.device)
-        self.say(f"{self.run_file.run_id}: {len(records)} rank{'s' if len(records) > 1 else ''}")
-        for record in records:
-            self.say(f"  {record}: {record.shown[kind]}")
-        self.say(f"device {kind}: {reason}")
-
-        self.heartbeat.enter("resume")
-        self.model, self.optimizer, self.sync = self._build()
-        self._take_up()
+        way = Beginning(self.run_file, self.data_dir, self.run_dir, self.place, self.heartbeat, self.say)
+        self._take(way.ready())
         if self.place.coordinates:
-            self.say(plan.describe(self.plan, self.config, self.model, self.data.info.train_rows))
+            self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
             self.report.tracker = self._make_tracker(tracker_uri)
             self.attempt.at_end(self.report.tracker.close)
 
@@ -113,119 +94,31 @@ class Run:
             )
         return self.report.done()
 
-    # -- before step 0 ---------------------------------------------------------------------------------
-
-    def _load_and_meet(self) -> list[contract.Record]:
-        """Read the data and agree with all ranks; what is wrong here is told to all of them."""
-        self.store = join_store(self.place, self.run_file.run_id) if self.place.world_size > 1 else None
-        problem: ConfigError | DataError | None = None
-        info, hashes = None, {}
-        try:
-            self.data = Dataset.open(self.data_dir, self.config.sequence_len)
-            info, hashes = self.data.info, self.data.hashes
-            self.plan = plan.make_plan(
-                self.config, info.vocab_size, self.place.world_size, self.run_file.shares
-            )
-            if self.run_file.trainer_digest not in ("", code_digest()):
-                raise ConfigError("The run file is of another version of the trainer than this host's.")
-        except (ConfigError, DataError) as error:
-            problem = error
-            if self.store is None:
-                raise
-        record = contract.make_record(
-            self.place, self.run_file, self.options, info, hashes, str(problem or "")
-        )
-        return contract.meet(self.store, record, self.place.world_size)
-
-    def _build(self) -> tuple[GPT, MuonAdamW, Sync]:
-        """The model in the run's number format, its optimizer, and the way its gradients travel."""
-        config, scale = self.config, self.plan.scales
-        model = GPT(self.plan.model)
-        model.to(self.numerics.device, self.numerics.dtype)
-        model.compute_dtype = self.numerics.compute_dtype
-        optimizer = build_optimizer(
-            model,
-            unembedding_lr=config.unembedding_lr * scale.lr,
-            embedding_lr=config.embedding_lr * scale.lr,
-            matrix_lr=config.matrix_lr * scale.lr,
-            scalar_lr=config.scalar_lr * scale.lr,
-            weight_decay=config.weight_decay * scale.weight_decay,
-        )
-        optimizer.compute_dtype = self.numerics.compute_dtype
-        return model, optimizer, make_sync(config.sync, self.group, model, optimizer)
-
-    def _take_up(self) -> None:
-        """Begin, or go on from the newest good checkpoint: rank 0 decides, and its bytes go to all."""
-        state: checkpoint.State | None = None
-        problem = None
-        if self.place.coordinates:
-            checkpoint.remove_leftovers(self.saver.folder)
-            try:
-                state = checkpoint.newest(self.saver.folder, self.say) or self._fresh_state()
-                if state.step:
-                    checkpoint.check_continues(state, self.config, self.data.hashes, self.run_file.run_id)
-                elif "imported" in state.meta:
-                    checkpoint.check_begins(state, self.plan.model, self.data.hashes, self.run_file.run_id)
-                    self.say(f"Beginning with the weights of {state.meta['imported']}.")
-            except (ConfigError, DataError) as error:
-                problem = str(error)
-        self.group.agree(problem)
-        state = checkpoint.give_to_all(self.group, state)
-        self._go_on_as_before(state.meta)
-        self.model.load_state_dict(state.model)
-        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
-        self.optimizer.load_state_dict(mine)
-        progress = Progress.from_meta(state.meta)
-        if state.step:
-            self.say(f"Going on from the checkpoint of step {state.step}.")
-            if self.place.coordinates:
-                progress.checkpoint = f"checkpoints/step_{state.step:06d}"
-        self.report.begin(self.plan, progress)
-
-    def _go_on_as_before(self, meta: dict[str, Any]) -> None:
-        """The same hosts keep the shares, number formats and threads they had, so that it goes on bitwise."""
-        rank, hosts = self.place.rank, [peer.host for peer in self.group.peers]
-        if meta.get("hosts") == hosts and not self.run_file.shares:
-            self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
-        if meta.get("hosts") == hosts and "numerics" in meta:
-            now = self.numerics
-            self.numerics = again(now, meta["numerics"][rank])
-            self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
-            if self.numerics != now:
-                self.say(f"As before: {self.numerics.describe()}")
-        mine = json.dumps(self.numerics.saved()).encode()
-        self.saved_numerics = [json.loads(text) for text in self.group.gather_bytes(mine)]
-
-    def _fresh_state(self) -> checkpoint.State:
-        """Initial weights, drawn by rank 0 alone: unlike CPUs draw unlike bits."""
-        torch.manual_seed(self.config.seed)
-        model = self.model
-        if model.device.type != "cpu":  # a GPU draws other bits than a CPU
-            model = GPT(self.plan.model).to(self.numerics.dtype)
-        model.init_weights()
-        return checkpoint.State({"step": 0}, dict(model.state_dict()), {})
+    def _take(self, ready: Ready) -> None:
+        self.ready, self.plan, self.data, self.group = ready, ready.plan, ready.data, ready.group
+        self.model, self.optimizer, self.sync = ready.model, ready.optimizer, ready.sync
+        self.report.begin(ready.plan, ready.progress)
 
     def _make_tracker(self, uri: str) -> Tracker:
-        mlflow = None
-        if self.config.tracker == "mlflow" and uri:
-            derived = {
-                "total_batch_size": self.plan.total_batch_size,
-                "num_iterations": self.plan.num_iterations,
-                "parameters": self.model.param_counts()["total"],
-                "flops_per_token": self.model.flops_per_token(),
-                "vocab_size": self.plan.model.vocab_size,
-                "n_embd": self.plan.model.n_embd,
-            }
-            tags = {
-                "config digest": self.config.digest(),
-                "hosts": " ".join(peer.host for peer in self.group.peers),
-                **self.data.hashes,
-            }
-            params = {**self.config.to_dict(), **derived}
-            mlflow = MlflowTracker(uri, self.run_file.run_id, params, tags, self.say)
-        elif self.config.tracker == "mlflow":
+        if self.config.tracker == "none":
+            uri = ""
+        elif not uri:
             self.say("No tracker address was given (--tracker-uri): metrics.jsonl alone keeps the figures.")
-        return Tracker(self.run_dir, self.report.progress.step, mlflow)
+        facts = facts_of(
+            self.run_file,
+            self.plan,
+            self.model,
+            self.data.info,
+            self.data.hashes,
+            self.hosts,
+            self.ready.facts_by_rank,
+        )
+        return Tracker(self.run_dir, self.report.progress.step, facts, uri, self.say)
+
+    @property
+    def hosts(self) -> list[str]:
+        """The ranks' hosts, in their order."""
+        return [peer.host for peer in self.group.peers]
 
     # -- the loop --------------------------------------------------------------------------------------
 
@@ -247,7 +140,7 @@ class Run:
             self.sync.reduce_gradients(self.plan.total_batch_size)
 
             self.heartbeat.enter("optimizer")
-            rate = self._set_rates(step)
+            rate, lr = self._set_rates(step)
             self.sync.step()
 
             self.heartbeat.enter("sync")
@@ -255,7 +148,7 @@ class Run:
             if _due(step + 1, config.digest_every):
                 compare_parameters(self.group, self.model, step + 1)
 
-            report.step(agreed.loss, rate, time.monotonic() - started, self.group.bytes_sent - sent)
+            report.step(agreed.loss, rate, lr, time.monotonic() - started, self.group.bytes_sent - sent)
             self._note_checkpoint()
             if report.measured:
                 self._set_pace()
@@ -277,7 +170,7 @@ class Run:
         rows = batch_rows(self.config.seed, step, self.plan.rows_per_step, len(self.data.train))
         mine = rank_rows(rows, self.plan.shares, self.place.rank)
         tokens = torch.from_numpy(self.data.train[mine].astype(np.int64))
-        tokens = tokens.to(self.numerics.device)
+        tokens = tokens.to(self.ready.numerics.device)
         return tokens[:, :-1], tokens[:, 1:]
 
     def _accumulate(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
@@ -322,14 +215,15 @@ class Run:
     def _saves_on_the_way(self) -> bool:
         return bool(self.config.save_every or self.config.save_minutes)
 
-    def _set_rates(self, step: int) -> float:
+    def _set_rates(self, step: int) -> tuple[float, float]:
+        """Set the rates of a step; returns what all are multiplied by, and what Muon's is then."""
         config, n = self.config, self.plan.num_iterations
         rate = schedule.lr_multiplier(
             step, n, config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
         )
         momentum = schedule.muon_momentum(step, n, config.warmdown_ratio)
         self.optimizer.set_schedule(rate, momentum, schedule.muon_weight_decay(step, n))
-        return rate
+        return rate, config.matrix_lr * self.plan.scales.lr * rate
 
     # -- beside the loop -------------------------------------------------------------------------------
 
@@ -395,8 +289,8 @@ class Run:
             "hashes": self.data.hashes,
             "world_size": self.place.world_size,
             "shares": self.plan.shares,
-            "numerics": self.saved_numerics,
-            "hosts": [peer.host for peer in self.group.peers],
+            "numerics": self.ready.numerics_by_rank,
+            "hosts": self.hosts,
             "torch": torch.__version__,
             "time": time.time(),
         }

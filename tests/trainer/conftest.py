@@ -18,7 +18,8 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import RunConfig, RunFile
-from trainer.host.place import Place, Voice
+from trainer.host.place import Place
+from trainer.host.voice import Voice
 from trainer.outcome import Attempt
 
 TINY = {

@@ -1,14 +1,13 @@
-"""Checkpoints are whole or absent, damage is named, and the figures beside them follow the run."""
+"""Checkpoints are whole or absent, damage is named, and every end has an outcome."""
 
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import RATES, TINY, free_port
+from conftest import RATES, TINY
 
 from trainer import checkpoint
 from trainer.checkpoint import DamagedCheckpointError, State
@@ -18,7 +17,6 @@ from trainer.host.place import Place
 from trainer.model import GPT, GPTConfig
 from trainer.optim import build_optimizer
 from trainer.outcome import Attempt, Final, Retryable, Stopped, conclude, is_expected
-from trainer.tracking import MetricsFile, MlflowTracker, Tracker
 
 CONFIG = RunConfig.from_strings(TINY)
 MODEL = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
@@ -123,36 +121,6 @@ def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) ->
         checkpoint.check_continues(state, other, {"rows": "r"}, "run")
     with pytest.raises(DataError, match="other data: rows"):
         checkpoint.check_continues(state, CONFIG, {"rows": "s"}, "run")
-
-
-def test_metrics_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
-    path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1, "loss": 3}\n{"step": 2, "loss": 2}\n{"step": 3, "loss": 1}\n{"step": 4, "lo')
-    MetricsFile(path, resume_step=2).write({"step": 3, "loss": 1.5})
-    assert [json.loads(line) for line in path.read_text().splitlines()] == [
-        {"step": 1, "loss": 3},
-        {"step": 2, "loss": 2},
-        {"step": 3, "loss": 1.5},
-    ]
-    MetricsFile(path, resume_step=0)
-    assert path.read_text() == ""
-
-
-def test_a_tracker_that_is_away_costs_one_line_and_no_time(tmp_path: Path) -> None:
-    said: list[str] = []
-    mlflow = MlflowTracker(f"http://127.0.0.1:{free_port()}", "run", CONFIG.to_dict(), {}, said.append)
-    tracker = Tracker(tmp_path, 0, mlflow)
-    began = time.monotonic()
-    for step in range(1, 2001):
-        tracker.step(step, {"loss": 1.0, "lr_multiplier": 0.5})
-    assert time.monotonic() - began < 1
-    deadline = time.monotonic() + 30  # importing mlflow takes seconds
-    while not said and time.monotonic() < deadline:
-        time.sleep(0.05)
-    tracker.close("finished")
-    assert len([line for line in said if "does not answer" in line]) == 1
-    assert "training goes on without it" in said[0]
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2000
 
 
 def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:

@@ -16,7 +16,16 @@ from trainer.config import code_digest
 
 KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_every": 2, "digest_every": 0}
 SAVING = ["saving.py", "checkpoint.py", "data/files.py"]
-MODULES = [*SAVING, "train.py", "report.py", "tracking.py", "optim.py", "sync/dense.py", "evaluate.py"]
+MODULES = [
+    *SAVING,
+    "train.py",
+    "begin.py",
+    "report.py",
+    "tracking/tracker.py",
+    "optim.py",
+    "sync/dense.py",
+    "evaluate.py",
+]
 FILES = ("model.pt", "optim.pt")
 AT_ONCE = 10  # points that one process forks its attempts for
 

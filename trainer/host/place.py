@@ -1,4 +1,4 @@
-"""Where this process stands in the run: its rank, its host's name, its address; and how it speaks.
+"""Where this process stands in the run: its rank, its host's name, its address.
 
 torchrun says it through the environment; without torchrun there is one rank and no store.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from dataclasses import dataclass
 
 from trainer.config import ConfigError
@@ -83,14 +82,3 @@ def _number(name: str, default: int | None = None) -> int:
         return int(text)
     except ValueError:
         raise ConfigError(f"{name} is {text!r} in the environment: it takes a whole number.") from None
-
-
-class Voice:
-    """Says lines with the rank in front, each whole and at once, on standard output."""
-
-    def __init__(self, place: Place) -> None:
-        self._prefix = f"[rank {place.rank}] "
-
-    def __call__(self, text: str) -> None:
-        sys.stdout.write("".join(f"{self._prefix}{line}\n" for line in text.split("\n")))
-        sys.stdout.flush()

@@ -1,0 +1,221 @@
+"""A real MLflow server on SQLite: a run's figures there equal its metrics.jsonl, through every interruption.
+
+The server is installed once into .cache of this checkout, by the pins of constraints.txt.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, flags, free_port
+
+from trainer.tracking import files
+from trainer.tracking.files import read_lines
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 120
+
+
+@pytest.fixture(scope="session")
+def mlflow() -> Path:
+    """The mlflow command of the version that is pinned."""
+    pins = (ROOT / "constraints.txt").read_text().splitlines()
+    pin = next(line for line in pins if line.startswith("mlflow=="))
+    home = ROOT / ".cache" / pin.replace("==", "-")
+    if not (home / "whole").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+        install = [home / "bin" / "python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        subprocess.run([*install, "-c", str(ROOT / "constraints.txt"), "mlflow"], check=True)
+        (home / "whole").touch()
+    return home / "bin" / "mlflow"
+
+
+class Server:
+    """An MLflow server that can be ended and started again on its port, with or without its database."""
+
+    def __init__(self, mlflow: Path, folder: Path) -> None:
+        self.mlflow, self.folder, self.port = mlflow, folder, free_port()
+        self.uri = f"http://127.0.0.1:{self.port}"
+        self.process: subprocess.Popen[bytes] | None = None
+        folder.mkdir()
+
+    def start(self) -> None:
+        command = [
+            str(self.mlflow),
+            "server",
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(self.port),
+            "--workers",
+            "1",
+        ]
+        command += ["--backend-store-uri", f"sqlite:///{self.folder}/mlflow.db"]
+        command += ["--artifacts-destination", str(self.folder / "artifacts")]
+        quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
+        environment = {
+            name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
+        } | quiet
+        with open(self.folder / "server.log", "ab") as log:
+            self.process = subprocess.Popen(
+                command, env=environment, stdout=log, stderr=log, start_new_session=True
+            )
+        deadline = time.monotonic() + START_SECONDS
+        while not self.answers():
+            assert time.monotonic() < deadline, (self.folder / "server.log").read_text()
+            time.sleep(0.2)
+
+    def answers(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.uri}/health", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def stop(self) -> None:
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+            self.process = None
+
+    def forget(self) -> None:
+        """Start again with an empty database."""
+        self.stop()
+        for path in self.folder.glob("mlflow.db*"):
+            path.unlink()
+        self.start()
+
+
+@pytest.fixture
+def server(mlflow: Path, tmp_path: Path) -> Iterator[Server]:
+    server = Server(mlflow, tmp_path / "server")
+    server.start()
+    yield server
+    server.stop()
+
+
+def train(data_dir: Path, run_dir: Path, uri: str, **knobs: Any) -> subprocess.Popen[str]:
+    given = flags(
+        {**TINY, "tracker": "mlflow", "num_iterations": 400, "save_every": 50, "eval_every": 50} | knobs
+    )
+    command = [
+        sys.executable,
+        "-m",
+        "trainer",
+        "train",
+        "--data-dir",
+        str(data_dir),
+        "--run-dir",
+        str(run_dir),
+    ]
+    return subprocess.Popen(
+        [*command, "--run-id", "real", "--tracker-uri", uri, *given],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def reach(run_dir: Path, step: int) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while not any(line["step"] >= step for _, line in read_lines(run_dir / files.METRICS)):
+        assert time.monotonic() < deadline, f"step {step} was not reached"
+        time.sleep(0.05)
+
+
+def check_equal(uri: str, run_dir: Path, status: str = "FINISHED") -> str:
+    """The server has one point for each figure of each line and no other; returns the run's id there."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(uri)
+    experiment = client.get_experiment_by_name("nanofleet")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == status
+    written: dict[str, list[tuple[int, float]]] = {}
+    for name in (files.METRICS, files.SYSTEM):
+        for _, line in read_lines(run_dir / name):
+            for key in line.keys() - {"step", "time"}:
+                written.setdefault(key, []).append((line["step"], line[key]))
+    assert {"loss", "val_bpb", "sync_s", "system/load_1_minute"} <= written.keys()
+    for key, points in written.items():
+        history = sorted(
+            (point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)
+        )
+        assert [step for step, _ in history] == [step for step, _ in points], key
+        if key in ("loss", "val_bpb"):  # the durations of a step that was done twice are of either time
+            assert [value for _, value in history] == pytest.approx([value for _, value in points]), key
+    artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
+    assert {"metrics.jsonl", "system.jsonl", "facts.json", "outcome.json", "plots"} <= artifacts
+    return str(run.info.run_id)
+
+
+def test_killed_runs_and_killed_servers_leave_no_gap(server: Server, data_dir: Path, tmp_path: Path) -> None:
+    """Rank 0 is killed once, the server goes away and comes back: the figures are whole and there once."""
+    run_dir = tmp_path / "run"
+    first = train(data_dir, run_dir, server.uri)
+    reach(run_dir, 75)
+    time.sleep(5)  # the sender looks every two seconds
+    first.kill()
+    first.communicate()
+
+    second = train(data_dir, run_dir, server.uri)
+    reach(run_dir, 120)
+    server.stop()
+    time.sleep(5)
+    server.start()
+    said, _ = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+    assert "Going on from the checkpoint of step" in said
+    if "lacks the end" in said:  # the run was over before the server was back
+        assert track(run_dir, server.uri) == 0
+    check_equal(server.uri, run_dir)
+
+
+def test_after_the_run_it_is_sent_and_sent_again(server: Server, data_dir: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    server.stop()
+    run = train(data_dir, run_dir, server.uri)
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said
+    assert "training goes on without it" in said
+    server.start()
+    assert track(run_dir, server.uri) == 0
+    begun = check_equal(server.uri, run_dir)
+    assert track(run_dir, server.uri) == 0
+    (
+        run_dir / files.CURSOR
+    ).unlink()  # nobody knows any more what was sent: the database tells the same point
+    assert track(run_dir, server.uri) == 0
+    assert check_equal(server.uri, run_dir) == begun
+
+    server.forget()
+    assert track(run_dir, server.uri) == 0
+    check_equal(server.uri, run_dir)
+    (run_dir / "outcome.json").write_text(json.dumps({"outcome": "stopped"}))
+    assert track(run_dir, server.uri) == 0
+    deleted = check_equal(server.uri, run_dir, status="KILLED")
+    from mlflow import MlflowClient
+
+    MlflowClient(server.uri).delete_run(deleted)
+    assert track(run_dir, server.uri) == 0
+    assert check_equal(server.uri, run_dir, status="KILLED") != deleted
+
+
+def track(run_dir: Path, uri: str) -> int:
+    command = [sys.executable, "-m", "trainer", "track", "--run-dir", str(run_dir), "--tracker-uri", uri]
+    return subprocess.run(command, check=False).returncode

@@ -1,0 +1,190 @@
+"""Before step 0: read the data, meet the other ranks, decide on the arithmetic, build the model, take up.
+
+ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, say).ready()
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import checkpoint, contract
+from trainer.checkpoint import State
+from trainer.config import ConfigError, RunFile, code_digest
+from trainer.data import DataError
+from trainer.data.dataset import Dataset
+from trainer.host.heartbeat import Heartbeat
+from trainer.host.numerics import Numerics, Options, again, decide_device, explore
+from trainer.host.place import Place
+from trainer.host.voice import Voice
+from trainer.model import GPT
+from trainer.optim import MuonAdamW, build_optimizer
+from trainer.plan import Plan, make_plan
+from trainer.report import Progress
+from trainer.sync import Sync, make_sync
+from trainer.sync.group import Group
+from trainer.sync.store import join_store
+
+
+@dataclass
+class Ready:
+    """What the loop works with. By rank: what each one computes in, and what its host is."""
+
+    plan: Plan
+    data: Dataset
+    group: Group
+    numerics: Numerics
+    model: GPT
+    optimizer: MuonAdamW
+    sync: Sync
+    progress: Progress
+    numerics_by_rank: list[dict[str, Any]]
+    facts_by_rank: list[dict[str, str]]
+
+
+class Beginning:
+    """The way of one rank to step 0, or to the step of the checkpoint that the run goes on from."""
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        data_dir: Path,
+        run_dir: Path,
+        place: Place,
+        heartbeat: Heartbeat,
+        say: Voice,
+    ) -> None:
+        self.run_file, self.config = run_file, run_file.config
+        self.data_dir, self.checkpoints = data_dir, run_dir / "checkpoints"
+        self.place, self.heartbeat, self.say = place, heartbeat, say
+
+    def ready(self) -> Ready:
+        """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
+        config, place = self.config, self.place
+        self.heartbeat.enter("load")
+        options = explore(
+            config.device, config.dtype, config.threads, place.local_rank, place.local_world_size
+        )
+        records = self._load_and_meet(options)
+        kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
+        self.numerics = options.on(kind)
+        peers = [record.peer for record in records]
+        self.group = Group.open(place, peers, self.store, self.numerics.device)
+        ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
+        self.say(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
+        for record in records:
+            self.say(f"  {record}: {record.shown[kind]}")
+
+        self.heartbeat.enter("resume")
+        self._build()
+        progress = self._take_up()
+        mine = json.dumps([self.numerics.saved(), self.numerics.facts()]).encode()
+        saved, computes_in = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
+        facts = [record.facts | found for record, found in zip(records, computes_in, strict=True)]
+        return Ready(
+            self.plan,
+            self.data,
+            self.group,
+            self.numerics,
+            self.model,
+            self.optimizer,
+            self.sync,
+            progress,
+            list(saved),
+            facts,
+        )
+
+    def _load_and_meet(self, options: Options) -> list[contract.Record]:
+        """Read the data and agree with all ranks; what is wrong here is told to all of them."""
+        self.store = join_store(self.place, self.run_file.run_id) if self.place.world_size > 1 else None
+        problem: ConfigError | DataError | None = None
+        info, hashes = None, {}
+        try:
+            self.data = Dataset.open(self.data_dir, self.config.sequence_len)
+            info, hashes = self.data.info, self.data.hashes
+            self.plan = make_plan(self.config, info.vocab_size, self.place.world_size, self.run_file.shares)
+            if self.run_file.trainer_digest not in ("", code_digest()):
+                raise ConfigError("The run file is of another version of the trainer than this host's.")
+        except (ConfigError, DataError) as error:
+            problem = error
+            if self.store is None:
+                raise
+        record = contract.make_record(self.place, self.run_file, options, info, hashes, str(problem or ""))
+        return contract.meet(self.store, record, self.place.world_size)
+
+    def _build(self) -> None:
+        """The model in the run's number format, its optimizer, and the way its gradients travel."""
+        config, scale = self.config, self.plan.scales
+        self.model = GPT(self.plan.model).to(self.numerics.device, self.numerics.dtype)
+        self.optimizer = build_optimizer(
+            self.model,
+            unembedding_lr=config.unembedding_lr * scale.lr,
+            embedding_lr=config.embedding_lr * scale.lr,
+            matrix_lr=config.matrix_lr * scale.lr,
+            scalar_lr=config.scalar_lr * scale.lr,
+            weight_decay=config.weight_decay * scale.weight_decay,
+        )
+        self.sync = make_sync(config.sync, self.group, self.model, self.optimizer)
+
+    def _take_up(self) -> Progress:
+        """Begin, or go on from the newest good checkpoint: rank 0 decides, and its bytes go to all."""
+        state: State | None = None
+        problem = None
+        if self.place.coordinates:
+            try:
+                state = self._newest_or_fresh()
+            except (ConfigError, DataError) as error:
+                problem = str(error)
+        self.group.agree(problem)
+        state = checkpoint.give_to_all(self.group, state)
+        self._as_before(state.meta)
+        self.model.load_state_dict(state.model)
+        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
+        self.optimizer.load_state_dict(mine)
+        progress = Progress.from_meta(state.meta)
+        if state.step:
+            self.say(
+                f"Going on from the checkpoint of step {state.step}.",
+                event="resumed",
+                figures={"step": state.step},
+            )
+            if self.place.coordinates:
+                progress.checkpoint = f"checkpoints/step_{state.step:06d}"
+        return progress
+
+    def _newest_or_fresh(self) -> State:
+        """The state to begin with. Raises ConfigError or DataError where the run's is another one."""
+        checkpoint.remove_leftovers(self.checkpoints)
+        state = checkpoint.newest(self.checkpoints, self.say) or self._fresh()
+        hashes, run_id = self.data.hashes, self.run_file.run_id
+        if state.step:
+            checkpoint.check_continues(state, self.config, hashes, run_id)
+        elif "imported" in state.meta:
+            checkpoint.check_begins(state, self.plan.model, hashes, run_id)
+            self.say(f"Beginning with the weights of {state.meta['imported']}.")
+        return state
+
+    def _fresh(self) -> State:
+        """Initial weights, drawn by rank 0 alone and on its CPU: unlike processors draw unlike bits."""
+        torch.manual_seed(self.config.seed)
+        model = GPT(self.plan.model).to(self.numerics.dtype)
+        model.init_weights()
+        return State({"step": 0}, dict(model.state_dict()), {})
+
+    def _as_before(self, meta: Mapping[str, Any]) -> None:
+        """The same hosts keep the shares, number formats and threads they had: so it goes on bitwise."""
+        same_hosts = meta.get("hosts") == [peer.host for peer in self.group.peers]
+        if same_hosts and not self.run_file.shares:
+            self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
+        now = self.numerics
+        if same_hosts:
+            self.numerics = again(now, meta["numerics"][self.place.rank])
+        if self.numerics != now:
+            self.say(f"As before: {self.numerics.describe()}")
+        self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

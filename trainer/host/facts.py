@@ -1,0 +1,96 @@
+"""What this host is: a few words a rank brings to the contract, which rank 0 hands to the tracker as tags.
+
+Nothing is measured and nothing imported that takes time; what a system does not tell is left out.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+SYSCTL_SECONDS = 2.0
+
+
+def host_facts() -> dict[str, str]:
+    """Host name, system, CPU, cores, memory, Python and torch, by name."""
+    facts = {
+        "hostname": socket.gethostname(),
+        "system": _system(),
+        "kernel": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "cpu": _cpu(),
+        "cores": _cores(),
+        "memory": _memory(),
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "mlflow": _version("mlflow-skinny"),
+    }
+    return {name: value for name, value in facts.items() if value}
+
+
+def tags_of_hosts(facts_by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
+    """The facts of all ranks as tags: host.0.cpu, host.1.cpu ..."""
+    return {
+        f"host.{rank}.{name}": value
+        for rank, facts in enumerate(facts_by_rank)
+        for name, value in facts.items()
+    }
+
+
+def _system() -> str:
+    if platform.system() == "Darwin":
+        return f"macOS {platform.mac_ver()[0]}"
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "")
+    except OSError:
+        return platform.system()
+
+
+def _cpu() -> str:
+    """The model's name; where the kernel gives only numbers (ARM), the architecture's."""
+    if platform.system() == "Darwin":
+        return _sysctl("machdep.cpu.brand_string")
+    names = ("model name", "Model", "Processor")  # x86, ARM boards, old ARM
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return next((told[name] for name in names if told.get(name)), platform.processor() or platform.machine())
+
+
+def _cores() -> str:
+    """How many this process may use, of how many there are."""
+    there = os.cpu_count() or 1
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    return str(there) if usable == there else f"{usable} of {there}"
+
+
+def _memory() -> str:
+    try:
+        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
+    except (ValueError, OSError):
+        size = _sysctl("hw.memsize")
+        return f"{int(size) / 2**30:.1f} GiB" if size.isdigit() else ""
+
+
+def _sysctl(name: str) -> str:
+    try:
+        done = subprocess.run(
+            ["sysctl", "-n", name], capture_output=True, text=True, timeout=SYSCTL_SECONDS, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""

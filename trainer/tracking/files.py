@@ -1,0 +1,173 @@
+"""The files of a run that its tracking is made of.
+
+facts.json     what the run is: run_id, params, tags
+metrics.jsonl  a line for each step and evaluation: step, figures, time
+system.jsonl   the same for rank 0's host; its steps count the samples
+samples/       texts the model wrote, step_000100.txt
+plots/         made from metrics.jsonl at the end
+tracker.json   how far the tracker has got; only the sender writes it
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.data.files import sync_file, write_whole
+
+FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
+SAMPLES, PLOTS = "samples", "plots"
+KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.txt")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a run is. `digest` is its configuration's: another one under the same run_id is another run."""
+
+    run_id: str
+    digest: str
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+    def save(self, run_dir: Path) -> None:
+        write_whole(run_dir / FACTS, _json(asdict(self)))
+
+    @classmethod
+    def load(cls, run_dir: Path) -> Facts:
+        """Raises OSError or ValueError when the file is missing or is not one of these."""
+        raw = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
+        try:
+            return cls(str(raw["run_id"]), str(raw["digest"]), dict(raw["params"]), dict(raw["tags"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"it lacks {error}") from None
+
+
+@dataclass
+class Cursor:
+    """What one server has of one run, so that nothing is sent twice.
+
+    `steps` holds the last step sent of each figure. A resumed run does steps again and writes their lines
+    anew with equal figures; a server cannot forget a point, so those it has are not sent a second time.
+    """
+
+    uri: str
+    run_id: str
+    digest: str
+    mlflow_run: str = ""
+    steps: dict[str, int] = field(default_factory=dict)
+    artifacts: dict[str, str] = field(default_factory=dict)
+    status: str = ""
+
+    @classmethod
+    def load(cls, run_dir: Path, uri: str, facts: Facts) -> Cursor:
+        """The one of this server and this run, or a new one that has sent nothing."""
+        new = cls(uri, facts.run_id, facts.digest)
+        try:
+            old = cls(**json.loads((run_dir / CURSOR).read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            return new
+        return old if (old.uri, old.run_id, old.digest) == (uri, facts.run_id, facts.digest) else new
+
+    def save(self, run_dir: Path) -> None:
+        write_whole(run_dir / CURSOR, _json(asdict(self)))
+
+    def forget(self) -> None:
+        """The server has nothing of the run any more."""
+        self.mlflow_run, self.status = "", ""
+        self.steps.clear()
+        self.artifacts.clear()
+
+    def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
+        """The figures of a line that the server lacks."""
+        return {
+            name: float(value)
+            for name, value in line.items()
+            if name not in ("step", "time")
+            and isinstance(value, int | float)
+            and line["step"] > self.steps.get(name, -1)
+        }
+
+
+class JsonLines:
+    """A file of one JSON object a line, each in the file as soon as it is written."""
+
+    def __init__(self, path: Path, last_step: float = math.inf) -> None:
+        """Goes on after `last_step`: later lines belong to steps that will be done again and are dropped."""
+        self.last_step = -1
+        temporary = path.with_name(f".{path.name}.tmp")
+        with open(temporary, "wb") as kept:
+            for raw, line in read_lines(path):
+                if line["step"] <= last_step:
+                    kept.write(raw)
+                    self.last_step = int(line["step"])
+            kept.flush()
+            sync_file(kept.fileno())
+        os.replace(temporary, path)
+        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Add a line. What is not a finite number becomes null, which JSON can hold."""
+        figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._file.write(json.dumps({"step": step, **figures, "time": time}) + "\n")
+
+
+class NewLines:
+    """Reads what is added to a JsonLines file, in bounded portions, also when the file is replaced."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._inode = 0
+        self._offset = 0
+        self._ahead = 0
+
+    def read(self, limit: int) -> list[dict[str, Any]]:
+        """At most `limit` lines; the same ones again until `taken` is called."""
+        lines: list[dict[str, Any]] = []
+        try:
+            with open(self.path, "rb") as file:
+                stat = os.fstat(file.fileno())
+                if stat.st_ino != self._inode or stat.st_size < self._offset:
+                    self._inode, self._offset = stat.st_ino, 0
+                file.seek(self._offset)
+                self._ahead = self._offset
+                for raw in file:
+                    if not raw.endswith(b"\n") or len(lines) == limit:
+                        break
+                    self._ahead += len(raw)
+                    if (line := parse(raw)) is not None:
+                        lines.append(line)
+        except FileNotFoundError:
+            return []
+        return lines
+
+    def taken(self) -> None:
+        self._offset = self._ahead
+
+
+def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Every whole line of a JsonLines file, raw and parsed; none when there is no file."""
+    if path.exists():
+        with open(path, "rb") as file:
+            for raw in file:
+                if raw.endswith(b"\n") and (line := parse(raw)) is not None:
+                    yield raw, line
+
+
+def parse(raw: bytes) -> dict[str, Any] | None:
+    """A line with a step and a time; None for one that was cut short or is something else."""
+    try:
+        line = json.loads(raw)
+    except ValueError:
+        return None
+    if not isinstance(line, dict):
+        return None
+    return line if all(isinstance(line.get(name), int | float) for name in ("step", "time")) else None
+
+
+def _json(value: Any) -> bytes:
+    return (json.dumps(value, indent=1) + "\n").encode()

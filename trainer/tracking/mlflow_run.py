@@ -1,0 +1,193 @@
+"""One run on an MLflow server: found or begun, given its params, tags, figures and files.
+
+Points carry the time of their line, and MLflow's database takes the same point twice for one: what was sent
+but not yet noted down may be sent again.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from trainer.tracking.files import Facts
+
+EXPERIMENT = "nanofleet"
+RUN_ID_TAG, DIGEST_TAG = "nanofleet.run_id", "nanofleet.digest"
+CHANGED_TAG = "now."  # before the name of a param whose value is another one than when the run began
+STATUS = {"finished": "FINISHED", "stopped": "KILLED", "retryable": "FAILED", "final": "FAILED"}
+# MLflow's limits
+BATCH_METRICS, BATCH_PARAMS = 1_000, 100
+PARAM_CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 6_000, 8_000, 250
+
+Point = tuple[str, float, float, int]  # name, value, time in seconds, step
+
+
+class RunGoneError(Exception):
+    """The server no longer has the run."""
+
+
+class RefusedError(Exception):
+    """The server does not take this, and would not later either."""
+
+
+class MlflowRun:
+    """The run of `facts` on the server at `uri`. Methods raise an exception when the server is not well."""
+
+    def __init__(self, uri: str, facts: Facts, mlflow_run: str = "", patience: float = 60.0) -> None:
+        """A request lasts at most `patience` seconds, however slowly the answer trickles in."""
+        os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(patience)))
+        os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
+        os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"
+        from mlflow import MlflowClient
+
+        self._client = MlflowClient(uri)
+        self._uri, self._facts, self._patience = uri, facts, patience
+        self.id = mlflow_run
+        self._experiment = ""
+
+    def open(self, running: bool) -> None:
+        """Find the run, or begin it; `running` is whether it is being trained now. Raises RunGoneError."""
+        if self.id:
+            found = self._ask(self._client.get_run, self.id)
+            if found.info.lifecycle_stage != "active":
+                raise RunGoneError
+        else:
+            found = self._find() or self._begin()
+            self.id = found.info.run_id
+        self._experiment = found.info.experiment_id
+        if running and found.info.status != "RUNNING":
+            self._ask(self._client.update_run, self.id, status="RUNNING")
+        self._describe(found.data.params, found.data.tags)
+
+    @property
+    def page(self) -> str:
+        """Where a person looks at it."""
+        return f"{shown_uri(self._uri)}/#/experiments/{self._experiment}/runs/{self.id}"
+
+    def log(self, points: Sequence[Point]) -> None:
+        """Send figures, at most BATCH_METRICS of them. Raises RunGoneError or RefusedError."""
+        from mlflow.entities import Metric
+
+        metrics = [Metric(clean_key(name), value, round(at * 1000), step) for name, value, at, step in points]
+        self._ask(self._client.log_batch, self.id, metrics=metrics, synchronous=True)
+
+    def put(self, path: Path, folder: str) -> None:
+        """Send a file as an artifact into `folder`, "" for the top."""
+        self._ask(self._client.log_artifact, self.id, str(path), folder or None)
+
+    def end(self, status: str) -> None:
+        self._ask(self._client.set_terminated, self.id, status=status)
+
+    def _find(self) -> Any:
+        from mlflow.entities import ViewType
+
+        experiment = self._ask(self._client.get_experiment_by_name, EXPERIMENT)
+        if experiment is None:
+            self._experiment = self._ask(self._client.create_experiment, EXPERIMENT)
+            return None
+        self._experiment = experiment.experiment_id
+        if experiment.lifecycle_stage != "active":
+            self._ask(self._client.restore_experiment, self._experiment)
+        wanted = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
+        runs = self._ask(
+            self._client.search_runs,
+            [self._experiment],
+            " and ".join(f"tags.`{name}` = '{value}'" for name, value in wanted.items()),
+            run_view_type=ViewType.ACTIVE_ONLY,
+            max_results=1,
+        )
+        return runs[0] if runs else None
+
+    def _begin(self) -> Any:
+        tags = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
+        return self._ask(self._client.create_run, self._experiment, tags=tags, run_name=self._facts.run_id)
+
+    def _describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
+        """Bring params and tags up to date; MLflow lets nobody change a param, so its new value is a tag."""
+        from mlflow.entities import Param, RunTag
+
+        wanted = {clean_key(key): value[:PARAM_CHARACTERS] for key, value in self._facts.params.items()}
+        changed = {clean_key(CHANGED_TAG + key): v for key, v in wanted.items() if params.get(key, v) != v}
+        wanted_tags = {clean_key(key): v[:TAG_CHARACTERS] for key, v in self._facts.tags.items()} | changed
+        new = [Param(key, value) for key, value in wanted.items() if key not in params]
+        new_tags = [RunTag(key, value) for key, value in wanted_tags.items() if tags.get(key) != value]
+        for start in range(0, max(len(new), len(new_tags)), BATCH_PARAMS):
+            part = slice(start, start + BATCH_PARAMS)
+            self._ask(
+                self._client.log_batch, self.id, params=new[part], tags=new_tags[part], synchronous=True
+            )
+
+    def _is_active(self) -> bool:
+        return bool(self._ask(self._client.get_run, self.id).info.lifecycle_stage == "active")
+
+    def _ask(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            with time_limit(self._patience):
+                return call(*args, **kwargs)
+        except MlflowException as error:
+            if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+                raise RunGoneError from None
+            if error.error_code == "INVALID_PARAMETER_VALUE":  # also what a deleted run answers
+                if self.id and call != self._client.get_run and not self._is_active():
+                    raise RunGoneError from None
+                raise RefusedError(reason(error)) from None
+            raise
+
+
+@contextmanager
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError in the main thread after so many seconds, also out of a read that goes on."""
+
+    def expire(*_: object) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s")
+
+    began = time.monotonic()
+    handler = signal.signal(signal.SIGALRM, expire)
+    left, _ = signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+        if left:  # somebody else's alarm goes on
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - began)))
+
+
+def clean_key(name: str) -> str:
+    """A name as MLflow takes it: letters, digits, blanks, _-.:/ and no path out of the run; not too long."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    return "/".join(part for part in parts if part.strip(". "))[:KEY_CHARACTERS] or "_"
+
+
+def shown_uri(uri: str) -> str:
+    """An address without the password that may be in it."""
+    parts = urlsplit(uri)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
+
+
+def is_server(uri: str) -> bool:
+    """Whether this is the address of a server, and not of a folder or database, which MLflow also knows."""
+    parts = urlsplit(uri)
+    return parts.scheme in ("http", "https") and bool(parts.netloc)
+
+
+def reason(error: BaseException) -> str:
+    """What is wrong, in a few words: the system's own where the network is at fault, else the server's."""
+    inner = error
+    while (cause := inner.__cause__ or inner.__context__) is not None:
+        inner = cause
+    if isinstance(inner, OSError):
+        said = inner.strerror or str(inner)
+    else:
+        said = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"://[^/@\s]+@", "://", said)[:200].rstrip(". ") or type(error).__name__

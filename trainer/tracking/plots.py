@@ -1,0 +1,125 @@
+"""Pictures of a run, made from metrics.jsonl: plots/loss.png and plots/throughput.png.
+
+matplotlib is imported only when they are made, and never in the process that trains.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.files import write_whole
+from trainer.tracking import files
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+POINTS = 4_000  # a line has at most so many
+PHASES = ("data_s", "forward_s", "backward_s", "sync_s", "optimizer_s")
+
+
+def make_plots(run_dir: Path) -> list[Path]:
+    """Draw the plots of the figures that there are, if these are newer; returns their paths."""
+    folder = run_dir / files.PLOTS
+    made = list(folder.glob("*.png"))
+    if made and min(map(_time, made)) >= _time(run_dir / files.METRICS):
+        return made
+    series = read_series(run_dir / files.METRICS)
+    drawn = []
+    if "loss" in series:
+        drawn.append(("loss", _loss))
+    if "tok_per_s" in series:
+        drawn.append(("throughput", _throughput))
+    if not drawn:
+        return []
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as cache:  # the user a run belongs to may have no home
+        os.environ.setdefault("MPLCONFIGDIR", cache)
+        return [_draw(folder / f"{name}.png", draw, series) for name, draw in drawn]
+
+
+def _time(path: Path) -> float:
+    return path.stat().st_mtime
+
+
+Series = dict[str, tuple[list[int], list[float]]]
+
+
+def read_series(path: Path) -> Series:
+    """Steps and values by name; every second point is dropped as often as there are more than POINTS."""
+    series: Series = {}
+    strides: dict[str, int] = {}
+    seen: dict[str, int] = {}
+    for _, line in files.read_lines(path):
+        for name, value in line.items():
+            if name in ("step", "time") or not isinstance(value, int | float):
+                continue
+            steps, values = series.setdefault(name, ([], []))
+            number = seen[name] = seen.get(name, -1) + 1
+            if number % strides.get(name, 1):
+                continue
+            steps.append(line["step"])
+            values.append(value)
+            if len(steps) > POINTS:
+                del steps[1::2], values[1::2]
+                strides[name] = 2 * strides.get(name, 1)
+    return series
+
+
+def _draw(path: Path, draw: Any, series: Series) -> Path:
+    import io
+
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    draw(figure, series)
+    data = io.BytesIO()
+    canvas.print_png(data)
+    write_whole(path, data.getvalue())
+    return path
+
+
+def _loss(figure: Figure, series: Series) -> None:
+    axes = figure.subplots()
+    _line(axes, series, "loss", "training loss", linewidth=0.8)
+    _line(axes, series, "val_loss", "validation loss", marker="o", markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per token)", title="Loss")
+    if "val_bpb" in series:
+        right = axes.twinx()
+        _line(right, series, "val_bpb", "bits per byte (right)", marker="s", markersize=4, color="tab:green")
+        right.set_ylabel("bits per byte")
+        lines = [*axes.get_lines(), *right.get_lines()]
+        right.legend(handles=lines, loc="upper right")
+    axes.grid(alpha=0.3)
+
+
+def _throughput(figure: Figure, series: Series) -> None:
+    above, below = figure.subplots(2, 1, sharex=True)
+    _line(above, series, "tok_per_s", "", linewidth=0.8)
+    above.set(ylabel="tokens per second", title="Throughput", ylim=(0, None))
+    phases = [name for name in PHASES if name in series]
+    if phases:
+        steps = series[phases[0]][0]
+        labels = [name.removesuffix("_s") for name in phases]
+        below.stackplot(steps, *(series[name][1] for name in phases), labels=labels)
+        below.legend(loc="upper right", ncols=len(labels), fontsize="small")
+    below.set(xlabel="step", ylabel="seconds of a step")
+    for axes in (above, below):
+        axes.grid(alpha=0.3)
+
+
+def _line(axes: Axes, series: Series, name: str, label: str, **style: Any) -> None:
+    if name in series:
+        axes.plot(*series[name], label=label, **style)
+
+
+if __name__ == "__main__":
+    import sys
+
+    for made in make_plots(Path(sys.argv[1])):
+        print(made)

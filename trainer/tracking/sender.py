@@ -1,0 +1,320 @@
+"""Brings what a run has written to its MLflow server: by a process beside rank 0, or after the run.
+
+python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
+
+Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR` with the address in MLFLOW_TRACKING_URI. It
+listens on standard input (the outcome, when the run ends; the end of the pipe when rank 0 has died) and
+answers in JSON lines: {"say": ...} for the log, {"away": true} while the server is not well, {"sent": n} as
+it goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import fcntl
+import json
+import os
+import select
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.tracking import files
+from trainer.tracking.files import Cursor, Facts, NewLines
+from trainer.tracking.mlflow_run import (
+    BATCH_METRICS,
+    STATUS,
+    MlflowRun,
+    Point,
+    RefusedError,
+    RunGoneError,
+    is_server,
+    reason,
+    shown_uri,
+)
+
+LOOK_EVERY_SECONDS = 2.0
+RETRY_SECONDS = (2.0, 5.0, 15.0, 30.0)  # after the first, second, third, and every later failure
+LINES_AT_ONCE = 200
+ORPHAN_SECONDS = 2.0  # for the last lines, when rank 0 has died
+CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner
+LOCK = ".tracker.lock"
+
+Tell = Callable[[dict[str, Any]], None]
+
+
+class Sender:
+    """Sends what the server lacks. Methods raise when the server is not well; nothing is lost then."""
+
+    def __init__(self, run_dir: Path, uri: str, patience: float, tell: Tell) -> None:
+        self.run_dir, self.uri, self.tell = run_dir, uri, tell
+        self.facts = Facts.load(run_dir)
+        self.cursor = Cursor.load(run_dir, shown_uri(uri), self.facts)
+        self._patience = patience
+        self._tails = [NewLines(run_dir / name) for name in (files.METRICS, files.SYSTEM)]
+        self._run: MlflowRun | None = None
+
+    def open(self, running: bool) -> MlflowRun:
+        """The run on the server; one that the server has lost is begun again and sent anew."""
+        if self._run is None:
+            run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
+            run.open(running)
+            self.cursor.mlflow_run = run.id
+            if running:
+                self.cursor.status = ""
+            self.cursor.save(self.run_dir)
+            self._run = run
+            self.tell({"say": f"Tracked at {run.page}"})
+        return self._run
+
+    def send(self, running: bool = True) -> None:
+        """Bring over all new figures and samples."""
+        self._unless_gone(lambda: self._send(running))
+
+    def finish(self, outcome: str | None) -> None:
+        """Bring over the rest: figures, the end of the run, plots and files."""
+        self._unless_gone(lambda: self._finish(outcome))
+
+    def _unless_gone(self, work: Callable[[], None]) -> None:
+        """Do the work; when the server has lost the run, begin it again there and send all of it."""
+        try:
+            work()
+        except RunGoneError:
+            self.tell(
+                {"say": "The tracker no longer has this run: it is begun again there, from its first step."}
+            )
+            self._run = None
+            self.cursor.forget()
+            self._tails = [NewLines(tail.path) for tail in self._tails]
+            work()
+
+    def _send(self, running: bool) -> None:
+        run = self.open(running)
+        for tail in self._tails:
+            while lines := tail.read(LINES_AT_ONCE):
+                self._send_lines(run, lines)
+                tail.taken()
+        self._put_files(run, (self.run_dir / files.SAMPLES).glob("*"))
+
+    def _finish(self, outcome: str | None) -> None:
+        self._send(running=False)
+        run = self.open(running=False)
+        if outcome is not None and self.cursor.status != STATUS[outcome]:
+            run.end(STATUS[outcome])
+            self.cursor.status = STATUS[outcome]
+            self.cursor.save(self.run_dir)
+        if outcome == "retryable":  # it goes on soon, and there is a hurry
+            return
+        try:
+            from trainer.tracking.plots import make_plots
+
+            make_plots(self.run_dir)
+        except Exception as error:  # pictures are the least of a run
+            self.tell({"say": f"The plots could not be made: {reason(error)}"})
+        self.tell({"sent": 0})
+        self._put_files(run, (self.run_dir / name for name in files.KEPT_AT_THE_END))
+        self._put_files(run, (self.run_dir / files.PLOTS).glob("*.png"))
+
+    def _send_lines(self, run: MlflowRun, lines: list[dict[str, Any]]) -> None:
+        points: list[Point] = [
+            (name, value, line["time"], line["step"])
+            for line in lines
+            for name, value in self.cursor.new_points(line).items()
+        ]
+        for start in range(0, len(points), BATCH_METRICS):
+            batch = points[start : start + BATCH_METRICS]
+            try:
+                run.log(batch)
+            except RefusedError as error:
+                self.tell({"say": f"The tracker refuses figures of step {batch[0][3]}: {error}"})
+            self.cursor.steps.update({name: step for name, _, _, step in batch})
+            self.cursor.save(self.run_dir)
+            self.tell({"sent": len(batch)})
+
+    def _put_files(self, run: MlflowRun, paths: Iterator[Path]) -> None:
+        for path in sorted(paths):
+            name = path.relative_to(self.run_dir).as_posix()
+            try:
+                stat = path.stat()
+            except FileNotFoundError:
+                continue
+            version = f"{stat.st_size} {stat.st_mtime_ns}"
+            if self.cursor.artifacts.get(name) == version or path.name.startswith("."):
+                continue
+            try:
+                run.put(path, path.relative_to(self.run_dir).parent.as_posix().removeprefix("."))
+            except RefusedError as error:
+                self.tell({"say": f"The tracker refuses {name}: {error}"})
+            self.cursor.artifacts[name] = version
+            self.cursor.save(self.run_dir)
+            self.tell({"sent": 0})
+
+
+# -- beside rank 0 -----------------------------------------------------------------------------------------
+
+
+def follow(run_dir: Path, uri: str, patience: float) -> int:
+    """Send until rank 0 says how the run ended; 0 when the server then has everything."""
+    with contextlib.suppress(OSError):
+        os.nice(10)
+    # Both reach rank 0 too, which still has an outcome to tell. Rank 0 blocks SIGTERM; children inherit that.
+    signal.signal(signal.SIGTERM, lambda *_: leave_within(ORPHAN_SECONDS))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ear = Ear()
+    while not (held := _lock(run_dir)):  # the sender of an earlier attempt is about to leave
+        if ear.listen(LOOK_EVERY_SECONDS).ended:
+            return 1
+    with held:
+        sender = Sender(run_dir, uri, patience, _tell_rank_0)
+        failures = 0
+        while True:
+            try:
+                if ear.ended:
+                    sender.finish(ear.outcome)
+                    return 0
+                sender.send()
+                if failures:
+                    _tell_rank_0({"away": False, "say": f"The tracker at {shown_uri(uri)} is back."})
+                failures = 0
+            except Exception as error:  # whatever ails the server, it is tried again
+                if ear.ended:
+                    _tell_rank_0({"away": True})
+                    return 1
+                if not failures:
+                    said = f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}); "
+                    _tell_rank_0({"away": True, "say": said + "training goes on without it."})
+                failures += 1
+            wait = RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else LOOK_EVERY_SECONDS
+            ear.listen(wait)
+
+
+class Ear:
+    """What rank 0 says: nothing, then the outcome; or nothing more at all."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self.outcome: str | None = None
+        self._heard = b""
+
+    def listen(self, seconds: float) -> Ear:
+        """Wait for a word of rank 0, at most so long."""
+        if self.ended or not select.select([sys.stdin.fileno()], [], [], seconds)[0]:
+            return self
+        data = os.read(sys.stdin.fileno(), 4096)
+        self._heard += data
+        if b"\n" in self._heard:
+            self.outcome = json.loads(self._heard)["outcome"]
+        self.ended = not data or self.outcome is not None
+        if self.ended:
+            leave_within(CLOSING_SECONDS if self.outcome else ORPHAN_SECONDS)
+        return self
+
+
+def leave_within(seconds: float) -> None:
+    """End this process then, whatever it waits for: it has no life of its own."""
+    leave = threading.Timer(seconds, os._exit, [1])
+    leave.daemon = True
+    leave.start()
+
+
+def _tell_rank_0(message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # rank 0 has died; the end of its pipe says so too
+        print(json.dumps(message), flush=True)
+
+
+def _lock(run_dir: Path) -> Any:
+    """The right to send for this run, to be used in a `with`; None while another process has it."""
+    file = open(run_dir / LOCK, "wb")  # noqa: SIM115 - held by the caller
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+# -- after the run -----------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files are"
+    )
+    parser.add_argument(
+        "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=60.0, metavar="SECONDS", help="for one answer (%(default)g)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """`track`: send what the server lacks of a run that has ended; again, it sends nothing twice."""
+    uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+    if not uri:
+        raise ConfigError("No tracker address was given: add --tracker-uri http://HOST:5000.")
+    if not is_server(uri):
+        raise ConfigError(f"{shown_uri(uri)!r} is no address of a server: it looks like http://HOST:5000.")
+    sent = 0
+
+    def tell(message: dict[str, Any]) -> None:
+        nonlocal sent
+        sent += message.get("sent", 0)
+        if "say" in message:
+            print(message["say"], flush=True)
+
+    with _held(args.run_dir):
+        try:
+            sender = Sender(args.run_dir, uri, args.patience, tell)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{args.run_dir / files.FACTS} cannot be read ({reason(error)}): --run-dir takes "
+                "the directory of a run that has begun, on the host of its rank 0."
+            ) from None
+        outcome = _outcome(args.run_dir)
+        try:
+            sender.finish(outcome)
+        except Exception as error:  # the many ways of a server to be unwell
+            print(
+                f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}) after {sent:,} "
+                "figures. Nothing is lost: type this again when it does.",
+                file=sys.stderr,
+            )
+            return 1
+    has = "The tracker has everything" if outcome else "The run has no outcome yet; the tracker has it so far"
+    print(f"{has}: {sent:,} figures were missing.")
+    return 0
+
+
+@contextlib.contextmanager
+def _held(run_dir: Path) -> Iterator[None]:
+    try:
+        lock = _lock(run_dir)
+    except OSError as error:
+        raise ConfigError(f"The run directory {run_dir} cannot be used: {error.strerror}.") from None
+    if lock is None:
+        raise ConfigError(f"The run in {run_dir} is being sent already, by itself or by another `track`.")
+    with lock:
+        yield
+
+
+def _outcome(run_dir: Path) -> str | None:
+    """How the run ended; None while it has not, or when nobody could write it down."""
+    try:
+        outcome = json.loads((run_dir / "outcome.json").read_text(encoding="utf-8"))["outcome"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return outcome if outcome in STATUS else None
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    arguments = parser.parse_args()
+    os._exit(follow(arguments.run_dir, os.environ["MLFLOW_TRACKING_URI"], arguments.patience))

@@ -1,0 +1,104 @@
+"""What the host of rank 0 is doing, sampled every few seconds into system.jsonl.
+
+The names are those of MLflow's own system metrics where it has one, so that its page groups and draws them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from trainer.tracking import files
+from trainer.tracking.files import JsonLines
+
+SAMPLE_SECONDS = 10.0
+LAST_SAMPLE_SECONDS = 0.2
+THROTTLE_COUNTS = "/sys/devices/system/cpu"  # cpu*/thermal_throttle/core_throttle_count
+NOT_TOLD = (OSError, RuntimeError, NotImplementedError, AttributeError, ValueError, psutil.Error)
+CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
+
+
+class SystemSampler:
+    """A thread that samples until it is closed, and once more then."""
+
+    def __init__(self, run_dir: Path, every_seconds: float = SAMPLE_SECONDS) -> None:
+        self._run_dir, self._every = run_dir, every_seconds
+        self._lines = JsonLines(run_dir / files.SYSTEM)
+        self._closing = threading.Event()
+        self._process = psutil.Process()
+        self._network_before: Any = None
+        self.sample()  # percentages and traffic are those since the sample before
+        self._thread = threading.Thread(target=self._work, name="system", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Take the last sample; a disk that does not answer is not waited for."""
+        self._closing.set()
+        self._thread.join(LAST_SAMPLE_SECONDS)
+
+    def _work(self) -> None:
+        number = self._lines.last_step
+        closing = False
+        while not closing:
+            closing = self._closing.wait(self._every)
+            number += 1
+            with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a sentence
+                self._lines.write(number, self.sample(), time.time())
+
+    def sample(self) -> dict[str, float]:
+        """The host now, as far as it can tell: percentages, megabytes, degrees."""
+        figures: dict[str, float] = {}
+        for look in (self._cpu, self._memory, self._disk, self._network, _heat):
+            with contextlib.suppress(*NOT_TOLD):
+                figures |= look()
+        return {f"system/{name}": value for name, value in figures.items()}
+
+    def _cpu(self) -> dict[str, float]:
+        return {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "process_cpu_percentage": self._process.cpu_percent(),
+            "load_1_minute": psutil.getloadavg()[0],
+        }
+
+    def _memory(self) -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        return {
+            "process_memory_megabytes": self._process.memory_info().rss / 1e6,
+            "system_memory_usage_megabytes": memory.used / 1e6,
+            "system_memory_usage_percentage": memory.percent,
+            "system_memory_available_megabytes": memory.available / 1e6,
+        }
+
+    def _disk(self) -> dict[str, float]:
+        disk = psutil.disk_usage(str(self._run_dir))
+        return {"disk_usage_percentage": disk.percent, "disk_available_megabytes": disk.free / 1e6}
+
+    def _network(self) -> dict[str, float]:
+        """Traffic of the whole host since the attempt began."""
+        now = psutil.net_io_counters()
+        before = self._network_before = self._network_before or now
+        return {
+            "network_receive_megabytes": (now.bytes_recv - before.bytes_recv) / 1e6,
+            "network_transmit_megabytes": (now.bytes_sent - before.bytes_sent) / 1e6,
+        }
+
+
+def _heat() -> dict[str, float]:
+    """Temperature, clock and throttling of the CPU, as far as this host can tell."""
+    figures: dict[str, float] = {}
+    sensors: dict[str, Any] = getattr(psutil, "sensors_temperatures", dict)()  # Linux alone has it
+    degrees = [reading.current for name in CPU_SENSORS for reading in sensors.get(name, ())]
+    if degrees:
+        figures["cpu_temperature_celsius"] = max(degrees)
+    with contextlib.suppress(*NOT_TOLD):
+        if frequency := psutil.cpu_freq():
+            figures["cpu_frequency_megahertz"] = frequency.current
+    counts = list(Path(THROTTLE_COUNTS).glob("cpu*/thermal_throttle/core_throttle_count"))
+    if counts:
+        figures["cpu_throttle_events"] = float(sum(int(path.read_text()) for path in counts))
+    return figures
