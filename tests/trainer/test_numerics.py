@@ -181,6 +181,30 @@ def test_an_old_cpu_refuses_bfloat16_on_all_ranks(start: Start) -> None:
         assert float(found[1]) < float(found[2].replace(",", ""))
 
 
+def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
+    """Begun on an old CPU and resumed on this one. Where bfloat16 is not fast, there is nothing to keep."""
+    (old,) = start(1, env=[OLD_CPU], dtype="auto", num_iterations=400)
+    old.reach_step(1)
+    (old.run_dir / "stop").touch()
+    code, said = old.wait()
+    assert code == 0, said
+    checkpoint = old.run_dir / old.outcome()["checkpoint"]
+    saved = json.loads((checkpoint / "meta.json").read_text())["numerics"]
+    assert saved == [{"device": "cpu", "compute_dtype": "float32", "threads": 1}]
+
+    (new,) = start(1, dtype="auto", num_iterations=400)
+    new.reach_step(json.loads((checkpoint / "meta.json").read_text())["step"] + 1)
+    (new.run_dir / "stop").touch()
+    code, said = new.wait()
+    assert code == 0, said
+    chosen = re.search(r"  rank 0 \(host-1\): (\w+) \(", said)
+    assert chosen is not None
+    assert ("As before: float32" in said) == (chosen[1] == "bfloat16")
+    newest = new.run_dir / new.outcome()["checkpoint"]
+    assert newest != checkpoint
+    assert json.loads((newest / "meta.json").read_text())["numerics"] == saved
+
+
 def test_ranks_of_unlike_formats_hold_equal_weights(start: Start, data_dir: Path, tmp_path: Path) -> None:
     """An old CPU takes float32; a new one takes bfloat16, and then the two multiply in unlike formats.
 

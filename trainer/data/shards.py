@@ -17,7 +17,7 @@ from trainer.data import DataError
 from trainer.data.files import file_sha256, link_or_copy
 from trainer.data.progress import Progress
 from trainer.data.sources import SourceFile, text_columns
-from trainer.data.tokenizer import usable_cores
+from trainer.host.cores import usable_cores
 
 SUMS = "SHA256SUMS"
 # Where nanochat keeps its shards in its base directory, the newer data set first.

@@ -5,7 +5,6 @@ tokenizer = Tokenizer.train(texts, vocab_size=8192); tokenizer.save(folder); Tok
 
 import base64
 import json
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +19,7 @@ from numpy.typing import NDArray
 from trainer.data import DataError
 from trainer.data.files import write_whole
 from trainer.data.text import split_text
+from trainer.host.cores import usable_cores
 
 FILE_NAME = "tokenizer.json"
 
@@ -190,10 +190,3 @@ def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:
             job, size = [], 0
     if job:
         yield job
-
-
-def usable_cores() -> int:
-    """Cores that this process may use: its affinity where the system knows one."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
