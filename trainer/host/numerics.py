@@ -26,8 +26,8 @@ from trainer.host.gemm import gemm_rates
 from trainer.host.gpu import Gpu, find_gpu, gpu_count
 
 # bfloat16 is taken where it multiplies at least so much faster: less does not pay for its digits, since other
-# work does not shrink with it. At 2.1 times the products (AVX512-BF16) a step is 1.4 times as fast at depth 4
-# and 1.8 times at depth 8; at 1.5 times it would be 1.2 and 1.4.
+# work does not shrink with it. At 2.1 times the products (AVX512-BF16) a step is 1.5 times as fast at depth 4
+# and 1.7 times at depth 8; at 1.5 times it would be 1.2 to 1.3.
 WORTHWHILE = 1.5
 NARROW = "bfloat16"
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
