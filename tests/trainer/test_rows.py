@@ -13,7 +13,8 @@ import pytest
 from trainer.data import DataError
 from trainer.data.directory import prepare_corpus
 from trainer.data.loader import permutation
-from trainer.data.rows import Rows, fill_rows, pack, row_dtype
+from trainer.data.packing import fill_rows
+from trainer.data.rows import Rows, pack, row_dtype
 from trainer.data.sources import shard_texts
 from trainer.data.tokenizer import Tokenizer
 
@@ -100,7 +101,7 @@ def test_packing_equals_the_plain_reference(seed: int, monkeypatch: pytest.Monke
     at_hand, row_tokens = int(draw.integers(1, 30)), int(draw.integers(3, 40))
     lengths = draw.integers(1, draw.integers(2, 120), size=draw.integers(1, 150)).tolist()
     documents = [[BOS, *draw.integers(0, 50000, length).tolist()] for length in lengths]
-    monkeypatch.setattr("trainer.data.rows.BUFFER_DOCUMENTS", at_hand)
+    monkeypatch.setattr("trainer.data.packing.BUFFER_DOCUMENTS", at_hand)
     rows = [
         row.tolist() for row in fill_rows((np.array(d, dtype=np.uint16) for d in documents), row_tokens, BOS)
     ]

@@ -178,7 +178,7 @@ class Transfer:
             return 0
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range") or "")
         same = found and int(found[1]) == have and found[2] in ("*", str(self.about.size))
-        if not same or _validator(answer.headers) != self.about.validator:
+        if not same or _validator(answer.headers) not in ("", self.about.validator):
             self.forget()
             raise BrokenOffError("the file has changed on the server")
         return have

@@ -1,0 +1,77 @@
+"""Best-fit packing: documents -> full rows.
+
+Each row starts with <|bos|> and is full: into the room that is left goes the largest document that fits, and
+where none does, the shortest is cut. What is cut off comes back as a document of its own, so no token is lost
+but those of the last row, which could not be filled.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BUFFER_DOCUMENTS = 1000
+BUFFER_TOKENS = 2**24
+
+
+class Buffer:
+    """Documents waiting for a row, ordered by length and then by arrival."""
+
+    def __init__(self) -> None:
+        self.order: list[tuple[int, int]] = []
+        self.documents: dict[int, NDArray[Any]] = {}
+        self.arrivals = 0
+        self.tokens = 0
+
+    def add(self, document: NDArray[Any]) -> None:
+        """Take in one document."""
+        self.arrivals += 1
+        insort(self.order, (len(document), self.arrivals))
+        self.documents[self.arrivals] = document
+        self.tokens += len(document)
+
+    def best_fit(self, room: int) -> NDArray[Any]:
+        """Hand out the largest document of at most `room` tokens, else the shortest of all."""
+        position = max(0, bisect_left(self.order, (room + 1, 0)) - 1)
+        length, arrival = self.order.pop(position)
+        self.tokens -= length
+        return self.documents.pop(arrival)
+
+    @property
+    def full(self) -> bool:
+        """Whether it holds enough documents to choose from."""
+        return len(self.order) >= BUFFER_DOCUMENTS or self.tokens >= BUFFER_TOKENS
+
+
+def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -> Iterator[NDArray[Any]]:
+    """Rows of `row_tokens` tokens out of documents that each start with `bos_id`.
+
+    The documents are used up: a cut writes <|bos|> over the last token that a row has taken from one.
+    """
+    buffer = Buffer()
+    exhausted = False
+    while True:
+        row = np.empty(0)
+        filled = 0
+        while filled < row_tokens:
+            while not exhausted and not buffer.full:
+                document = next(documents, None)
+                if document is None:
+                    exhausted = True
+                else:
+                    buffer.add(document)
+            if not buffer.order:
+                return
+            room = row_tokens - filled
+            document = buffer.best_fit(room)
+            if not filled:
+                row = np.empty(row_tokens, dtype=document.dtype)
+            part = document[:room]
+            row[filled : filled + len(part)] = part
+            filled += len(part)
+            if len(document) > room:
+                document[room - 1] = bos_id
+                buffer.add(document[room - 1 :])
+        yield row
