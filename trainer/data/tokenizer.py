@@ -123,15 +123,12 @@ class Tokenizer:
                 yield from running.popleft().result()
 
     def _encode_job(self, texts: list[str]) -> list[NDArray[np.uint32]]:
-        return [
-            np.concatenate(
-                [
-                    self._encoding.encode_to_numpy(piece, disallowed_special=())
-                    for piece in split_text(text, LONGEST)
-                ]
-            )
-            for text in texts
-        ]
+        encode = self._encoding.encode_to_numpy
+        done = []
+        for text in texts:
+            pieces = [encode(piece, disallowed_special=()) for piece in split_text(text, LONGEST)]
+            done.append(pieces[0] if len(pieces) == 1 else np.concatenate(pieces))
+        return done
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids`; bytes that are not whole characters show as the replacement character."""
