@@ -142,11 +142,19 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
             f"No space is left on the disk of {error.filename or 'the run directory'}.",
             EXIT_CODES["final"],
         )
-    if isinstance(error, MemoryError):
+    if _is_out_of_memory(error):
         return "final", "The host has too little memory for this run; lower depth or device_batch_size.", 1
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" in {Path(last[0].filename).name}, line {last[0].lineno}" if last else ""
     return "final", f"Unexpected {type(error).__name__}{where}: {error} (the log has the traceback).", 1
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Python's own, and torch's: a GPU's by its type, a CPU's by its words."""
+    torchs = isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    )
+    return isinstance(error, MemoryError) or torchs
 
 
 def is_expected(error: BaseException) -> bool:

@@ -129,6 +129,9 @@ def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:
     assert conclude(Final("nan")) == ("final", "nan", 1)
     assert conclude(ConfigError("depth")) == ("final", "depth", 2)
     assert conclude(OSError(28, "No space", "/runs"))[1] == "No space is left on the disk of /runs."
+    with pytest.raises(RuntimeError) as refused:
+        torch.empty(2**55)
+    assert "too little memory" in conclude(refused.value)[1]
     with pytest.raises(KeyError) as caught:
         {}["x"]
     outcome, reason, code = conclude(caught.value)

@@ -444,7 +444,7 @@ def test_a_run_without_a_tracker_can_be_sent_later(
     assert run["params"]["plan.tokens"] == str(6 * 160)
     assert int(run["params"]["parameters.total"]) > 10_000
     digests = {"digest.config", "digest.run_file", "digest.trainer", "digest.rows", "digest.tokenizer"}
-    assert digests | {"host.0.cpu", "host.0.arithmetic", "hosts", "shares"} <= run["tags"].keys()
+    assert digests | {"host.0.cpu", "host.0.compute dtype", "hosts", "shares"} <= run["tags"].keys()
     assert [step for step, _ in server.history("loss")] == [1, 2, 3, 4, 5, 6]
     assert run["status"] == "FINISHED"
     assert dict(run["artifacts"])["samples/step_000006.txt"].startswith(b"The ")
