@@ -2,10 +2,10 @@
 
     python benchmarks/interrupted.py --data-dir .cache/demo/data --out artifacts/interrupted
 
-Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all processes
-of the second run at two steps drawn from --seed; each time it is started again as it was. Prints the figures of
-both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or one bit of the
-weights differs.
+Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all
+processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints the
+figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or one bit
+of the weights differs.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def main(argv: list[str] | None = None) -> int:
     same = ends["alone"] == ends["killed"]
     for name, (losses, bpb, hashes) in ends.items():
         print(
-            f"{name:7} {len(losses)} steps, loss {losses[0]:.6f} -> {losses[-1]:.6f}, {bpb:.6f} bits per byte, "
-            f"weights {hashes[0][:12]}, optimizer {hashes[1][:12]}"
+            f"{name:7} {len(losses)} steps, loss {losses[0]:.6f} -> {losses[-1]:.6f}, "
+            f"{bpb:.6f} bits per byte, weights {hashes[0][:12]}, optimizer {hashes[1][:12]}"
         )
     print(f"killed after steps {kills[0]} and {kills[1]}, resumed from {resumed_at[0]} and {resumed_at[1]}")
     print("the same to the last bit" if same else "NOT the same")
