@@ -3,8 +3,8 @@
     python benchmarks/interrupted.py --data-dir .cache/demo/data --out artifacts/interrupted
 
 Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all
-processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints the
-figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or one bit
+processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints
+the figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or one bit
 of the weights differs.
 """
 
