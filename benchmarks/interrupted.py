@@ -4,8 +4,8 @@
 
 Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all
 processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints
-the figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or one bit
-of the weights differs.
+the figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or
+one bit of the weights differs.
 """
 
 from __future__ import annotations
