@@ -46,11 +46,12 @@ lint: venv ## ruff, mypy, yamllint, ansible-lint (production, strict)
 	ansible-lint --offline
 
 .PHONY: test-fast
-test-fast: lint ## lint and every test that needs no container: under 3 minutes
-	pytest -n 2 --dist worksteal -m "not lab and not slow"
+test-fast: lint ## lint, and the tests that start no containers and no ranks: under 3 minutes
+	pytest -n 2 --dist worksteal -m "not lab and not slow and not processes"
 
 .PHONY: test
-test: lab-tools test-fast ## and Molecule on Debian 12 and 13 hosts, and the end-to-end run
+test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 hosts, and the end-to-end run
+	pytest -n 2 --dist worksteal -m "processes and not slow"
 	scripts/molecule.sh default trixie
 	pytest -m "lab and not slow"
 

@@ -45,6 +45,13 @@ LONGEST_SECONDS = 120.0
 OLD_CPU = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts ranks or sends to a tracker takes seconds each: such tests are for `make test`."""
+    for item in items:
+        if {"start", "begin", "track", "alone"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.processes)
+
+
 @pytest.fixture(scope="session")
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Shards, tokenizer and rows of some generated text."""

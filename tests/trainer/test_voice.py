@@ -138,6 +138,7 @@ def test_no_locale_stops_it(locale: str) -> None:
     assert done.stdout == b"[rank 0] \\xb7 \\u20ac \\udc80\n"
 
 
+@pytest.mark.processes
 def test_a_whole_run_as_json(data_dir: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", *arguments(data_dir, tmp_path / "run", "--json")]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
@@ -155,6 +156,7 @@ def test_a_whole_run_as_json(data_dir: Path, tmp_path: Path) -> None:
     assert [line["time"] for line in lines] == sorted(line["time"] for line in lines)
 
 
+@pytest.mark.processes
 def test_lines_come_at_once_through_a_pipe(data_dir: Path, tmp_path: Path) -> None:
     """What a reader behind `| cat` sees when the run is still far from its end."""
     wanted = arguments(data_dir, tmp_path / "run", num_iterations=2000, eval_every=0)
