@@ -1,0 +1,73 @@
+"""What a checkpoint costs the training that goes on beside its writing.
+
+    python benchmarks/saving.py --data-dir data --out artifacts/saving
+
+One process trains depth 8 (unless asked otherwise) and saves every few steps. The wall time from step to step
+is taken from metrics.jsonl; what a save costs is the time from one save to the next, less as many median steps
+as lie between. Prints the median step, the cost of a save, and what share of the training that is at the
+default of a save in 30 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DEFAULT_SECONDS = 30 * 60
+FIRST = 3  # steps that still warm up
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run")
+    parser.add_argument("--depth", type=int, default=8, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument("--every", type=int, default=8, metavar="N", help="steps between saves (%(default)s)")
+    parser.add_argument("--saves", type=int, default=3, metavar="N", help="saves measured (%(default)s)")
+    args = parser.parse_args(argv)
+
+    shutil.rmtree(args.out, ignore_errors=True)
+    steps = args.every * (args.saves + 2)
+    command = [sys.executable, "-m", "trainer", "train", "--data-dir", str(args.data_dir.resolve())]
+    command += ["--run-dir", str(args.out.resolve()), "--depth", str(args.depth), "--tracker", "none"]
+    command += ["--num-iterations", str(steps), "--save-every", str(args.every), "--save-minutes", "0"]
+    command += ["--eval-every", "0", "--eval-tokens", "1024"]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(done.stdout)
+
+    times = [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
+    at = {line["step"]: line["time"] for line in times if "loss" in line}
+    wall = {step: at[step] - at[step - 1] for step in at if step > FIRST}
+    # A save lies between the line of its step and that of the next one; its writing takes some steps more.
+    quiet = [wall[step] for step in wall if (step - 1) % args.every >= args.every // 2]
+    median = statistics.median(quiet)
+    costs = [
+        at[saved + args.every] - at[saved] - args.every * median
+        for saved in range(args.every, args.every * (args.saves + 1), args.every)
+    ]
+    cost = statistics.median(costs)
+    held = [float(text) for text in re.findall(r"which waited ([0-9.]+) s", done.stdout)]
+    writing = [float(text) for text in re.findall(r"in ([0-9.]+) s beside", done.stdout)]
+    files = [path for path in (args.out / f"checkpoints/step_{steps:06d}").rglob("*") if path.is_file()]
+    size = sum(path.stat().st_size for path in files) / 1e9
+    print(f"checkpoint {size:.2f} GB, median step {median:.2f} s ({min(quiet):.2f} to {max(quiet):.2f})")
+    print(f"training waits {statistics.median(held):.2f} s for the copy")
+    print(f"writing takes {statistics.median(writing):.1f} s beside it")
+    print(
+        f"a save costs {cost:.2f} s in all ({', '.join(f'{c:.2f}' for c in costs)}): "
+        f"{100 * cost / (args.every * median):.1f} % with one in {args.every} steps, "
+        f"{100 * cost / DEFAULT_SECONDS:.2f} % with one in 30 minutes"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
