@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run in a process group of its own, which is killed as a whole at the end if it still lives."""
+    """A run whose processes, ranks first, are killed at the end if they still live."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -89,14 +89,15 @@ def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Pop
     command += ["--save-every", "20", "--save-minutes", "0", "--eval-every", "100", "--dtype", "float32"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(f"{run_dir}.log", "ab") as log:
-        run = subprocess.Popen(
-            command, cwd=ROOT, env=environment, stdout=log, stderr=log, start_new_session=True
-        )
+        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
     try:
         yield run
     finally:
         if run.poll() is None:
-            os.killpg(run.pid, signal.SIGKILL)
+            for beat in run_dir.glob("heartbeat-*.json"):  # torchrun's ranks are in sessions of their own
+                with suppress(ProcessLookupError):
+                    os.kill(json.loads(beat.read_text())["pid"], signal.SIGKILL)
+            run.kill()
             run.wait()
 
 

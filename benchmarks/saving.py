@@ -2,10 +2,10 @@
 
     python benchmarks/saving.py --data-dir data --out artifacts/saving
 
-One process trains depth 8 (unless asked otherwise) and saves every few steps. The wall time from step to step
-is taken from metrics.jsonl; what a save costs is the time from one save to the next, less as many median steps
-as lie between. Prints the median step, the cost of a save, and what share of the training that is at the
-default of a save in 30 minutes.
+One process trains depth 8 (unless asked otherwise) and saves every few steps. The wall time from step to
+step is taken from metrics.jsonl; what a save costs is the time from one save to the next, less as many median
+steps as lie between. Prints the median step, the cost of a save, and what share of the training that is at
+the default of a save in 30 minutes.
 """
 
 from __future__ import annotations

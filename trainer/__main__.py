@@ -101,7 +101,7 @@ def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
     from trainer.host.place import Place
     from trainer.host.voice import Voice, set_up_streams
-    from trainer.outcome import EXIT_CODES, Attempt, conclude, heed_sigterm, is_expected
+    from trainer.outcome import EXIT_CODES, Attempt, conclude, heed_sigterm, heed_torchrun, is_expected
 
     set_up_streams()
     place = Place.from_environment()
@@ -109,6 +109,8 @@ def train(args: argparse.Namespace) -> int:
     attempt.begin()
     say = Voice(place, args.json)
     heed_sigterm(attempt, say)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        heed_torchrun(attempt, say)
     try:
         run_file = run_file_from(args)
         from trainer.train import train as train_run

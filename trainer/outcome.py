@@ -18,16 +18,18 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.config import ConfigError
 from trainer.data import DataError
-from trainer.data.files import write_whole
+from trainer.data.files import try_lock, write_whole
 from trainer.host.place import Place
 from trainer.host.voice import Voice
 
 EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
 BAD_INPUT_EXIT_CODE = 2
+ENDING_SECONDS = 5.0  # for the attempt before to be gone
+PARENT_SECONDS = 0.5
 
 
 class RunEnd(Exception):  # noqa: N818 - an end, not always an error
@@ -66,6 +68,7 @@ class Attempt:
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._ended = False
+        self._held: IO[str] | None = None  # open as long as this attempt is
         self._at_end: list[Callable[[str, bool], None]] = []
         self._figures: dict[str, Any] = {
             "run_id": None,
@@ -79,10 +82,20 @@ class Attempt:
             "tok_per_s": None,
         }
 
-    def begin(self) -> None:
-        """Make the run directory and take the outcome of an earlier attempt away."""
+    def begin(self, seconds: float = ENDING_SECONDS) -> None:
+        """Make the run directory, take it for this rank, and take the outcome of an earlier attempt away.
+
+        Raises ConfigError where that cannot be, or another process still is this rank after `seconds`.
+        """
+        lock = self.path.parent / f".rank-{self._place.rank}.lock"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._held = try_lock(lock, seconds)
+            if self._held is None:
+                raise ConfigError(
+                    f"Another process{_named(lock)} trains as rank {self._place.rank} in "
+                    f"{self.path.parent}. End it, or give another --run-dir."
+                )
             self.path.unlink(missing_ok=True)
         except OSError as error:
             raise ConfigError(
@@ -125,6 +138,8 @@ class Attempt:
         # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.
         for call in self._at_end:
             call(outcome, hurry)
+        if self._held is not None:
+            self._held.close()
         return True
 
 
@@ -160,6 +175,27 @@ def _is_out_of_memory(error: BaseException) -> bool:
 def is_expected(error: BaseException) -> bool:
     """Whether a sentence says it all, so that a traceback would only hide it."""
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")
+
+
+def _named(lock: Path) -> str:
+    """Who holds the lock, as it has written there itself."""
+    pid = lock.read_text(encoding="utf-8").strip()
+    return f" (PID {pid})" if pid else ""
+
+
+def heed_torchrun(attempt: Attempt, say: Voice) -> None:
+    """From now on this rank ends when torchrun, which started it, is gone: SIGKILL leaves it no farewell."""
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(PARENT_SECONDS)
+        reason = f"torchrun, which started this rank, is gone after step {attempt.step}."
+        if attempt.end("retryable", reason, hurry=True):
+            say.ended("retryable", reason)
+        os._exit(EXIT_CODES["retryable"])
+
+    threading.Thread(target=watch, name="torchrun", daemon=True).start()
 
 
 def heed_sigterm(attempt: Attempt, say: Voice) -> None:

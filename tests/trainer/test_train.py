@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Start, flags, free_port, losses, train_here
+from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
 from trainer.__main__ import main
 from trainer.host.heartbeat import Heartbeat
@@ -95,6 +95,45 @@ def test_stopped_and_resumed_equals_uninterrupted(
     assert text.startswith("A")
     assert main(arguments) == 0
     assert capfd.readouterr().out == text
+
+
+def test_a_second_process_in_a_run_directory_is_refused(start: Start, tmp_path: Path) -> None:
+    """And the first one's outcome stays its own."""
+    (first,) = start(1, num_iterations=100_000)
+    first.reach_step(1)
+    (second,) = start(1, num_iterations=100_000)
+    code, said = second.wait(60)
+    assert code == 2
+    assert f"Another process (PID {first.process.pid}) trains as rank 0 in {first.run_dir}." in said
+    assert not (first.run_dir / "outcome.json").exists()
+    first.process.kill()
+    first.wait()
+    (third,) = start(1)
+    assert third.wait()[0] == 0
+
+
+def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=0"]
+    command += ["--master-addr=127.0.0.1", f"--master-port={free_port()}", "-m", "trainer", "train"]
+    command += ["--data-dir", str(data_dir), "--run-dir", str(run_dir), "--run-id", "orphans"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    torchrun = subprocess.Popen(
+        [*command, *flags({**TINY, "num_iterations": 100_000})],
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    rank = Rank(torchrun, run_dir)
+    rank.reach_step(1)
+    ranks = [json.loads((run_dir / f"heartbeat-{n}.json").read_text())["pid"] for n in (0, 1)]
+    torchrun.kill()
+    torchrun.wait()
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}").exists() for pid in ranks):
+        assert time.monotonic() < deadline, "a rank goes on without torchrun"
+        time.sleep(0.05)
+    assert rank.outcome()["outcome"] == "retryable"
 
 
 def test_ranks_that_differ_end_with_a_table(start: Start) -> None:

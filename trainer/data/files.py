@@ -6,8 +6,10 @@ import fcntl
 import hashlib
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 from trainer.data import DataError
 
@@ -74,6 +76,28 @@ def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None
         written.flush()
         sync_file(written.fileno())
     return False
+
+
+def try_lock(path: Path, seconds: float) -> IO[str] | None:
+    """Hold `path` as a lock with this process's PID in it; None if another still does after `seconds`.
+
+    It is held until the file is closed or the process ends, however that ends. Raises OSError.
+    """
+    deadline = time.monotonic() + seconds
+    file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - the caller keeps it open
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                return None
+            time.sleep(0.1)
+        else:
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            return file
 
 
 @contextlib.contextmanager
