@@ -30,7 +30,7 @@ FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until a step has been measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
-BACKENDS = {"cpu": "cpu:gloo", "cuda": "cpu:gloo,cuda:nccl"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
 # A collective that fails or is late must raise where it is waited for. By default NCCL's watchdog ends the
 # process instead, without a word that could become an outcome.
