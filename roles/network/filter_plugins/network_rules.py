@@ -138,7 +138,7 @@ def firewall_findings(
         found.append(
             {
                 "host": host,
-                "problem": f"A firewall other than ufw's rules drops {whom}: {entry['chain']}. It was not touched.",
+                "problem": f"A firewall other than ufw drops {whom}: {entry['chain']}. It was left alone.",
                 "remedy": f"{' && '.join(typed)}{kept.get(entry['firewall'], '')}  (on {host})",
             }
         )
@@ -167,14 +167,14 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> l
         )
     if ports["usable"] < 100:
         add(
-            f"net.ipv4.ip_local_reserved_ports ({ports['reserved']}) leaves {ports['usable']} ports of {span}; "
-            "a run needs about a hundred.",
+            f"net.ipv4.ip_local_reserved_ports ({ports['reserved']}) leaves {ports['usable']} ports of "
+            f"{span}; a run needs about a hundred.",
             "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH",
         )
     for held in ports["listeners"]:
         add(
             f"Port {held['port']} in {span} is served by {held['user']}, and the other hosts reach it now.",
-            "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH, or move the service",
+            "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH, or move it",
         )
     return found
 

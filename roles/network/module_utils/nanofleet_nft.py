@@ -63,8 +63,8 @@ def nft_fact(left: Mapping[str, Any], packet: Packet) -> tuple[bool, Any]:
             "nfproto": f"ipv{packet.version}",
         }  # fmt: skip
         return meta.get("key") in known, known.get(meta.get("key"))
-    if ct and ct.get("key") == "state":
-        return True, "new"
+    if ct and ct.get("key") in ("state", "status"):
+        return True, "new" if ct["key"] == "state" else "none"
     if "fib" in left and left["fib"].get("result") == "type" and "daddr" in str(left["fib"].get("flags")):
         return True, "local"
     return False, None
