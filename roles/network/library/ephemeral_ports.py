@@ -213,7 +213,7 @@ def main() -> None:
             listeners=[entry for entry in found if entry["user"] != params["user"]],
         )
     else:
-        back = [f"{KEY} = {now}, back to {target}"] if now != target else []
+        back = [f"{KEY} {now}, which becomes {target} again"] if now != target else []
         result["removed"] = ([path] if text else []) + back
     module.exit_json(**result)
 
