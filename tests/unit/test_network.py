@@ -1,7 +1,8 @@
-"""The network role: the interface to the peers, the rules a host needs, and ufw made equal to them."""
+"""The network role: the interface to the peers, and what about it would stand in a run's way."""
 
 import importlib.util
 import json
+import threading
 from pathlib import Path
 from types import ModuleType
 
@@ -20,177 +21,246 @@ def load(path: Path) -> ModuleType:
 
 
 network = load(ROLE / "filter_plugins" / "network.py")
-firewall = load(ROLE / "library" / "fleet_firewall.py")
+links_module = load(ROLE / "library" / "network_links.py")
 
 
-def link(name: str, *addresses: str, scope: str = "global") -> dict[str, object]:
-    info = [{"family": "inet6" if ":" in a else "inet", "local": a, "scope": scope} for a in addresses]
-    return {"ifname": name, "addr_info": info}
-
-
-LINKS = json.dumps(
-    [
-        link("lo", "127.0.0.1", scope="host"),
-        link("enp3s0", "fd00::10", "10.0.0.10"),
-        link("docker0", "172.17.0.1"),
+def link(name: str, *addresses: str, kind: str = "", **flags: bool) -> dict[str, object]:
+    info = [
+        {
+            "family": "inet6" if ":" in a else "inet",
+            "local": a.partition("/")[0],
+            "prefixlen": int(a.partition("/")[2] or (64 if ":" in a else 24)),
+            **flags,
+        }
+        for a in addresses
     ]
-)
+    return {"ifname": name, "addr_info": info, **({"linkinfo": {"info_kind": kind}} if kind else {})}
 
 
-def route(target: str, device: str, source: str = "") -> dict[str, str]:
-    entry = {"dst": target, "dev": device, **({"prefsrc": source} if source else {})}
-    return {"item": target, "stdout": json.dumps([entry])}
-
-
+LINKS = [
+    link("lo", "127.0.0.1/8"),
+    link("enp3s0", "fd00::10", "10.0.0.10", "fe80::1"),
+    link("docker0", "172.17.0.1/16", kind="bridge"),
+]
 PEERS = {"laptop": "10.0.0.11", "attic": "10.0.0.12"}
+ONE = {"laptop": "10.0.0.11"}
+
+
+def seen(
+    *routes: tuple[str, str, str], links: list[dict[str, object]] = LINKS, **more: object
+) -> dict[str, object]:
+    """What network_links returns; a route is (target, interface, own address)."""
+    return {
+        "links": links,
+        "routes": {t: {"dev": d, "prefsrc": s, "error": ""} for t, d, s in routes},
+        **more,
+    }
 
 
 def test_the_route_to_the_peers_decides() -> None:
-    routes = [route("10.0.0.11", "enp3s0", "10.0.0.10"), route("10.0.0.12", "enp3s0", "10.0.0.10")]
-    chosen = network.choose("tower", PEERS, routes, LINKS)
-    assert chosen == {"interface": "enp3s0", "address": "10.0.0.10", "problem": ""}
+    there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), ("10.0.0.12", "enp3s0", "10.0.0.10"))
+    chosen = network.choose("tower", PEERS, there)
+    assert (chosen["interface"], chosen["address"], chosen["listen"]) == ("enp3s0", "10.0.0.10", "10.0.0.10")
+    assert chosen["problem"] == ""
+    assert chosen["findings"] == []
 
 
 def test_without_a_preferred_source_the_interfaces_ipv4_address_is_taken() -> None:
-    chosen = network.choose("tower", {"laptop": "10.0.0.11"}, [route("10.0.0.11", "enp3s0")], LINKS)
-    assert chosen["address"] == "10.0.0.10"
+    assert network.choose("tower", ONE, seen(("10.0.0.11", "enp3s0", "")))["address"] == "10.0.0.10"
 
 
-def test_an_override_is_respected_whatever_the_routes_say() -> None:
-    routes = [route("10.0.0.11", "enp3s0", "10.0.0.10")]
-    chosen = network.choose("tower", {"laptop": "10.0.0.11"}, routes, LINKS, "docker0")
+def test_an_override_is_respected_and_what_leaves_by_another_way_is_named() -> None:
+    chosen = network.choose("tower", ONE, seen(("10.0.0.11", "enp3s0", "10.0.0.10")), "docker0")
     assert (chosen["interface"], chosen["address"]) == ("docker0", "172.17.0.1")
+    (found,) = chosen["findings"]
+    assert (
+        "fleet_interface is docker0, but what it sends to laptop (10.0.0.11) leaves by enp3s0"
+        in found["problem"]
+    )
+
+
+def test_an_override_takes_the_address_on_the_peers_own_network() -> None:
+    links = [link("eth0", "192.168.7.5", "10.0.0.10")]
+    chosen = network.choose("tower", ONE, seen(("10.0.0.11", "eth0", "10.0.0.10"), links=links), "eth0")
+    assert (chosen["address"], chosen["listen"]) == ("10.0.0.10", "192.168.7.5")
 
 
 @pytest.mark.parametrize("name", ["wlan0", "lo"])
 def test_an_override_that_does_not_exist_or_is_loopback_is_refused_with_what_there_is(name: str) -> None:
-    problem = network.choose("tower", {}, [], LINKS, name)["problem"]
+    problem = network.choose("tower", {}, seen(), name)["problem"]
     assert f"tower has no interface {name}" in problem
     assert "enp3s0 (10.0.0.10)" in problem
     assert "fleet_interface of tower" in problem
 
 
 def test_loopback_is_never_chosen() -> None:
-    by_address = network.choose("tower", {"laptop": "127.0.1.1"}, [route("127.0.1.1", "lo")], LINKS)
-    by_route = network.choose("tower", {"laptop": "10.0.0.10"}, [route("10.0.0.10", "lo")], LINKS)
+    by_address = network.choose("tower", {"laptop": "127.0.1.1"}, seen(("127.0.1.1", "lo", "")))
+    by_route = network.choose("tower", {"laptop": "10.0.0.10"}, seen(("10.0.0.10", "lo", "")))
     for chosen in (by_address, by_route):
         assert chosen["interface"] == ""
         assert "loopback" in chosen["problem"]
         assert "Set fleet_address of laptop" in chosen["problem"]
 
 
+def test_a_link_local_peer_is_refused_with_what_to_give_it() -> None:
+    problem = network.choose("tower", {"laptop": "fe80::2"}, seen(("fe80::2", "enp3s0", "fe80::1")))[
+        "problem"
+    ]
+    assert "laptop (fe80::2) is link-local" in problem
+    assert "Set fleet_address of laptop" in problem
+    assert "sudo ip address add" in problem
+
+
+def test_ipv6_is_as_good_as_ipv4_where_the_interface_has_nothing_else() -> None:
+    links = [link("lan6", "fe80::1", "fd42::11")]
+    chosen = network.choose(
+        "tower", {"laptop": "fd42::12"}, seen(("fd42::12", "lan6", "fd42::11"), links=links)
+    )
+    assert (chosen["interface"], chosen["address"], chosen["listen"]) == ("lan6", "fd42::11", "fd42::11")
+    assert chosen["networks"] == ["fd42::/64"]
+
+
+def test_gloo_announces_the_interfaces_first_ipv4_address_even_where_ipv6_is_the_way() -> None:
+    chosen = network.choose("tower", {"laptop": "fd00::11"}, seen(("fd00::11", "enp3s0", "fd00::10")))
+    assert (chosen["address"], chosen["listen"]) == ("fd00::10", "10.0.0.10")
+
+
 def test_peers_over_different_interfaces_are_named() -> None:
-    routes = [route("10.0.0.11", "enp3s0", "10.0.0.10"), route("10.0.0.12", "docker0", "172.17.0.1")]
-    problem = network.choose("tower", PEERS, routes, LINKS)["problem"]
+    there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), ("10.0.0.12", "docker0", "172.17.0.1"))
+    problem = network.choose("tower", PEERS, there)["problem"]
     assert "laptop (10.0.0.11) over enp3s0 but attic (10.0.0.12) over docker0" in problem
     assert "fleet_interface of tower to one of enp3s0 (10.0.0.10), docker0 (172.17.0.1)" in problem
 
 
 def test_a_peer_without_a_route_is_named_with_the_kernels_words() -> None:
-    lost = {"item": "10.0.0.11", "stdout": "", "stderr": "RTNETLINK answers: Network is unreachable"}
-    problem = network.choose("tower", {"laptop": "10.0.0.11"}, [lost], LINKS)["problem"]
+    lost = {"links": LINKS, "routes": {"10.0.0.11": {"error": "RTNETLINK answers: Network is unreachable"}}}
+    problem = network.choose("tower", ONE, lost)["problem"]
     assert "tower has no route to laptop (10.0.0.11): RTNETLINK answers: Network is unreachable." in problem
     assert "ip route get 10.0.0.11" in problem
 
 
 def test_a_lone_host_takes_the_default_route_or_else_any_interface() -> None:
-    outside = network.choose("tower", {}, [route("192.0.2.1", "docker0", "172.17.0.1")], LINKS)
+    outside = network.choose("tower", {}, seen(("192.0.2.1", "docker0", "172.17.0.1")))
     assert outside["interface"] == "docker0"
-    offline = network.choose("tower", {}, [{"item": "192.0.2.1", "stdout": ""}], LINKS)
-    assert offline == {"interface": "enp3s0", "address": "10.0.0.10", "problem": ""}
+    offline = network.choose("tower", {}, seen(("192.0.2.1", "", "")))
+    assert (offline["interface"], offline["address"], offline["problem"]) == ("enp3s0", "10.0.0.10", "")
 
 
 def test_a_host_without_any_address_says_so() -> None:
-    assert "no network interface" in network.choose("tower", {}, [], "[]")["problem"]
-
-
-def test_names_are_resolved_to_ipv4_before_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def answers(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
-        if name == "gone":
-            raise OSError
-        found = ["127.0.1.1", "fd00::10", "10.0.0.10"] if name == "tower.lan" else [name]
-        inet = network.socket.AF_INET, network.socket.AF_INET6
-        return [(inet[":" in a], 0, 0, "", (a, 0)) for a in found]
-
-    monkeypatch.setattr(network.socket, "getaddrinfo", answers)
-    resolved = network.resolve({"tower": "tower.lan", "laptop": "10.0.0.11", "attic": "gone"})
-    assert resolved == {"tower": "10.0.0.10", "laptop": "10.0.0.11", "attic": "gone"}
-
-
-def test_peers_come_from_the_address_they_published() -> None:
-    hostvars = {"laptop": {"network_address": "10.9.9.9"}, "attic": {}}
-    assert network.sources(PEERS, hostvars) == ["10.9.9.9", "10.0.0.12"]
-
-
-def test_a_worker_opens_the_range_to_its_peers_alone() -> None:
-    wanted = network.rules(["10.0.0.10", "10.0.0.12"], "20000:20999", 29500, 5000, False, "10.0.0.1")
-    assert wanted == [{"source": a, "port": "20000:20999"} for a in ("10.0.0.10", "10.0.0.12")]
-
-
-def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
-    wanted = network.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, "10.0.0.1")
-    assert [network.rule_line(rule) for rule in wanted] == [
-        "port 20000:20999 from 10.0.0.11",
-        "port 29500 from 10.0.0.11",
-        "port 5000 from 10.0.0.11",
-        "port 5000 from 10.0.0.1",
-    ]
-
-
-@pytest.mark.parametrize("controller", ["", "127.0.0.1", "::1", "fe80::1%eth0", "10.0.0.11"])
-def test_the_controller_needs_no_rule_if_local_unknown_or_a_peer(controller: str) -> None:
-    wanted = network.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, controller)
-    assert {rule["source"] for rule in wanted} == {"10.0.0.11"}
-
-
-ADDED = """Added user rules (see 'ufw status' for running firewall):
-ufw allow from 10.0.0.11 to any port 20000:20999 proto tcp comment 'nanofleet'
-ufw allow from 10.0.0.12 to any port 20000:20999 proto tcp comment 'nanofleet'
-ufw allow from 10.0.0.13 to any port 20000:20999 proto tcp
-ufw allow from 10.0.0.14 to any port 29500 proto tcp comment 'backup'
-ufw deny from 10.0.0.15 to any port 29500 proto tcp comment 'nanofleet'
-ufw allow OpenSSH
-ufw allow 8080/tcp comment 'it is mine'
-"""
-
-
-def test_allow_rules_are_read_with_their_comments() -> None:
-    assert firewall.parse_added(ADDED) == {
-        ("10.0.0.11", "20000:20999"): "nanofleet",
-        ("10.0.0.12", "20000:20999"): "nanofleet",
-        ("10.0.0.13", "20000:20999"): "",
-        ("10.0.0.14", "29500"): "backup",
-    }
-    assert firewall.parse_added("Added user rules (see 'ufw status' for running firewall):\n(None)\n") == {}
-
-
-def test_only_our_rules_leave_and_other_peoples_rules_are_left_as_they_are() -> None:
-    wanted = [("10.0.0.11", "20000:20999"), ("10.0.0.13", "20000:20999"), ("10.0.0.16", "29500")]
-    add, delete = firewall.plan(firewall.parse_added(ADDED), wanted, "nanofleet")
-    assert add == [("10.0.0.16", "29500")]
-    assert delete == [("10.0.0.12", "20000:20999")]
-
-
-def test_a_second_run_has_nothing_to_do() -> None:
-    present = firewall.parse_added(ADDED)
-    ours = [rule for rule, comment in present.items() if comment == "nanofleet"]
-    assert firewall.plan(present, ours, "nanofleet") == ([], [])
-    assert firewall.ours(ADDED, "nanofleet") == [
-        "allow from 10.0.0.11 to any port 20000:20999 proto tcp",
-        "allow from 10.0.0.12 to any port 20000:20999 proto tcp",
-    ]
+    assert "no network interface" in network.choose("tower", {}, seen(links=[]))["problem"]
 
 
 @pytest.mark.parametrize(
-    ("line", "port", "allowed"),
+    ("way", "wireless", "word"),
+    [("wlan0", ["wlan0"], "WiFi"), ("tun0", [], "a tunnel"), ("virbr0", [], "a bridge")],
+)
+def test_a_way_that_is_no_cable_is_kept_and_named_where_a_cable_is_on_the_same_network(
+    way: str, wireless: list[str], word: str
+) -> None:
+    links = [link(way, "10.0.0.20"), link("enp3s0", "10.0.0.10")]
+    there = seen(("10.0.0.11", way, "10.0.0.20"), links=links, wireless=wireless)
+    chosen = network.choose("tower", ONE, there)
+    assert chosen["interface"] == way
+    (found,) = chosen["findings"]
+    assert f"over {way}, which is {word}" in found["problem"]
+    assert "the cable enp3s0 is on the same network" in found["problem"]
+
+
+def test_a_tunnel_that_is_the_only_way_is_no_finding() -> None:
+    links = [link("tailscale0", "100.64.0.1/32", kind="tun"), link("enp3s0", "10.0.0.10")]
+    there = seen(("100.64.0.2", "tailscale0", "100.64.0.1"), links=links)
+    chosen = network.choose("tower", {"laptop": "100.64.0.2"}, there)
+    assert (chosen["interface"], chosen["findings"]) == ("tailscale0", [])
+
+
+@pytest.mark.parametrize(
+    ("made", "kind"),
     [
-        ("ufw allow OpenSSH", 22, True),
-        ("ufw limit 22/tcp comment 'slowly'", 22, True),
-        ("ufw allow 2222", 2222, True),
-        ("ufw allow OpenSSH", 2222, False),
-        ("ufw deny 22/tcp", 22, False),
-        ("ufw allow from 10.0.0.9 to any port 22 proto tcp", 22, False),
+        (link("br0", kind="bridge"), "cable"),  # a bridge that a person has made is his LAN
+        (link("br-0123456789ab", kind="bridge"), "bridge"),
+        (link("home", kind="wireguard"), "tunnel"),
+        (link("eth0", kind="veth"), "cable"),
+        (link("vethc0ffee", kind="veth"), "bridge"),
     ],
 )
-def test_ssh_is_known_to_be_open_only_if_everybody_may_come(line: str, port: int, allowed: bool) -> None:
-    assert firewall.allows_ssh(line + "\n", port) is allowed
+def test_kinds_of_interfaces(made: dict[str, object], kind: str) -> None:
+    assert network.kind_of(made, []) == kind
+
+
+def test_a_temporary_address_is_named() -> None:
+    links = [link("eth0", "2001:db8::5", temporary=True)]
+    there = seen(("2001:db8::6", "eth0", "2001:db8::5"), links=links)
+    (found,) = network.choose("tower", {"laptop": "2001:db8::6"}, there)["findings"]
+    assert "net.ipv6.conf.eth0.use_tempaddr=0" in found["remedy"]
+
+
+def test_a_name_server_that_does_not_answer_is_named() -> None:
+    there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
+    (found,) = network.choose("tower", ONE, there)["findings"]
+    assert "Looking up tower takes seconds" in found["problem"]
+    assert network.lines([found, found]) == [f"tower: {found['problem']} Type: {found['remedy']}"]
+
+
+def published(address: str, listen: str, networks: list[str]) -> dict[str, object]:
+    return {
+        "network_interface": "eth0",
+        "network_address": address,
+        "network_listen_address": listen,
+        "network_networks": networks,
+    }
+
+
+@pytest.mark.parametrize(
+    ("tower", "laptop", "meet"),
+    [
+        (("10.0.0.10", "10.0.0.10", ["10.0.0.0/24"]), ("10.0.0.11", "10.0.0.11", ["10.0.0.0/24"]), True),
+        (("10.0.0.10", "10.0.0.10", ["10.0.0.0/24"]), ("10.9.0.11", "10.9.0.11", ["10.9.0.0/24"]), True),
+        (("fd00::1", "10.0.0.10", ["10.0.0.0/24"]), ("fd00::2", "10.0.0.11", ["10.0.0.0/24"]), True),
+        (("fd00::1", "10.0.0.10", ["10.0.0.0/24"]), ("fd00::2", "192.168.7.5", ["192.168.7.0/24"]), False),
+        (("fd00::1", "10.0.0.10", ["10.0.0.0/24"]), ("fd00::2", "fd00::2", ["fd00::/64"]), False),
+    ],
+    ids=["same", "routed", "announced-meet", "announced-do-not-meet", "families-differ"],
+)
+def test_the_addresses_gloo_announces_must_meet(tower: tuple, laptop: tuple, meet: bool) -> None:
+    hostvars = {"tower": published(*tower), "laptop": published(*laptop)}
+    findings = network.peer_findings("tower", ["laptop"], hostvars)
+    assert (findings == []) is meet
+    if not meet:
+        assert f"Gloo announces {tower[1]} here and {laptop[1]} on laptop" in findings[0]["problem"]
+
+
+def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {
+        "tower.lan": ["127.0.1.1", "fd00::10", "10.0.0.10"],
+        "six": ["fe80::1%eth0", "fd00::12"],
+    }
+
+    def answers(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
+        if name == "gone":
+            raise OSError
+        inet = network.socket.AF_INET, network.socket.AF_INET6
+        return [(inet[":" in a], 0, 0, "", (a, 0)) for a in known.get(name, [name])]
+
+    monkeypatch.setattr(network.socket, "getaddrinfo", answers)
+    resolved = network.resolve({"tower": "tower.lan", "laptop": "10.0.0.11", "six": "six", "attic": "gone"})
+    assert resolved == {"tower": "10.0.0.10", "laptop": "10.0.0.11", "six": "fd00::12", "attic": "gone"}
+
+
+def test_wifi_is_told_by_what_the_kernel_says(tmp_path: Path) -> None:
+    (tmp_path / "wlp2s0" / "phy80211").mkdir(parents=True)
+    (tmp_path / "enp3s0").mkdir()
+    assert links_module.is_wireless("wlp2s0", str(tmp_path))
+    assert not links_module.is_wireless("enp3s0", str(tmp_path))
+
+
+def test_a_slow_lookup_is_waited_for_no_longer_than_said() -> None:
+    stuck = threading.Event()
+    try:
+        assert links_module.slow_names({"tower": stuck.wait, "laptop": lambda: None}, 0.05) == ["tower"]
+    finally:
+        stuck.set()
+
+
+def test_what_ip_prints_may_be_nothing() -> None:
+    assert links_module.parse("") == links_module.parse("no JSON") == []
+    assert links_module.parse(json.dumps([{"ifname": "lo"}])) == [{"ifname": "lo"}]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ipaddress
 import re
 import shlex
 
@@ -13,13 +15,20 @@ short_description: Keep a set of ufw rules, found by their comment, equal to a l
 description:
   - Adds the wanted rules that are missing, and deletes those with the same comment that are not wanted.
   - A wanted rule that a person has already set without the comment is left as it is, and stays his.
-  - Rules can be set while ufw is inactive; it is enabled only if asked, after SSH's port is allowed.
+  - Rules can be set while ufw is inactive. It is enabled only if asked, once a rule lets the controller's SSH
+    in, and with a timer that disables it again; whoever asked stops the timer once a new connection came in.
+  - The rule added for SSH carries the comment with C(ssh) after it, the sign that ufw was enabled here.
 options:
+  state:
+    description: With V(absent) all our rules go, and ufw is disabled first if it was enabled here.
+    type: str
+    choices: [present, absent]
+    default: present
   rules:
     description: The wanted rules. Each lets one address reach a TCP port or a range of them.
     type: list
     elements: dict
-    required: true
+    default: []
     suboptions:
       source:
         description: Address or network that may connect.
@@ -37,10 +46,18 @@ options:
     description: Enable ufw if it is inactive.
     type: bool
     default: false
+  controller:
+    description: The controller's address as this host's SSH server sees it; empty if it is not known.
+    type: str
+    default: ""
   ssh_port:
-    description: The port of the SSH server, allowed before ufw is enabled.
+    description: The port of the SSH server.
     type: int
     default: 22
+  rollback_seconds:
+    description: Seconds after which the timer disables ufw again, unless it is stopped.
+    type: int
+    default: 60
 author: the nanofleet authors
 """
 
@@ -53,125 +70,173 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-status:
-  description: State of ufw after the task.
-  returned: always
-  type: str
-  choices: [active, inactive, absent]
-rules:
-  description: Our rules, one line each.
-  returned: always
-  type: list
-  elements: str
+status: {description: "State of ufw after the task: active, inactive or absent.", type: str, returned: always}
+rules: {description: "Our rules, one line each.", type: list, elements: str, returned: always}
+removed: {description: "What was taken away, one line each.", type: list, elements: str, returned: always}
+timer: {description: "Timer that disables ufw unless it is stopped, or empty.", type: str, returned: always}
 """
 
-RULE = re.compile(
-    r"^ufw allow from (?P<source>\S+) to any port (?P<port>[\d:]+) proto tcp(?: comment '(?P<comment>.*)')?$"
-)
+TIMER = "nanofleet-ufw-rollback"
+RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
+SERVICES = {"ssh": 22, "SSH": 22, "OpenSSH": 22}
+"""Names that stand for SSH's port: of the service and of ufw's profiles."""
 
 
-def parse_added(text: str) -> dict[tuple[str, str], str]:
-    """{(source, port): comment} of the allow rules in `ufw show added` that have the form of ours."""
-    found = {}
-    for line in text.splitlines():
-        match = RULE.match(line.strip())
-        if match:
-            found[match["source"], match["port"]] = match["comment"] or ""
-    return found
+def parse_added(text: str) -> dict[str, str]:
+    """{rule: comment} of the lines of `ufw show added`, in their order."""
+    matches = [RULE.match(line.strip()) for line in text.splitlines()]
+    return {match["words"]: match["comment"] or "" for match in matches if match}
 
 
-def plan(
-    present: dict[tuple[str, str], str], wanted: list[tuple[str, str]], comment: str
-) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+def as_rule(source: str, port: str) -> str:
+    """A wanted rule in ufw's words; addresses as ufw writes them."""
+    with contextlib.suppress(ValueError):
+        source = str(ipaddress.ip_network(source)).removesuffix("/32").removesuffix("/128")
+    return f"allow from {source} to any port {port} proto tcp"
+
+
+def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
     """(rules to add, rules to delete), each in a steady order."""
     add = [rule for rule in dict.fromkeys(wanted) if rule not in present]
-    delete = [rule for rule, its_comment in present.items() if its_comment == comment and rule not in wanted]
+    delete = [rule for rule, its in present.items() if its == comment and rule not in wanted]
     return add, delete
 
 
-def allows_ssh(text: str, port: int) -> bool:
-    """Whether a rule that admits everybody to SSH is among those of `ufw show added`."""
-    services = {str(port), f"{port}/tcp", *(("OpenSSH", "SSH", "ssh", "ssh/tcp") if port == 22 else ())}
-    rules = (line.split(" comment ")[0].split() for line in text.splitlines())
-    return any(
-        words[:1] == ["ufw"] and words[1:2] in (["allow"], ["limit"]) and words[2:] in ([s] for s in services)
-        for words in rules
-    )
+def ports_hold(text: str, port: int) -> bool:
+    """Whether `22`, `22/tcp`, `20:30,2222/tcp` or a profile's name stands for this TCP port."""
+    text, _, protocol = text.partition("/")
+    if protocol not in ("", "tcp"):
+        return False
+    if text in SERVICES:
+        return SERVICES[text] == port
+    for part in text.split(","):
+        low, _, high = part.partition(":")
+        if low.isdigit() and int(low) <= port <= int(high or low):
+            return True
+    return False
 
 
-def as_line(rule: tuple[str, str]) -> str:
-    return f"allow from {rule[0]} to any port {rule[1]} proto tcp"
+def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
+    """What the first rule that speaks of this connection says: allow, deny, or nothing.
+
+    A rule that cannot be read for sure (of one interface, or to one address) counts only where it denies.
+    """
+    for rule in rules:
+        words = shlex.split(rule)
+        action = {"limit": "allow", "reject": "deny"}.get(words[0], words[0])
+        words = [word for word in words[1:] if word not in ("in", "log", "log-all")]
+        if action not in ("allow", "deny") or "out" in words[:1]:
+            continue
+        sure, source, wanted = True, "any", "any"
+        if len(words) == 1:
+            wanted = words[0]
+        else:
+            for name, value in zip(words[::2], words[1::2], strict=False):
+                if name == "from":
+                    source = value
+                elif name in ("port", "app"):
+                    wanted = value
+                elif name == "proto":
+                    wanted = wanted if value in ("tcp", "any") else "0"
+                elif name in ("on", "to") and value != "any":
+                    sure = False
+        speaks = (wanted == "any" or ports_hold(wanted, port)) and comes_from(controller, source)
+        if speaks and (sure or action == "deny"):
+            return action
+    return ""
 
 
-def ours(text: str, comment: str) -> list[str]:
-    return sorted(as_line(rule) for rule, its_comment in parse_added(text).items() if its_comment == comment)
+def comes_from(address: str, source: str) -> bool:
+    """Whether an address is in a rule's source; one that is not known is in every."""
+    if source == "any" or not address:
+        return True
+    try:
+        return ipaddress.ip_address(address) in ipaddress.ip_network(source, strict=False)
+    except ValueError:
+        return True
+
+
+def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
+    """(the rule to add before ufw is enabled, whether it must stand before all others).
+
+    Where nothing speaks of SSH everybody may come, as before; where a rule does, the controller is added.
+    """
+    verdict = ssh_verdict(rules, controller, port)
+    narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]
+    ways = narrow if verdict and controller else [f"allow {port}/tcp", f"allow {port}"]
+    return next((rule for rule in ways if rule not in rules), ways[0]), verdict == "deny"
 
 
 def main() -> None:
     rule_spec = {"source": {"type": "str", "required": True}, "port": {"type": "str", "required": True}}
     module = AnsibleModule(
         argument_spec={
-            "rules": {"type": "list", "elements": "dict", "required": True, "options": rule_spec},
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            "rules": {"type": "list", "elements": "dict", "default": [], "options": rule_spec},
             "comment": {"type": "str", "default": "nanofleet"},
             "enable": {"type": "bool", "default": False},
+            "controller": {"type": "str", "default": ""},
             "ssh_port": {"type": "int", "default": 22},
+            "rollback_seconds": {"type": "int", "default": 60},
         },
         supports_check_mode=True,
     )
-    comment, enable = module.params["comment"], module.params["enable"]
+    params, comment = module.params, module.params["comment"]
     ufw = module.get_bin_path("ufw", opt_dirs=["/usr/sbin", "/sbin"])
     if ufw is None:
-        module.exit_json(changed=False, status="absent", rules=[])
+        module.exit_json(changed=False, status="absent", rules=[], removed=[], timer="")
 
-    def run(*words: str) -> str:
-        command = [ufw, *words]
-        code, out, error = module.run_command(command, environ_update={"LC_ALL": "C", "LANG": "C"})
+    def run(*command: str) -> str:
+        code, out, error = module.run_command(list(command), environ_update={"LC_ALL": "C", "LANG": "C"})
         if code != 0:
             said = (error or out).strip()
-            module.fail_json(msg=f"ufw refused. It said: {said}. The command was: {shlex.join(command)}")
+            if "IPv6 support not enabled" in said:
+                said += ". Type there: sudo sed -i s/^IPV6=.*/IPV6=yes/ /etc/default/ufw && sudo ufw reload"
+            module.fail_json(msg=f"{shlex.join(command)} failed. It said: {said}")
         return out
 
-    added = run("show", "added")
-    active = "Status: active" in run("status")
-    present = parse_added(added)
-    wanted = [(rule["source"], rule["port"]) for rule in module.params["rules"]]
-    add, delete = plan(present, wanted, comment)
-    turn_on = enable and not active
-    before = ours(added, comment)
-    after = sorted({*before, *map(as_line, add)} - {*map(as_line, delete)})
+    present = parse_added(run(ufw, "show", "added"))
+    active = "Status: active" in run(ufw, "status")
+    was = "active" if active else "inactive"
+    mine = {f"{comment}", f"{comment} ssh"}
+    before = [rule for rule, its in present.items() if its in mine]
+    of_ssh = [rule for rule, its in present.items() if its == f"{comment} ssh"]
+    removing = params["state"] == "absent"
+    if removing:
+        add, delete = [], before
+    else:
+        add, delete = plan(present, [as_rule(r["source"], r["port"]) for r in params["rules"]], comment)
+    turn_on = params["enable"] and not active and not removing
+    turn_off = removing and active and bool(of_ssh)
 
     if not module.check_mode:
+        if turn_off:
+            run(ufw, "--force", "disable")
         # New rules go first, so that a general deny that a person has set does not hide them.
-        for source, port in add:
-            run(
-                "prepend",
-                "allow",
-                "from",
-                source,
-                "to",
-                "any",
-                "port",
-                port,
-                "proto",
-                "tcp",
-                "comment",
-                comment,
-            )
+        for rule in add:
+            run(ufw, "prepend", *rule.split(), "comment", comment)
         for rule in delete:
-            run("delete", *as_line(rule).split())
+            run(ufw, "delete", *shlex.split(rule))
         if turn_on:
-            if not allows_ssh(added, module.params["ssh_port"]):
-                run("allow", f"{module.params['ssh_port']}/tcp", "comment", f"{comment} ssh")
-            run("--force", "enable")
+            others = [rule for rule in present if rule not in before]
+            rule, first = ssh_rule(others, params["controller"], params["ssh_port"])
+            run(ufw, *(["prepend"] if first else []), *rule.split(), "comment", f"{comment} ssh")
+            delay = f"--on-active={params['rollback_seconds']}"
+            run("systemd-run", "--quiet", "--collect", delay, f"--unit={TIMER}", ufw, "disable")
+            run(ufw, "--force", "enable")
 
-    def shown(lines: list[str], is_active: bool) -> str:
-        return "\n".join([f"ufw {'active' if is_active else 'inactive'}", *lines]) + "\n"
-
+    after = sorted({*before, *add} - {*delete})
+    now = "inactive" if turn_off else "active" if turn_on else was
     module.exit_json(
-        changed=bool(add or delete or turn_on),
-        status="active" if active or turn_on else "inactive",
+        changed=bool(add or delete or turn_on or turn_off),
+        status=now,
         rules=after,
-        diff={"before": shown(before, active), "after": shown(after, active or turn_on)},
+        removed=[*(["ufw, which setup.yml enabled, is disabled"] if turn_off else []), *delete],
+        timer=f"{TIMER}.timer" if turn_on else "",
+        diff={
+            "before": "\n".join([f"ufw {was}", *sorted(before), ""]),
+            "after": "\n".join([f"ufw {now}", *after, ""]),
+        },
     )
 
 

@@ -1,0 +1,49 @@
+"""What reset.yml says: every host's losses and what it keeps, and how to go on."""
+
+import importlib.util
+from pathlib import Path
+
+ROLE = Path(__file__).resolve().parents[2] / "roles" / "reset"
+spec = importlib.util.spec_from_file_location("reset_filters", ROLE / "filter_plugins" / "reset.py")
+assert spec is not None
+assert spec.loader is not None
+reset = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(reset)
+
+HOSTVARS = {
+    "tower": {
+        "launch_removed": ["unit nanofleet-d8.service"],
+        "launch_kept": ["/var/lib/nanofleet/runs"],
+        "runtime_removed": ["/opt/nanofleet", "/opt/nanofleet"],
+        "runtime_left": ["/opt/nanofleet/notes"],
+    },
+    "laptop": {"launch_removed": [], "runtime_removed": []},
+}
+
+
+def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
+    lines = reset.report(["tower", "laptop"], HOSTVARS, False, [])
+    assert lines[:5] == [
+        "tower: would remove unit nanofleet-d8.service",
+        "tower: would remove /opt/nanofleet",
+        "tower: would keep, for root: /var/lib/nanofleet/runs",
+        "tower: left alone, not made by setup.yml: /opt/nanofleet/notes",
+        "laptop: nothing of setup.yml is left.",
+    ]
+    assert "reset_checkpoints=true" in lines[5]
+    assert lines[-1] == f"Nothing was changed. To do it, type: {reset.CONFIRM}"
+
+
+def test_a_reset_says_what_went_and_what_stays_on_the_controller() -> None:
+    lines = reset.report(["tower"], HOSTVARS, True, ["/home/me/nanofleet/.wheelhouse"])
+    assert "tower: removed /opt/nanofleet" in lines
+    assert "tower: kept, for root: /var/lib/nanofleet/runs" in lines
+    assert lines[-1].endswith("rm -r /home/me/nanofleet/.wheelhouse")
+
+
+def test_where_nothing_is_left_there_is_nothing_to_confirm() -> None:
+    lines = reset.report(["laptop"], HOSTVARS, False, [])
+    assert lines == [
+        "laptop: nothing of setup.yml is left.",
+        "setup.yml installs no system packages, so none is removed.",
+    ]
