@@ -149,7 +149,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "reachable": bool(answers) and lost is None and later is None,
         "why": str((lost or later or said).get("msg") or said.get("module_stderr") or "").strip(),
-        "facts": dict(look.get("facts") or {}),
+        "facts": _facts(look, variables.get("__doctor_looked")),
         "marks": dict(look.get("marks") or {}),
         "problem": str(variables.get("__doctor_network_problem") or ""),
         "address": listening.get("address") or variables.get("network_address") or "",
@@ -164,6 +164,18 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "data": _data(result("__doctor_data")),
         "rehearsal": last_json(result("__doctor_rehearsed")),
     }
+
+
+def _facts(look: Mapping[str, Any], looked: float | None) -> dict[str, Any]:
+    """The host's facts, with `skew_s`: by how much its clock lies outside the time in which it was asked.
+
+    That is 0 for a host that is only slow to answer.
+    """
+    facts = dict(look.get("facts") or {})
+    if facts:
+        before, after = facts["sent"] - facts["time"], facts["time"] - float(looked or facts["time"])
+        facts["skew_s"] = round(after if after > 0 else -before if before > 0 else 0.0, 1)
+    return facts
 
 
 def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict[str, Any]]:

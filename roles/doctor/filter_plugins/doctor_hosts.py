@@ -97,7 +97,7 @@ def _clock(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
     if abs(skew) > options["max_skew_s"]:
         way = "ahead of" if skew > 0 else "behind"
         yield finding(
-            "clock", host, f"Its clock is {abs(skew):.0f} s {way} the controller's; {options['max_skew_s']:g} are let pass.",
+            "clock", host, f"Its clock is {abs(skew):.0f} s {way} the controller's (allowed: {options['max_skew_s']:g}).",
             f"sudo timedatectl set-ntp true  (on {host})",
         )  # fmt: skip
 
@@ -155,7 +155,7 @@ def _store(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
             )
             continue
         who, end = (
-            "a process that only root can name",
+            "a process that only root can name, or by a doctor that was interrupted and ends within 30 s",
             f"ss -Hltnp sport = :{port}  (on {host}, as root; or -e store_port=PORT)",
         )
         if held.get("pid"):

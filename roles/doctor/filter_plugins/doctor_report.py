@@ -86,7 +86,7 @@ def _mbit(measured: Measured, host: str, peer: str) -> float | None:
 
 
 def _allreduce(measured: Measured, host: str, peer: str) -> float | None:
-    for of_host in (measured[host], measured[peer]):
+    for of_host in (each for name, each in measured.items() if name in (host, peer)):
         rehearsal = of_host["rehearsal"] or {}
         together = rehearsal.get("hosts") or []
         if host in together and peer in together:

@@ -1,6 +1,6 @@
-"""What is wrong with the ways between hosts: findings from what was measured (see doctor.py), each with its remedy.
+"""What is wrong with the ways between hosts: findings from what was measured (see doctor.py), with remedies.
 
-A finding is {"kind", "host" (where it is to be mended), "peer", "severity" (error: prevents training, or warning),
+A finding is {"kind", "host" (where it is to be mended), "peer", "severity" (error: prevents training; warning),
 "problem" (a sentence), "remedy" (what to type)}. Of a cause and its consequences only the cause is told.
 """
 
@@ -13,13 +13,15 @@ from typing import Any
 
 Measured = Mapping[str, Mapping[str, Any]]
 Finding = dict[str, str]
+Ports = Sequence[Mapping[str, Any]]
 SETUP = "ansible-playbook setup.yml"
+AS_ROOT = "the same command with -K, so that doctor may look as root"
 SAYS = {
-    "filtered": "No answer to {peer} on {ports}: its packets are dropped",
-    "refused": "{peer} is refused on {ports}, though doctor listens there",
-    "unreachable": "{peer} cannot reach {ports}: {detail}",
-    "silent": "{peer} is let in on {ports} and then hears nothing: this host is frozen, or data are swallowed on the way",
-    "foreign": "{peer} meets another program on {ports}",
+    "filtered": "{host} gets no answer from {peer} on {ports}: its packets are dropped",
+    "refused": "{host} is refused by {peer} on {ports}, though doctor listens there",
+    "unreachable": "{host} cannot reach {peer} on {ports} ({detail})",
+    "silent": "{host} is let in by {peer} on {ports} and then hears nothing: {peer} is frozen, or data are swallowed",
+    "foreign": "{host} meets another program on {ports} of {peer}",
 }
 
 
@@ -27,13 +29,8 @@ def finding(
     kind: str, host: str, problem: str, remedy: str, peer: str = "", severity: str = "error"
 ) -> Finding:
     return {
-        "kind": kind,
-        "host": host,
-        "peer": peer,
-        "severity": severity,
-        "problem": problem,
-        "remedy": remedy,
-    }
+        "kind": kind, "host": host, "peer": peer, "severity": severity, "problem": problem, "remedy": remedy,
+    }  # fmt: skip
 
 
 def way_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
@@ -43,106 +40,85 @@ def way_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding
     for host, of_host in measured.items():
         for peer in of_host["ways"]:
             if measured[peer]["reachable"] and not explained & {host, peer}:
-                found += _way(measured, host, peer, options)
-    return _once(found)
+                found += [
+                    {**each, "way": f"{host} to {peer}"} for each in _way(measured, host, peer, options)
+                ]
+    return _merged(found)
 
 
-def _once(found: Sequence[Finding]) -> list[Finding]:
-    """Without repetitions: one rule may close several ways."""
-    seen: dict[tuple[str, str, str], Finding] = {}
+def _merged(found: Sequence[Finding]) -> list[Finding]:
+    """One finding for all that one command mends on one host: a rule may close many ways."""
+    merged: dict[tuple[str, str, str], Finding] = {}
+    others: dict[tuple[str, str, str], list[str]] = {}
     for each in found:
-        seen.setdefault((each["kind"], each["host"], each["problem"]), each)
-    return list(seen.values())
+        key = (each["kind"], each["host"], each["remedy"])
+        if key in merged:
+            others.setdefault(key, []).append(each["way"])
+        else:
+            merged[key] = each
+    for key, ways in others.items():
+        merged[key]["problem"] += f" The same: {', '.join(ways)}."
+    return [{name: each[name] for name in each if name != "way"} for each in merged.values()]
 
 
-# -- the interface -------------------------------------------------------------------------------------------------
+# -- the interface -------------------------------------------------------------------------------------------
 
 
 def _interfaces(measured: Measured) -> Iterator[Finding]:
     """A NIC that is not the one the kernel reaches the peers by."""
     for host, of_host in measured.items():
+        chosen = of_host["interface"]
         if of_host["problem"]:
             sentence, _dot, remedy = of_host["problem"].partition(". ")
-            yield finding("interface", host, f"{sentence}.", f"{remedy or 'ip route'} ({host})")
+            yield finding("interface", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
             continue
-        other = {
-            way["route"]["interface"]: peer
-            for peer, way in of_host["ways"].items()
-            if way.get("route", {}).get("interface") not in ("", None, of_host["interface"])
-            and not _is_odd(measured, peer)
-        }
-        for interface, peer in other.items():
-            if interface == "lo" or not of_host["interface"]:
-                continue
-            yield finding(
-                "wrong-interface", host,
-                f"Its interface is set to {of_host['interface']} ({of_host['address']}), but the kernel reaches {peer} by "
-                f"{interface}: Gloo would listen where no peer comes.",
-                f"take fleet_interface of {host} out of the inventory, or set it to {interface}",
-                peer,
-            )  # fmt: skip
+        for peer, way in of_host["ways"].items():
+            # The address of a peer whose own interface is not the right one proves nothing.
+            used = (way.get("route") or {}).get("interface") or chosen
+            if chosen and used not in (chosen, "lo") and not _is_odd(measured, peer):
+                yield finding(
+                    "wrong-interface", host,
+                    f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches {peer} by "
+                    f"{used}: Gloo would listen where no peer comes.",
+                    f"take fleet_interface of {host} out of the inventory, or set it to {used}", peer,
+                )  # fmt: skip
+                break
 
 
 def _is_odd(measured: Measured, host: str) -> bool:
-    """Whether a host's own interface is not the one it reaches the others by; then its address proves nothing."""
     of_host = measured[host]
-    used = {
-        way["route"]["interface"] for way in of_host["ways"].values() if way.get("route", {}).get("interface")
-    }
+    used = {(way.get("route") or {}).get("interface") for way in of_host["ways"].values()} - {None, ""}
     return bool(of_host["interface"]) and bool(used) and of_host["interface"] not in used
 
 
-# -- the ports -----------------------------------------------------------------------------------------------------
+# -- the ports -----------------------------------------------------------------------------------------------
 
 
 def _way(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> list[Finding]:
     """Findings about one way, from `host` to `peer`, which listens."""
     way = measured[host]["ways"][peer]
     ports = way.get("ports") or []
-    if not ports:
-        return []
     shut = [port for port in ports if port["state"] != "open"]
-    found = []
     strange = next((port for port in shut if port["state"] == "misrouted"), None)
     if strange:
         return [_misrouted(measured, host, peer, strange)]
-    if len(shut) == len(ports) and not way.get("up"):
-        by_rule = _blame(measured, host, peer, shut)
-        if not by_rule:
-            return [_no_way(measured, host, peer)]
-    for state in dict.fromkeys(port["state"] for port in shut):
-        found.append(_shut(measured, host, peer, [port for port in shut if port["state"] == state], options))
-    found += _packets(measured, host, peer)
-    seen = {port["seen"] for port in ports if port.get("seen")}
-    if not shut and measured[host]["address"] and seen and measured[host]["address"] not in seen:
-        found.append(
-            finding(
-                "source-address", host,
-                f"It reaches {peer} from {', '.join(sorted(seen))}, not from its own address {measured[host]['address']}: "
-                f"rules on {peer} that let {host} in would not match.",
-                f"ip route get {measured[peer]['address']}  (on {host}; then set fleet_interface or fleet_address of it)",
-                peer, "warning",
-            )
-        )  # fmt: skip
-    if way.get("rtt_ms") and way["rtt_ms"]["median"] > options["slow_rtt_ms"]:
-        found.append(
-            finding(
-                "slow-answer", peer,
-                f"A message from {host} takes {way['rtt_ms']['median']:.0f} ms there and back: that is no local network.",
-                f"ping -c 20 {measured[peer]['address']}  (on {host}; WiFi's power saving or a VPN does this)",
-                host, "warning",
-            )
-        )  # fmt: skip
-    return found
+    if shut and len(shut) == len(ports) and not way.get("up") and not _blame(measured, host, peer, shut):
+        return [_no_way(measured, host, peer)]
+    states = dict.fromkeys(port["state"] for port in shut)
+    found = [
+        _shut(measured, host, peer, [port for port in shut if port["state"] == state], options)
+        for state in states
+    ]
+    return [*found, *_packets(measured, host, peer), *_oddities(measured, host, peer, options)]
 
 
 def _misrouted(measured: Measured, host: str, peer: str, port: Mapping[str, Any]) -> Finding:
-    address = measured[peer]["address"]
+    address, other = measured[peer]["address"], port["detail"]
     return finding(
         "misrouted", peer,
-        f"At its address {address} {host} reaches {port['detail']} instead: the address is not {peer}'s alone.",
-        f"ip -br address  (on {peer} and {port['detail']}; then set fleet_address of {peer} to one of its own)",
-        host,
+        f"At its address {address} {host} reaches {other} instead: another host has the address too, or a rule "
+        "leads packets astray.",
+        f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})", host,
     )  # fmt: skip
 
 
@@ -150,111 +126,95 @@ def _no_way(measured: Measured, host: str, peer: str) -> Finding:
     address = measured[peer]["address"]
     return finding(
         "no-way", peer,
-        f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller reaches {peer}: "
-        "they are on different networks, or the router keeps its clients apart.",
-        f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of {peer})",
-        host,
+        f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller reaches "
+        f"{peer}: they are on different networks, or a router keeps its clients apart.",
+        f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of {peer})", host,
     )  # fmt: skip
 
 
-def _shut(
-    measured: Measured, host: str, peer: str, ports: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> Finding:
+def _shut(measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]) -> Finding:
     state = ports[0]["state"]
-    back = measured[peer]["ways"].get(host) or {}
-    is_one_way = bool(back.get("ports")) and all(port["state"] == "open" for port in back["ports"])
+    back = (measured[peer]["ways"].get(host) or {}).get("ports") or []
     sentence = SAYS[state].format(
-        peer=host, ports=_ports_in_words(measured, peer, ports, options), detail=ports[0]["detail"]
+        host=host, peer=peer, ports=_in_words(measured, peer, ports, options), detail=ports[0]["detail"]
     )
-    sentence += ", while the other way is open." if is_one_way else "."
-    kind = "blocked-store" if all(port["role"] == "store" for port in ports) else "blocked-ports"
-    narrowed = [options["port_low"], options["port_high"]]
+    if back and all(port["state"] == "open" for port in back):
+        sentence += ", while the other way is open"
     if state in ("silent", "foreign"):
-        return finding(state, peer, sentence, f"sudo ss -Hltnp  (on {peer})", host)
-    picked = [port for port in ports if port.get("picked")]
-    in_range = all(narrowed[0] <= port["port"] <= narrowed[1] for port in picked)
-    if picked and not in_range and measured[peer]["facts"].get("port_range") != narrowed:
-        has = "-".join(map(str, measured[peer]["facts"].get("port_range") or ["?"]))
-        sentence += f" Its kernel picks ports from {has} instead of {narrowed[0]}-{narrowed[1]}."
-        return finding("range", peer, sentence, SETUP, host)
+        return finding(state, peer, f"{sentence}.", f"sudo ss -Hltnp  (on {peer})", host)
+    wanted, has = [options["port_low"], options["port_high"]], measured[peer]["facts"].get("port_range")
+    astray = [port for port in ports if port.get("picked") and not wanted[0] <= port["port"] <= wanted[1]]
+    if astray and has and has != wanted:
+        because = f"Its kernel picks ports from {has[0]}-{has[1]}, which is not the range that is opened."
+        return finding("range", peer, f"{sentence}. {because}", SETUP, host)
     where, because, remedy = _cause(measured, host, peer, ports)
-    return finding(kind, where, f"{sentence} {because}", remedy, host if where == peer else peer)
+    kind = "blocked-store" if all(port["role"] == "store" for port in ports) else "blocked-ports"
+    return finding(kind, where, f"{sentence}. {because}", remedy, host if where == peer else peer)
 
 
-def _ports_in_words(
-    measured: Measured, peer: str, ports: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
-) -> str:
+def _in_words(measured: Measured, peer: str, ports: Ports, options: Mapping[str, Any]) -> str:
     gloo = sorted(port["port"] for port in ports if port["role"] == "gloo")
-    all_gloo = sum(port["role"] == "gloo" for port in measured[peer]["ports"])
-    words = (
-        [f"the store's port {options['store_port']}"]
-        if any(port["role"] == "store" for port in ports)
-        else []
-    )
-    if gloo and len(gloo) == all_gloo:
+    words = [f"the store's port {options['store_port']}"] if len(gloo) < len(ports) else []
+    if gloo and len(gloo) == sum(port["role"] == "gloo" for port in measured[peer]["ports"]):
         words.append(f"Gloo's range {options['port_low']}-{options['port_high']}")
     elif gloo:
         words.append(f"port{'s' if len(gloo) > 1 else ''} {', '.join(map(str, gloo))} of Gloo's range")
     return " and ".join(words)
 
 
-def _cause(
-    measured: Measured, host: str, peer: str, ports: Sequence[Mapping[str, Any]]
-) -> tuple[str, str, str]:
+# -- firewalls -----------------------------------------------------------------------------------------------
+
+
+def _cause(measured: Measured, host: str, peer: str, ports: Ports) -> tuple[str, str, str]:
     """(the host to mend, why it is so, what to type)."""
     rule = _blame(measured, host, peer, ports)
     if rule:
-        return (
-            rule["where"],
-            f"The rule on {rule['where']} is: {rule['text']}.",
-            f"{rule['remedy']}  (on {rule['where']})",
-        )
+        where = rule["where"]
+        return where, f"The rule on {where} is: {rule['text']}.", f"{rule['remedy']}  (on {where})"
     firewall = measured[peer]["firewall"]
     if firewall is None:
-        return (
-            peer,
-            f"Only root on {peer} can see by which rule.",
-            "the same command with -K, to let doctor look as root",
-        )
-    if firewall["ufw"] == "active":
-        allowed = all(
-            any(_matches(each, measured[host]["address"], port["port"]) for each in firewall["allows"])
-            for port in ports
-        )
-        if not allowed:
-            return peer, f"ufw is active on {peer} and has no rule that lets {host} in.", SETUP
+        return peer, f"By which rule of {peer}, only root can see.", AS_ROOT
+    allowed = all(
+        any(_matches(rule, measured[host]["address"], port["port"]) for rule in firewall["allows"])
+        for port in ports
+    )
+    if firewall["ufw"] == "active" and not allowed:
+        return peer, f"ufw is active on {peer} and has no rule that lets {host} in.", SETUP
     return (
         peer,
-        f"No rule was found on {host} or {peer} that does it: another firewall, a router or a cloud's security group.",
+        f"No rule for it was found on {host} or {peer}: another firewall, a router, a cloud's security group.",
         f"sudo nft list ruleset  (on {peer}, then on {host})",
     )
 
 
-def _blame(
-    measured: Measured, host: str, peer: str, ports: Sequence[Mapping[str, Any]]
-) -> dict[str, str] | None:
-    """The rule that turns away what comes from `host` to these ports of `peer`, coming in there or going out here."""
-    for where, chain, address in (
-        (peer, "INPUT", measured[host]["address"]),
-        (host, "OUTPUT", measured[peer]["address"]),
-    ):
+def _blame(measured: Measured, host: str, peer: str, ports: Ports) -> dict[str, str] | None:
+    """The rule that turns away what goes from `host` to these ports of `peer`, or the answer to it."""
+    low, high = (measured[host]["facts"].get("port_range") or [0, 65535])[:2]
+    there = [(port["port"], port["port"]) for port in ports]
+    chains = (
+        (peer, "INPUT", host, there), (host, "OUTPUT", peer, there),
+        (peer, "OUTPUT", host, [(low, high)]), (host, "INPUT", peer, [(low, high)]),
+    )  # fmt: skip
+    for where, chain, other, spans in chains:
+        address = measured[other]["address"]
         for rule in (measured[where]["firewall"] or {}).get("rules") or []:
-            if rule["chain"] == chain and any(_matches(rule, address, port["port"]) for port in ports):
+            if rule["chain"] == chain and any(_matches(rule, address, *span) for span in spans):
                 return {**rule, "where": where}
     return None
 
 
-def _matches(rule: Mapping[str, str], address: str, port: int) -> bool:
+def _matches(rule: Mapping[str, str], address: str, low: int, high: int = 0) -> bool:
+    """Whether a rule is for TCP of any size between this address and one of these ports."""
     return (
         not rule.get("length")
         and rule["protocol"] in ("", "tcp", "all", "any")
         and _has_address(rule["source"], address)
-        and _has_port(rule["ports"], port)
+        and _has_port(rule["ports"], low, high or low)
     )
 
 
 def _has_address(written: str, address: str) -> bool:
-    """Whether a rule's address (one, a network, several, `!` for all but it, or none for any) holds this one."""
+    """Whether a rule's address (one, a network, several, `!` for all but it, or none for any) holds this."""
     if written in ("", "any", "anywhere"):
         return True
     if written.startswith("!"):
@@ -268,46 +228,62 @@ def _has_address(written: str, address: str) -> bool:
     return False
 
 
-def _has_port(written: str, port: int) -> bool:
-    """Whether a rule's ports (20000:20999, 20000-20999, 22,80, or none for any) hold this one."""
-    if not written:
-        return True
-    for part in written.split(","):
-        bounds = [int(each) for each in re.findall(r"\d+", part)]
-        if bounds and bounds[0] <= port <= bounds[-1]:
-            return True
-    return False
+def _has_port(written: str, low: int, high: int) -> bool:
+    """Whether a rule's ports (20000:20999, 20000-20999, 22,80, none for any) hold one of low to high."""
+    bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in written.split(",")]
+    return not written or any(each and each[0] <= high and low <= each[-1] for each in bounds)
 
 
-# -- packets -------------------------------------------------------------------------------------------------------
+# -- packets -------------------------------------------------------------------------------------------------
 
 
-def _packets(measured: Measured, host: str, peer: str) -> list[Finding]:
+def _packets(measured: Measured, host: str, peer: str) -> Iterator[Finding]:
     """Large packets that vanish without a word."""
     way = measured[host]["ways"][peer]
     mtu = way.get("mtu") or {}
+    if way.get("cut"):
+        remedy = f"ping {measured[peer]['address']}  (on {host})"
+        yield finding("cut", peer, f"{host}'s connection to it breaks off: {way['cut']}.", remedy, host)
     if not mtu.get("swallowed"):
-        cut = way.get("cut")
-        return [
-            finding("cut", peer, f"The connection of {host} to it breaks off: {cut}.", f"ping {measured[peer]['address']}  (on {host})", host)
-        ] if cut else []  # fmt: skip
-    interface, passes = measured[host]["interface"], mtu["passes"] or 576
-    sentence = (
-        f"Packets of {mtu['sent']} bytes from {host} to {peer} vanish without a word"
-        f"{f'; those of {passes} arrive' if mtu['passes'] else ''}: a run would connect and then hang."
-    )
+        return
+    arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
+    sentence = f"Packets of {mtu['sent']} bytes from {host} to {peer} vanish without a word{arrive}: "
+    sentence += "a run would connect and then hang."
     for where, chain in ((peer, "INPUT"), (host, "OUTPUT")):
         for rule in (measured[where]["firewall"] or {}).get("rules") or []:
             if rule["chain"] == chain and rule["length"]:
-                return [
-                    finding("mtu", where, f"{sentence} The rule on {where} is: {rule['text']}.", f"{rule['remedy']}  (on {where})", peer if where == host else host)
-                ]  # fmt: skip
-    return [
-        finding(
-            "mtu", host, f"{sentence} Something between them carries less than {interface} of {host} sends.",
-            f"sudo ip link set {interface} mtu {passes}  (on {host} and {peer}, until what is between them is mended)", peer,
-        )
-    ]  # fmt: skip
+                because, remedy = (
+                    f"The rule on {where} is: {rule['text']}.",
+                    f"{rule['remedy']}  (on {where})",
+                )
+                yield finding("mtu", where, f"{sentence} {because}", remedy, host if where == peer else peer)
+                return
+    interface, small = measured[host]["interface"], mtu["passes"] or 576
+    yield finding(
+        "mtu", host, f"{sentence} Something between them carries less than {interface} of {host} sends.",
+        f"sudo ip link set {interface} mtu {small}  (on {host}, until what is between them is mended)", peer,
+    )  # fmt: skip
+
+
+def _oddities(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> Iterator[Finding]:
+    """What works and should not be so: an unexpected source address, a long way."""
+    way, own = measured[host]["ways"][peer], measured[host]["address"]
+    there = measured[peer]["address"]
+    seen = {port["seen"] for port in way.get("ports") or [] if port.get("seen")}
+    if own and seen and own not in seen:
+        yield finding(
+            "source-address", host,
+            f"{peer} sees it come from {', '.join(sorted(seen))} and not from its address {own}: rules on {peer} "
+            "that let it in would not match.",
+            f"ip route get {there}  (on {host}; then set fleet_interface or fleet_address of it)", peer, "warning",
+        )  # fmt: skip
+    took = (way.get("rtt_ms") or {}).get("median", 0)
+    if took > options["slow_rtt_ms"]:
+        yield finding(
+            "slow-answer", peer,
+            f"A message from {host} takes {took:.0f} ms there and back: that is no local network.",
+            f"ping -c 20 {there}  (on {host}; a VPN or WiFi's power saving does this)", host, "warning",
+        )  # fmt: skip
 
 
 class FilterModule:

@@ -43,7 +43,7 @@ EXAMPLES = r"""
 RETURN = r"""
 facts:
   description: >-
-    skew_s, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib, copy_gb_s, port_range, links, disks.
+    sent, time, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib, copy_gb_s, port_range, links, disks.
   type: dict
   returned: always
 marks: {description: What identifies the state of each of O(marks) and this boot., type: dict, returned: always}
@@ -184,11 +184,12 @@ def main():
         supports_check_mode=True,
     )
     p = module.params
-    skew = time.time() - p["sent"]
+    now = time.time()
     model, flags = cpu()
     cores = len(os.sched_getaffinity(0))
     facts = {
-        "skew_s": round(skew, 1),
+        "sent": p["sent"],
+        "time": now,
         "hostname": socket.gethostname(),
         "resolves_to": resolves_to(socket.gethostname()),
         "python": platform.python_version(),

@@ -10,8 +10,8 @@ who answers, and the address the caller was seen at. Then, by `do`:
     sink    bytes until the caller's end of file, then {"bytes", "seconds"}
     source  bytes for `seconds` seconds
 
-A caller without the token gets no answer. The process ends when it is told to, and by itself after its limit;
-it writes no file. Standard library only.
+A caller without the token gets no answer. The process ends when it is told to, and by itself when nobody has called
+for a while, or after its limit whatever happens; it writes no file. Standard library only.
 """
 
 import contextlib
@@ -27,6 +27,9 @@ import time
 CHUNK = 1 << 18
 LINE_LIMIT = 4096
 IDLE_SECONDS = 10.0
+"""How long one connection may stay silent."""
+IDLE_LIMIT = 30.0
+"""How long all may stay silent: the one who asked for this listener is gone then."""
 
 
 def read_line(connection):
@@ -64,9 +67,9 @@ def control_name(token):
 class Listener:
     """Sockets on which one host answers the others."""
 
-    def __init__(self, host, token, limit):
+    def __init__(self, host, token, limit, idle=IDLE_LIMIT):
         self.host, self.token = host, token
-        self.ends = time.monotonic() + limit
+        self.ends, self.idle = time.monotonic() + limit, idle
         self.sockets = []
 
     def open(self, address, port):
@@ -98,12 +101,14 @@ class Listener:
         self.sockets.append(control)
 
     def serve(self):
-        """Answer until told to stop, or until the limit."""
+        """Answer until told to stop, until nobody calls any more, or until the limit."""
+        called = time.monotonic()
         with selectors.DefaultSelector() as ready:
             for opened in self.sockets:
                 ready.register(opened, selectors.EVENT_READ)
-            while time.monotonic() < self.ends:
+            while time.monotonic() < min(self.ends, called + self.idle):
                 for key, _events in ready.select(timeout=0.5):
+                    called = time.monotonic()
                     with contextlib.suppress(BlockingIOError):
                         connection, peer = key.fileobj.accept()
                         if key.fileobj.family == socket.AF_UNIX:
