@@ -19,6 +19,8 @@ from .conftest import Fleet
 
 STATE = "/var/lib/nanofleet"
 PYTHON_START = "/etc/python3.11/sitecustomize.py"
+SHIM = r"import time\n_time = time.time\ntime.time = lambda: _time() + 90\n"
+TORCH = "$(ls -d /opt/nanofleet/venv/lib/python*/site-packages/torch-*.dist-info)/METADATA"
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,18 @@ class Fault:
     blames: int = 0  # the host the verdict names; 0: where it was planted
     severity: str = "error"
     remedy: str = ""  # words of the remedy
-    outside: bool = False  # planted on the lab's machine by podman instead of over SSH
-    inventory: Mapping[str, str] = field(default_factory=dict)  # variables of the host in the inventory
+    outside: bool = False  # done by podman on the lab's machine, not in the host
+    inventory: Mapping[str, str] = field(default_factory=dict)  # the host's variables in the inventory
     note: str = ""
 
 
 FAULTS = (
     Fault(
         "Gloo's range blocked one way (iptables DROP)", 2,
-        "iptables -I INPUT -s {peer} -p tcp --dport 20000:20999 -j DROP",
-        "iptables -D INPUT -s {peer} -p tcp --dport 20000:20999 -j DROP",
-        "blocked-ports", ("gets no answer", "20000-20999", "other way is open", "iptables"), remedy="sudo iptables -D INPUT",
+        "iptables -I INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
+        "iptables -D INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
+        "blocked-ports", ("gets no answer", "20000-20999", "other way is open", "iptables"),
+        remedy="sudo iptables -D INPUT",
     ),
     Fault(
         "Gloo's range refused one way (ufw reject)", 1,
@@ -80,9 +83,11 @@ FAULTS = (
     ),
     Fault(
         "wrong interface forced (fleet_interface: docker0)", 2,
-        "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0 && ip link set docker0 up",
+        "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0"
+        " && ip link set docker0 up",
         "ip link delete docker0",
-        "wrong-interface", ("docker0", "eth0"), remedy="fleet_interface", inventory={"fleet_interface": "docker0"},
+        "wrong-interface", ("docker0", "eth0"), remedy="fleet_interface",
+        inventory={"fleet_interface": "docker0"},
     ),
     Fault(
         "the host's own name resolves to loopback", 2,
@@ -95,7 +100,8 @@ FAULTS = (
         "the store's port held by another process", 1,
         "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500 && sleep 1",
         "systemctl stop squatter",
-        "held-port", ("29500", "http.server", "squatter.service"), remedy="sudo systemctl stop squatter.service",
+        "held-port", ("29500", "http.server", "squatter.service"),
+        remedy="sudo systemctl stop squatter.service",
     ),
     Fault(
         "one byte of a shard altered", 2,
@@ -112,25 +118,26 @@ FAULTS = (
     ),
     Fault(
         "another version of torch", 2,
-        "f=$(ls -d /opt/nanofleet/venv/lib/python*/site-packages/torch-*.dist-info)/METADATA && cp -a $f /tmp/METADATA"
+        f"f={TORCH} && cp -a $f /tmp/METADATA"
         " && sed 's/^Version: .*/Version: 2.11.0/' /tmp/METADATA > $f",
-        "f=$(ls -d /opt/nanofleet/venv/lib/python*/site-packages/torch-*.dist-info)/METADATA && cp -a /tmp/METADATA $f",
+        f"f={TORCH} && cp -a /tmp/METADATA $f && rm /tmp/METADATA",
         "versions", ("torch 2.11.0",), remedy="setup.yml",
         note="the package's metadata are changed, as no second build is at hand",
     ),
     Fault(
         "the clock is 90 s ahead", 2,
         f"cp -a {PYTHON_START} /tmp/start.py"
-        f" && printf 'import time\\n_time = time.time\\ntime.time = lambda: _time() + 90\\n' >> {PYTHON_START}",
-        f"cp -a /tmp/start.py {PYTHON_START}",
+        f" && printf '{SHIM}' >> {PYTHON_START}",
+        f"cp -a /tmp/start.py {PYTHON_START} && rm /tmp/start.py",
         "clock", ("s ahead of the controller's",), remedy="timedatectl",
         note="by a shim in the host's Python: a lab host's clock is the machine's",
     ),
     Fault(
         "the disk of the runs is full", 2,
-        f"mount -t tmpfs -o size=4m tmpfs {STATE}/runs && dd if=/dev/zero of={STATE}/runs/ballast bs=1M count=4 status=none",
+        f"mount -t tmpfs -o size=4m tmpfs {STATE}/runs"
+        f" && dd if=/dev/zero of={STATE}/runs/ballast bs=1M count=4 status=none",
         f"umount {STATE}/runs",
-        "disk", ("0.0 GiB are free", f"{STATE}/runs"), remedy="du -xh",
+        "disk", ("has 0.0 GiB free", f"{STATE}/runs"), remedy="du -xh",
     ),
     Fault(
         "an MTU black hole: packets above 1300 bytes vanish", 2,
@@ -185,7 +192,9 @@ class Lab:
             subprocess.run(["sh", "-c", command], check=True, capture_output=True)
         else:
             # Not over SSH: a fault may lie in the way of its own removal.
-            subprocess.run(["podman", "exec", self.names[me], "sh", "-c", command], check=True, capture_output=True)
+            subprocess.run(
+                ["podman", "exec", self.names[me], "sh", "-c", command], check=True, capture_output=True
+            )
 
     def inventory_with(self, fault: Fault, folder: Path) -> Path | None:
         """A copy of the inventory with the fault's variables at its host, if it has any."""
@@ -228,9 +237,7 @@ def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], st
         # The machine's own load is no part of the fault.
         told = [render(line) for line in told if "Other work keeps it busy" not in line]
         note = f" ({fault.note})" if fault.note else ""
-        lines.append(
-            f"| {fault.name}{note} | host {fault.host} | {'<br>'.join(line.replace('|', '&#124;') for line in told)} "
-            f"| {said.seconds:.0f} |"
-        )
+        cell = "<br>".join(told).replace("|", "&#124;")
+        lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")
     lines.append(f"| nothing | - | {good.text.splitlines()[-1]} | {good.seconds:.0f} |")
     return "\n".join(lines)

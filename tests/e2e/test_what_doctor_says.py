@@ -1,7 +1,8 @@
-"""doctor.yml against hosts with faults: it must name each, its host and what mends it, and leave the hosts as they are.
+"""doctor.yml against hosts with faults: it must name each, its host and what mends it, and leave nothing.
 
-Its place after test_run.py spares a second setup. The slow test plants every fault by itself and writes the table of
-docs/doctor.md; it takes about 6 minutes. The others cost under 90 s together on hosts that are set up.
+Its place after test_run.py spares a second setup. The slow test plants every fault by itself and writes the
+table of docs/doctor.md; it takes about 6 minutes. The others cost
+under 90 s together on hosts that are set up.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def check(said: Said, fault: Fault, lab: Lab) -> None:
 
 def leftovers(lab: Lab) -> list[str]:
     """Processes of doctor that are still on the hosts, and files of the login user in /tmp."""
-    look = "ps -u ops -o args= | grep -v -e systemd -e sd-pam -e sshd -e 'ps -u' -e ' -c ' || true; ls /tmp ~ops"
+    look = (
+        "ps -u ops -o args= | grep -v -e systemd -e sd-pam -e sshd -e 'ps -u' -e ' -c ' || true; ls /tmp ~ops"
+    )
     return [lab.fleet.on(name, look) for name in lab.names]
 
 
@@ -79,8 +82,10 @@ def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path
 
 def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path, tmp_path: Path) -> None:
     """And not at one that has not changed, nor when told not to."""
-    knobs = {"data_dir": dataset, "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3,
-             "total_batch_size": 1024, "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024}  # fmt: skip
+    knobs = {
+        "data_dir": dataset, "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3,
+        "total_batch_size": 1024, "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024,
+    }  # fmt: skip
     ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     lab.fleet.play("train.yml", run_id="looked", **knobs)
     lab.fleet.play("playbooks/watch.yml", run_id="looked")

@@ -1,9 +1,10 @@
-"""One host's part of a rehearsal: how fast it multiplies, then all-reduces over Gloo with the others, as a run would.
+"""One host's part of a rehearsal: how fast it multiplies, then all-reduces over Gloo with the others.
 
 Runs with the installed environment's Python, its arguments as one JSON object in argv[1]:
-    rank, hosts, master (address), port, rounds (lists of pairs of ranks), seconds (of each measurement), timeout, limit
-Prints one JSON object: gemm_gflops by dtype, allreduce (all hosts) and pairs by "a-b" in Mbit/s, error.
-Opens no file; an alarm ends it after `limit` seconds, whatever happens to the one who started it.
+    hosts, rank, master (address), port, rounds (lists of pairs of ranks), seconds (of each measurement),
+    join and timeout (seconds to meet and of a collective), limit (seconds after which an alarm ends it)
+Prints one JSON object: hosts, torch, gemm_gflops by dtype, allreduce_mbit (all hosts), pairs by "a-b", error.
+It writes no file.
 """
 
 import datetime

@@ -1,6 +1,6 @@
 """What doctor does next on the controller: who calls whom, what was found out so far, whether it is due.
 
-Pure functions of what the tasks registered, tested without a host. `measured`, which the other filters take, is by host:
+Pure functions of what the tasks registered. `measured`, which the other filters take, is by host:
     reachable, why           whether it answered at all, and what SSH said if not
     facts, marks             of the module doctor_host; facts empty where it could not run (`why` tells)
     problem                  the network role's sentence where no interface could be chosen
@@ -23,9 +23,9 @@ from typing import Any
 TURNED_AWAY = ("filtered", "refused", "unreachable")
 
 
-def rounds(hosts: Sequence[str]) -> list[list[list[str]]]:
+def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
     """All pairs in rounds in which no host has two partners (the circle method of a tournament)."""
-    circle: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    circle: list[Any] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, found = len(circle) // 2, []
     for _ in range(len(circle) - 1):
         pairs = zip(circle[:half], reversed(circle[half:]), strict=True)
@@ -35,7 +35,7 @@ def rounds(hosts: Sequence[str]) -> list[list[list[str]]]:
 
 
 def peers(hosts: Sequence[str], hostvars: Mapping[str, Any], me: str) -> list[dict[str, Any]]:
-    """Who `me` shall probe, as the module doctor_peers takes it: also hosts that do not answer the controller."""
+    """Whom `me` shall probe, as doctor_peers takes it; hosts that do not answer the controller too."""
     found = []
     for host in hosts:
         variables = hostvars[host]
@@ -123,6 +123,26 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
         joined = []
     together = len(joined) > 1 and joined[0] == hosts[0]
     return {"hosts": joined if together else [], "why": "; ".join(why)}
+
+
+def part(
+    hosts: Sequence[str], measured: Mapping[str, Any], me: str, forks: int, port: int, seconds: float
+) -> dict[str, Any]:
+    """What files/rehearse.py is told on the host `me`; who cannot rehearse with others does it alone."""
+    together = can_rehearse(hosts, measured, forks)["hosts"]
+    company = together if me in together else [me]
+    return {
+        "hosts": company,
+        "rank": company.index(me),
+        "master": measured[company[0]]["address"],
+        "port": port,
+        "rounds": rounds(list(range(len(company)))),
+        "seconds": seconds,
+        "join": 20,
+        # Gloo gives up connecting after five times this.
+        "timeout": 4,
+        "limit": 50,
+    }
 
 
 def _is_whole(measured: Mapping[str, Any], a: str, b: str) -> bool:
@@ -259,6 +279,7 @@ class FilterModule:
             "doctor_open_ports": open_ports,
             "doctor_turned_away": turned_away,
             "doctor_can_rehearse": can_rehearse,
+            "doctor_part": part,
             "doctor_measured": measured,
             "doctor_fleet_state": fleet_state,
             "doctor_fleet_name": fleet_name,

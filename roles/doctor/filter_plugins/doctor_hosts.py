@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ Measured = Mapping[str, Mapping[str, Any]]
 Finding = dict[str, str]
 SETUP = "ansible-playbook setup.yml"
 LOOPBACK = ("127.", "::1")
+MIN_INODES = 1000
 
 
 def finding(
@@ -36,8 +37,7 @@ def host_findings(
 ) -> list[Finding]:
     """All findings about hosts by themselves.
 
-    options: min_free_gib, max_skew_s, store_port, manifest_sha256 (the controller's, empty for none), trainer (its
-    digest), rehearsal_why.
+    options: min_free_gib, max_skew_s, data_dir, and trainer, this folder's digest of it.
     """
     found: list[Finding] = []
     for host, of_host in measured.items():
@@ -47,7 +47,7 @@ def host_findings(
             found.append(_cannot_look(host, of_host["why"]))
         else:
             found += [*_clock(host, of_host, options), *_disks(host, of_host, options), *_name(host, of_host)]
-            found += [*_store(host, of_host, options), *_load(host, of_host)]
+            found += [*_store(host, of_host), *_load(host, of_host)]
     return [*found, *_data(measured, options), *_installed(measured, options), *_rehearsal(measured)]
 
 
@@ -93,174 +93,125 @@ def _cannot_look(host: str, why: str) -> Finding:
 
 
 def _clock(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
-    skew = of_host["facts"]["skew_s"]
-    if abs(skew) > options["max_skew_s"]:
+    skew, allowed = of_host["facts"]["skew_s"], options["max_skew_s"]
+    if abs(skew) > allowed:
         way = "ahead of" if skew > 0 else "behind"
-        yield finding(
-            "clock", host, f"Its clock is {abs(skew):.0f} s {way} the controller's (allowed: {options['max_skew_s']:g}).",
-            f"sudo timedatectl set-ntp true  (on {host})",
-        )  # fmt: skip
+        problem = f"Its clock is {abs(skew):.0f} s {way} the controller's (allowed: {allowed:g})."
+        yield finding("clock", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
 
 
 def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
     told = set()
     for path, disk in of_host["facts"]["disks"].items():
-        if disk["mount"] in told:
-            continue
-        see = f"sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
-        what = ""
+        mount, needed = disk["mount"], options["min_free_gib"]
+        what = f"{mount}, which holds {path}," if mount != path else mount
+        see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
         if not disk["writable"]:
-            what, see = (
-                f"{disk['mount']}, which holds {path}, can only be read.",
-                f"sudo dmesg | grep -i remount  (on {host})",
-            )
-        elif disk["free_gib"] < options["min_free_gib"]:
-            what = (
-                f"{disk['free_gib']:.1f} GiB are free on {disk['mount']}, which holds {path}; {options['min_free_gib']:g} are "
-                "needed for checkpoints and logs."
-            )
-        elif disk["inodes_free"] is not None and disk["inodes_free"] < 1000:
-            what = f"No more files can be made on {disk['mount']}, which holds {path}: {disk['inodes_free']} inodes are free."
-        if what:
-            told.add(disk["mount"])
-            yield finding("disk", host, what, see)
+            problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
+        elif disk["free_gib"] < needed:
+            problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
+        elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
+            problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
+        else:
+            continue
+        if mount not in told:
+            told.add(mount)
+            yield finding("disk", host, problem, see)
 
 
 def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
-    facts = of_host["facts"]
-    addresses = facts["resolves_to"]
-    if addresses and all(address.startswith(LOOPBACK) for address in addresses) and of_host["address"]:
-        name = facts["hostname"]
+    name, addresses = of_host["facts"]["hostname"], of_host["facts"]["resolves_to"]
+    own = of_host["address"]
+    if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         yield finding(
             "loopback-name", host,
-            f"Its name {name} resolves to {', '.join(addresses)}. nanofleet tells Gloo the interface, so its runs are not "
-            "affected; a torchrun started by hand would meet nobody.",
-            f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{of_host['address']} {name}/' /etc/hosts  (on {host})",
+            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet tells its runs the interface, "
+            "so they do not mind; a torchrun started by hand would meet nobody.",
+            f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})",
             severity="warning",
         )  # fmt: skip
 
 
-def _store(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
+def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
     """The rendezvous port in other hands than a run's."""
     for held in of_host["held"]:
         if held["role"] != "store" or held.get("unit") in of_host["active"]:
             continue
         port = held["port"]
         if held["reason"] != "held":
-            yield finding(
-                "store-port",
-                host,
-                f"The store's port {port} cannot be opened: {held['reason']}.",
-                "another one: -e store_port=PORT",
-            )
+            problem = f"The store's port {port} cannot be opened: {held['reason']}."
+            yield finding("store-port", host, problem, "add -e store_port=PORT to take another port")
             continue
-        who, end = (
-            "a process that only root can name, or by a doctor that was interrupted and ends within 30 s",
-            f"ss -Hltnp sport = :{port}  (on {host}, as root; or -e store_port=PORT)",
-        )
+        who = "a process that only root can name (an interrupted doctor's listener would be gone in 30 s)"
+        end = f"sudo ss -Hltnp sport = :{port}"
         if held.get("pid"):
             unit = f", unit {held['unit']}" if held.get("unit") else ""
             who = f"process {held['pid']} of {held['user']} ({held['command']}){unit}"
             end = f"sudo systemctl stop {held['unit']}" if held.get("unit") else f"sudo kill {held['pid']}"
-            end += f"  (on {host}; or take another port: -e store_port=PORT)"
+        problem = f"The store's port {port} is held by {who}: no run can meet there."
         yield finding(
-            "held-port", host, f"The store's port {port} is held by {who}: no run can meet there.", end
+            "held-port", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)"
         )
 
 
 def _load(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
-    facts = of_host["facts"]
-    if facts["load"] > facts["machine_cores"] and not of_host["active"]:
-        yield finding(
-            "load", host,
-            f"Other work keeps it busy: a load of {facts['load']:g} on {facts['machine_cores']} cores. Rates may be low for it.",
-            f"top  (on {host})", severity="warning",
-        )  # fmt: skip
+    load, cores = of_host["facts"]["load"], of_host["facts"]["machine_cores"]
+    if load > cores and not of_host["active"]:
+        problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: rates are low for it."
+        yield finding("load", host, problem, f"top  (on {host})", severity="warning")
 
 
 def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
+    """Shards that are not the manifest's; that a host has no data yet is told elsewhere."""
     found = []
     for host, of_host in measured.items():
         said = (of_host["data"] or {}).get("findings") or []
         if not said or "manifest.json is missing" in said:
             continue
-        files = [
-            each.split()[0] for each in said if " is missing" not in each and "manifest.json" not in each
-        ]
-        where = options["data_dir"]
-        remove = " ".join(f"{where}/{name if '/' in name else 'shards/' + name}" for name in files)
-        first = f"sudo rm {remove}  (on {host}), then " if files else ""
-        found.append(
-            finding("data", host, f"Its data are not the controller's: {'; '.join(said)}.", f"{first}{SETUP}")
-        )
+        wrong = [each.split()[0] for each in said if " is missing" not in each]
+        paths = [name if "/" in name or name == "manifest.json" else f"shards/{name}" for name in wrong]
+        remove = " ".join(f"{options['data_dir']}/{path}" for path in paths)
+        first = f"sudo rm {remove}  (on {host}), then " if paths else ""
+        problem = f"Its data are not the controller's: {'; '.join(said)}."
+        found.append(finding("data", host, problem, first + SETUP))
     return found
 
 
 def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Hosts whose environment is not that of most; where two disagree, the first host is taken to be right."""
-    found = []
+    """Hosts whose environment is not that of most; where two differ, the first is taken to be right."""
+    found: list[Finding] = []
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
-    kinds = {
-        host: (each.get("python", ""), measured[host]["facts"].get("machine"))
-        for host, each in installed.items()
-    }
-    told: set[str] = set()
-    for field, words in (
-        ("torch", "torch"),
-        ("trainer", "trainer of digest"),
-        ("environment", "environment"),
-    ):
-        groups = (
-            {host: kinds[host] for host in installed}
-            if field == "environment"
-            else dict.fromkeys(installed, ("", ""))
-        )
-        for kind in dict.fromkeys(groups.values()):
-            values = {
-                host: str(installed[host].get(field)).split("+")[0] for host in groups if groups[host] == kind
-            }
-            usual = _usual(list(values.values()))
-            others = [host for host, value in values.items() if value == usual]
+    digest = options["trainer"]
+    if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
+        problem = "The hosts hold another trainer than this folder: train.yml would refuse."
+        found.append(finding("versions", ", ".join(installed), problem, SETUP))
+    for field in ("torch", "trainer", "environment"):
+        # One environment is one lock's, and there is one for each Python and architecture.
+        kinds: dict[tuple[str, ...], dict[str, str]] = {}
+        for host, each in installed.items():
+            machine = str(measured[host]["facts"].get("machine"))
+            kind = (str(each.get("python")).rsplit(".", 1)[0], machine) if field == "environment" else ()
+            kinds.setdefault(kind, {})[host] = str(each.get(field)).split("+")[0][:12]
+        for values in kinds.values():
+            usual = Counter(values.values()).most_common(1)[0][0]
+            others = ", ".join(host for host, value in values.items() if value == usual)
             for host, value in values.items():
-                if value != usual and host not in told:
-                    told.add(host)
-                    found.append(
-                        finding("versions", host, f"It has {words} {value[:12]}, {', '.join(others)} {usual[:12]}: ranks would not meet, or differ.", SETUP)
-                    )  # fmt: skip
-    stale = [
-        host
-        for host, each in installed.items()
-        if options["trainer"] and each.get("trainer") != options["trainer"]
-    ]
-    if stale and len(stale) == len(installed):
-        found.append(
-            finding("versions", ", ".join(stale), "The hosts hold another trainer than this folder: train.yml would refuse.", SETUP)
-        )  # fmt: skip
+                if value != usual and host not in {each["host"] for each in found}:
+                    problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
+                    found.append(finding("versions", host, problem, SETUP))
     return found
-
-
-def _usual(values: Sequence[str]) -> str:
-    """The most frequent; of equally frequent ones the first."""
-    return Counter(values).most_common(1)[0][0]
 
 
 def _rehearsal(measured: Measured) -> list[Finding]:
     """An all-reduce that failed though every port was open."""
-    said = {
-        host: each["rehearsal"]["error"]
-        for host, each in measured.items()
-        if (each["rehearsal"] or {}).get("error")
-    }
-    if not said:
+    rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
+    failed = {host: each["error"] for host, each in rehearsals.items() if each.get("error")}
+    if not failed:
         return []
-    host, error = next(iter(said.items()))
-    others = [peer for peer in measured if peer != host and measured[peer]["rehearsal"]]
-    return [
-        finding(
-            "all-reduce", host, f"The rehearsed all-reduce with {', '.join(others) or 'itself'} failed: {error}",
-            "ansible-playbook doctor.yml -v  (again; each host's own words are shown)",
-        )
-    ]  # fmt: skip
+    host, error = next(iter(failed.items()))
+    others = ", ".join(peer for peer in rehearsals if peer != host)
+    problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
+    return [finding("all-reduce", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")]
 
 
 class FilterModule:

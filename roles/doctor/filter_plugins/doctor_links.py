@@ -40,16 +40,20 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
             if len(ways) > 1 and all(way in slow for way in ways):
                 worst = max(slow.pop(way) for way in ways)
                 found.append(
-                    finding("slow-link", host, f"It {verb} at {worst:.0f} Mbit/s at most, to or from every peer.", _see_link(measured, host))
+                    finding(
+                        "slow-link", host, f"It {verb} at {worst:.0f} Mbit/s at most, whoever the peer is.",
+                        _see_link(measured, host),
+                    )
                 )  # fmt: skip
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
         other = f" ({back:.0f} the other way)" if back else ""
+        step = DENSE_MB * 8 / max(mbit, 0.1)
         found.append(
             finding(
                 "slow-link", sender,
-                f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of a step at depth 8 ({DENSE_MB} MB in sync=dense) "
-                f"take {DENSE_MB * 8 / max(mbit, 0.1):.0f} s.",
+                f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
+                f"({DENSE_MB} MB in sync=dense) take {step:.0f} s.",
                 _see_link(measured, sender), receiver,
             )
         )  # fmt: skip
@@ -69,7 +73,8 @@ def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
 
 def _see_link(measured: Measured, host: str) -> str:
     interface = measured[host]["interface"]
-    return f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}  (on {host}; then cable, port and switch)"
+    see = f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
+    return f"{see}  (on {host}; then cable, port and switch)"
 
 
 def _link(measured: Measured, host: str) -> Iterator[Finding]:

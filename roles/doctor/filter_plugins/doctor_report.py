@@ -1,6 +1,6 @@
-"""What doctor says: the matrix and the verdict lines as text, and the same as one JSON object (schema in the README).
+"""What doctor says: the matrix and the verdict lines as text, and as one JSON object (schema in the README).
 
-Pure functions of what was measured (see doctor.py) and of the findings (see doctor_ways.py, doctor_hosts.py).
+Pure functions of what was measured (see doctor.py) and of the findings (see doctor_ways.py, for one).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Finding = Mapping[str, str]
 
 
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as JSON can hold it. about: time, seconds, quick, rehearsal (of doctor_can_rehearse), installed."""
+    """The report as JSON can hold it. about: time, seconds, quick, rehearsal (of doctor_can_rehearse)."""
     errors = [each for each in findings if each["severity"] == "error"]
     active = {host: of_host["active"] for host, of_host in measured.items() if of_host["active"]}
     return {
@@ -125,30 +125,25 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
     return said
 
 
-# -- as text -------------------------------------------------------------------------------------------------------
+# -- as text -------------------------------------------------------------------------------------------------
 
 
 def text(report: Mapping[str, Any]) -> str:
     """The matrix and one verdict line a finding."""
     findings = report["findings"]
     errors = sum(each["severity"] == "error" for each in findings)
-    lines = matrix(report)
-    lines += (
-        ["", *(f"Not measured: {each}." for each in report["not_measured"])] if report["not_measured"] else []
-    )
-    lines += [""]
-    lines += [verdict(each) for each in findings]
     warnings = len(findings) - errors
-    with_warnings = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    if report["good"]:
-        lines.append(
-            f"Nothing prevents training{with_warnings}. Looked for {report['seconds']:.0f} s; nothing was changed."
-        )
-    else:
-        lines.append(
-            f"{errors} finding{'s prevent' if errors > 1 else ' prevents'} training{with_warnings}. "
-            f"Looked for {report['seconds']:.0f} s; nothing was changed."
-        )
+    lines = [*matrix(report), ""]
+    if report["not_measured"]:
+        lines += [*(f"Not measured: {each}." for each in report["not_measured"]), ""]
+    lines += [verdict(each) for each in findings]
+    end = (
+        "Nothing prevents"
+        if report["good"]
+        else f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}"
+    )
+    also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+    lines.append(f"{end} training{also}. Looked for {report['seconds']:.0f} s; nothing was changed.")
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -158,7 +153,7 @@ def verdict(each: Finding) -> str:
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:
-    """Hosts by hosts: each cell what goes from the row's host to the column's, the diagonal the host itself."""
+    """Hosts by hosts: a cell is the way from the row's host to the column's, the diagonal the host itself."""
     hosts = list(report["hosts"])
     pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
     cells = {

@@ -1,7 +1,8 @@
 """What is wrong with the ways between hosts: findings from what was measured (see doctor.py), with remedies.
 
-A finding is {"kind", "host" (where it is to be mended), "peer", "severity" (error: prevents training; warning),
-"problem" (a sentence), "remedy" (what to type)}. Of a cause and its consequences only the cause is told.
+A finding is {"kind", "host" (where it is to be mended), "peer", "severity" (error: prevents
+training; warning), "problem" (a sentence), "remedy" (what to type)}. Of a cause and its consequences only the
+cause is told.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ SAYS = {
     "filtered": "{host} gets no answer from {peer} on {ports}: its packets are dropped",
     "refused": "{host} is refused by {peer} on {ports}, though doctor listens there",
     "unreachable": "{host} cannot reach {peer} on {ports} ({detail})",
-    "silent": "{host} is let in by {peer} on {ports} and then hears nothing: {peer} is frozen, or data are swallowed",
+    "silent": "{host} is let in by {peer} on {ports} and then hears nothing: it is frozen, or data vanish",
     "foreign": "{host} meets another program on {ports} of {peer}",
 }
 
@@ -73,16 +74,22 @@ def _interfaces(measured: Measured) -> Iterator[Finding]:
             yield finding("interface", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
             continue
         for peer, way in of_host["ways"].items():
-            # The address of a peer whose own interface is not the right one proves nothing.
             used = (way.get("route") or {}).get("interface") or chosen
-            if chosen and used not in (chosen, "lo") and not _is_odd(measured, peer):
+            # An address that is off the link proves nothing if the peer's own interface is not the right one.
+            is_proof = _is_on_link(of_host, used, measured[peer]["address"]) or not _is_odd(measured, peer)
+            if chosen and used not in (chosen, "lo") and is_proof:
                 yield finding(
                     "wrong-interface", host,
-                    f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches {peer} by "
-                    f"{used}: Gloo would listen where no peer comes.",
+                    f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
+                    f"{peer} by {used}: Gloo would listen where no peer comes.",
                     f"take fleet_interface of {host} out of the inventory, or set it to {used}", peer,
                 )  # fmt: skip
                 break
+
+
+def _is_on_link(of_host: Mapping[str, Any], interface: str, address: str) -> bool:
+    link = (of_host["facts"].get("links") or {}).get(interface) or {}
+    return any(_has_address(network, address) for network in link.get("addresses") or [])
 
 
 def _is_odd(measured: Measured, host: str) -> bool:
@@ -116,8 +123,8 @@ def _misrouted(measured: Measured, host: str, peer: str, port: Mapping[str, Any]
     address, other = measured[peer]["address"], port["detail"]
     return finding(
         "misrouted", peer,
-        f"At its address {address} {host} reaches {other} instead: another host has the address too, or a rule "
-        "leads packets astray.",
+        f"At its address {address} {host} reaches {other} instead: another host has the address too, or a "
+        "rule leads packets astray.",
         f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})", host,
     )  # fmt: skip
 
@@ -126,8 +133,8 @@ def _no_way(measured: Measured, host: str, peer: str) -> Finding:
     address = measured[peer]["address"]
     return finding(
         "no-way", peer,
-        f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller reaches "
-        f"{peer}: they are on different networks, or a router keeps its clients apart.",
+        f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller "
+        f"reaches {peer}: they are on different networks, or a router keeps its clients apart.",
         f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of {peer})", host,
     )  # fmt: skip
 
@@ -182,7 +189,7 @@ def _cause(measured: Measured, host: str, peer: str, ports: Ports) -> tuple[str,
         return peer, f"ufw is active on {peer} and has no rule that lets {host} in.", SETUP
     return (
         peer,
-        f"No rule for it was found on {host} or {peer}: another firewall, a router, a cloud's security group.",
+        f"No rule for it was found on {host} or {peer}: another firewall, a router or a cloud's.",
         f"sudo nft list ruleset  (on {peer}, then on {host})",
     )
 
@@ -273,9 +280,10 @@ def _oddities(measured: Measured, host: str, peer: str, options: Mapping[str, An
     if own and seen and own not in seen:
         yield finding(
             "source-address", host,
-            f"{peer} sees it come from {', '.join(sorted(seen))} and not from its address {own}: rules on {peer} "
-            "that let it in would not match.",
-            f"ip route get {there}  (on {host}; then set fleet_interface or fleet_address of it)", peer, "warning",
+            f"{peer} sees it come from {', '.join(sorted(seen))} and not from its address {own}: rules "
+            f"on {peer} that let it in would not match.",
+            f"ip route get {there}  (on {host}; then set fleet_interface or fleet_address of it)", peer,
+            "warning",
         )  # fmt: skip
     took = (way.get("rtt_ms") or {}).get("median", 0)
     if took > options["slow_rtt_ms"]:

@@ -27,11 +27,16 @@ RETURN = r"""
 ufw: {description: State of ufw - active, inactive or absent., type: str, returned: always}
 rules:
   description: >-
-    Rules that drop or refuse - text, remedy (a shell line), chain, source, ports, length, each empty if the rule has none.
+    Rules that drop or refuse - text, remedy (a shell line), chain, protocol, source, ports, length;
+    each of the last four is empty if the rule has none.
   type: list
   elements: dict
   returned: always
-allows: {description: "ufw's rules that let somebody in, in the same form.", type: list, elements: dict, returned: always}
+allows:
+  description: ufw's rules that let somebody in, in the same form.
+  type: list
+  elements: dict
+  returned: always
 """
 
 TURNS_AWAY = {"DROP", "REJECT"}
@@ -47,7 +52,7 @@ def option(words, *names):
 
 
 def iptables_rules(saved, command):
-    """Dropping rules of INPUT and OUTPUT in `iptables-save`, made by hand: ufw's stand in chains of its own."""
+    """Dropping rules of INPUT and OUTPUT in `iptables-save`; ufw's stand in chains of its own."""
     found = []
     for line in saved.splitlines():
         words = shlex.split(line) if line.startswith(("-A INPUT ", "-A OUTPUT ")) else []
@@ -94,22 +99,18 @@ def ufw_rules(added, verbs):
 
 def nft_rules(listed):
     """Dropping rules in `nft -a list ruleset`, but for the tables that iptables and ufw fill."""
-    found, table, chain, hook = [], "", "", ""
+    found, table, chain, hook, is_iptables = [], "", "", "", False
     for raw in listed.splitlines():
         line = raw.strip()
         if match := re.match(r"table (\S+ \S+) \{", line):
             table, hook = match[1], ""
+            is_iptables = table in ("ip filter", "ip6 filter")
         elif match := re.match(r"chain (\S+) \{", line):
             chain, hook = match[1], ""
         elif match := re.search(r"\bhook (\w+)\b", line):
             hook = match[1]
         match = re.search(r"\b(?:drop|reject)\b.*# handle (\d+)$", line)
-        if (
-            not match
-            or hook not in ("input", "output")
-            or table.split()[-1] == "filter"
-            and table.startswith("ip")
-        ):
+        if not match or is_iptables or hook not in ("input", "output"):
             continue
         end = "daddr" if hook == "output" else "saddr"
         found.append(

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what one host says of itself that bears on training: clock, name, links, disks, cores, memory speed."""
+"""Ansible module: what a host says of itself that bears on training: clock, links, disks, cores, memory."""
 
 import ctypes
 import json
@@ -20,14 +20,20 @@ description:
   - Reads the clock, what the host's own name resolves to, interfaces, disks, cores and load.
   - Needs no privileges and changes nothing.
 options:
-  sent: {description: "The controller's clock when the task was made, seconds since 1970.", type: float, required: true}
+  sent:
+    description: The controller's clock when the task was made, in seconds since 1970; returned as it came.
+    type: float
+    required: true
   paths: {description: Folders whose disks are looked at., type: list, elements: path, default: []}
   marks:
     description: Files and links whose change may change what doctor found.
     type: list
     elements: path
     default: []
-  copy_mib: {description: Size of the blocks that are copied to measure memory; 0 measures nothing., type: int, default: 0}
+  copy_mib:
+    description: Size of the blocks that are copied to measure memory; 0 measures nothing.
+    type: int
+    default: 0
   threads: {description: Threads that copy., type: int, default: 1}
 attributes:
   check_mode: {support: full}
@@ -43,10 +49,14 @@ EXAMPLES = r"""
 RETURN = r"""
 facts:
   description: >-
-    sent, time, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib, copy_gb_s, port_range, links, disks.
+    sent, time, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib,
+    copy_gb_s, port_range, links, disks.
   type: dict
   returned: always
-marks: {description: What identifies the state of each of O(marks) and this boot., type: dict, returned: always}
+marks:
+  description: What identifies the state of each of O(marks), and this boot.
+  type: dict
+  returned: always
 """
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")

@@ -11,9 +11,9 @@ DOCUMENTATION = r"""
 module: doctor_listener
 short_description: Start or stop the listener that doctor's probes talk to
 description:
-  - Starts a process of the login user that listens on ports as a run would - the store's port on all addresses,
-    and ports of Gloo's range on the address of the chosen interface, one of them picked by the kernel.
-  - It writes no file, answers only who knows the token, and ends by itself after O(limit) seconds.
+  - Starts a process of the login user that listens on ports as a run would - the store's port on all
+    addresses, and ports of Gloo's range on the address of the chosen interface, one picked by the kernel.
+  - It writes no file, answers only who knows the token, and ends by itself when nobody calls for 30 s.
   - A port that another process holds is reported, not fought for.
 options:
   state:
@@ -27,7 +27,7 @@ options:
   interface: {description: "The chosen interface, only reported.", type: str, default: ""}
   store_port: {description: The rendezvous store's port; 0 for none., type: int, default: 0}
   ports: {description: Further ports of Gloo's range., type: list, elements: int, default: []}
-  limit: {description: Seconds after which it ends by itself., type: int, default: 90}
+  limit: {description: Seconds after which it ends whatever happens., type: int, default: 120}
 attributes:
   check_mode: {support: full}
 """
@@ -70,7 +70,7 @@ def main():
             "interface": {"type": "str", "default": ""},
             "store_port": {"type": "int", "default": 0},
             "ports": {"type": "list", "elements": "int", "default": []},
-            "limit": {"type": "int", "default": 90},
+            "limit": {"type": "int", "default": 120},
         },
         supports_check_mode=True,
     )

@@ -27,7 +27,11 @@ options:
     suboptions:
       host: {description: Its name., type: str, required: true}
       address: {description: Where it listens., type: str, required: true}
-      ports: {description: "What it listens on, as doctor_listener returned it.", type: list, elements: dict, required: true}
+      ports:
+        description: What it listens on, as doctor_listener returned it.
+        type: list
+        elements: dict
+        required: true
       ssh_port: {description: "Its SSH port, to see whether it is there at all.", type: int, default: 22}
 attributes:
   check_mode: {support: full}
@@ -45,8 +49,8 @@ EXAMPLES = r"""
 RETURN = r"""
 peers:
   description: >-
-    By name. With ways - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min, median), mtu
-    (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
+    By name. With ways - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min,
+    median), mtu (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
   type: dict
   returned: always
 """
@@ -94,7 +98,9 @@ def main():
             results = list(
                 pool.map(lambda peer: look_at(way_to(peer), peer["ports"], peer["ssh_port"]), peers)
             )
-    module.exit_json(changed=False, peers={peer["host"]: found for peer, found in zip(peers, results)})
+    module.exit_json(
+        changed=False, peers={peer["host"]: found for peer, found in zip(peers, results, strict=True)}
+    )
 
 
 if __name__ == "__main__":

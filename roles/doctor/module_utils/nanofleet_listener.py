@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """What a host serves while doctor looks at its network: answers that name the host, echoes, streams.
 
-A connection begins with one JSON line, {"token", "do", ...}, and the answer with one, {"host", "token", "seen"}:
-who answers, and the address the caller was seen at. Then, by `do`:
+A connection begins with one JSON line, {"token", "do", ...}, and the answer with one, {"host", "token",
+"seen"}: who answers, and the address the caller was seen at. Then, by `do`:
 
     hello   nothing more
     echo    every byte comes back
@@ -10,8 +10,8 @@ who answers, and the address the caller was seen at. Then, by `do`:
     sink    bytes until the caller's end of file, then {"bytes", "seconds"}
     source  bytes for `seconds` seconds
 
-A caller without the token gets no answer. The process ends when it is told to, and by itself when nobody has called
-for a while, or after its limit whatever happens; it writes no file. Standard library only.
+A caller without the token gets no answer. The process ends when it is told to, and by itself when nobody has
+called for a while, or after its limit whatever happens; it writes no file. Standard library only.
 """
 
 import contextlib

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a host finds out about the way to a peer: is each port open, whose answer comes, how fast, how large a packet.
+"""What a host finds out about the way to a peer: open ports, who answers, how fast, how large a packet.
 
-The peer runs nanofleet_listener. Everything goes over TCP to the ports that a run uses, since that is what firewalls
-and broken paths treat alike. Standard library only.
+The peer runs nanofleet_listener. Everything goes over TCP to the ports that a run uses, for firewalls and
+broken paths treat other traffic otherwise. Standard library only.
 """
 
 import errno
@@ -60,8 +60,8 @@ class Way:
     def reach(self, port):
         """{"state", "detail", "ms", "seen"} of one port.
 
-        state: open; refused (something there says no); filtered (no answer at all); unreachable (the network says so);
-        silent (accepted, then nothing); misrouted (another host answers); foreign (another program answers).
+        state: open; refused (something there says no); filtered (no answer at all); unreachable (the network
+        says so); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
         """
         started = time.monotonic()
         found = {"state": "open", "detail": "", "seen": ""}
@@ -105,7 +105,7 @@ class Way:
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
     def packet_passes(self, port, packet=0):
-        """Send one packet as large as the connection allows: (its size, whether it arrived, the path's MTU after it).
+        """Send one packet as large as the connection allows: (size, did it arrive, path's MTU after it).
 
         `packet` bounds the size; 0 leaves it to the interface and the path.
         """
@@ -124,10 +124,10 @@ class Way:
         return segment + overhead, arrived, after + overhead
 
     def path_mtu(self, port):
-        """{"sent", "passes"}: the size of a whole packet, and the largest that arrives (0: none of those tried).
+        """{"sent", "passes", "swallowed"}: size of a whole packet, of the largest that arrives (0: none).
 
-        A path that says "fragmentation needed" is no fault: the kernel sends smaller packets, and `passes` tells.
-        One that swallows large packets without a word leaves `passes` below `sent`, and a run hanging.
+        A path that says "fragmentation needed" is no fault: the kernel then sends smaller packets. One that
+        swallows large packets without a word (`swallowed`) leaves a run hanging.
         """
         sent, arrived, after = self.packet_passes(port)
         if arrived:
@@ -145,7 +145,7 @@ class Way:
         return size if arrived else 0
 
     def stream(self, port, seconds):
-        """Mbit/s this host sends to the peer and receives from it, each for so many seconds, one after the other."""
+        """Mbit/s this host sends to the peer and then receives from it, each for so many seconds."""
         connection, _answer = self.call(port, do="sink")
         with connection:
             connection.settimeout(seconds + ANSWER_SECONDS)
@@ -214,7 +214,7 @@ def look_at(way, ports, ssh_port):
     if ports:
         with ThreadPoolExecutor(len(ports)) as pool:
             results = list(pool.map(lambda each: way.reach(each["port"]), ports))
-        found["ports"] = [dict(each, **result) for each, result in zip(ports, results)]
+        found["ports"] = [dict(each, **result) for each, result in zip(ports, results, strict=True)]
     good = [each["port"] for each in found["ports"] if each["state"] == "open"]
     if not good:
         found["up"] = is_up(way.address, ssh_port)
