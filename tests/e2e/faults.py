@@ -191,10 +191,14 @@ class Lab:
         if fault.outside:
             subprocess.run(["sh", "-c", command], check=True, capture_output=True)
         else:
-            # Not over SSH: a fault may lie in the way of its own removal.
-            subprocess.run(
-                ["podman", "exec", self.names[me], "sh", "-c", command], check=True, capture_output=True
-            )
+            self.inside(self.names[me], command)
+
+    def inside(self, name: str, command: str) -> str:
+        """What a shell command says in a host; not over SSH, for a fault may lie in its own way out."""
+        inside = ["podman", "exec", name, "sh", "-c", command]
+        done = subprocess.run(inside, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, f"{name}: {command}: {done.stderr}"
+        return done.stdout
 
     def inventory_with(self, fault: Fault, folder: Path) -> Path | None:
         """A copy of the inventory with the fault's variables at its host, if it has any."""

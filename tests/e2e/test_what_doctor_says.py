@@ -7,6 +7,7 @@ under 90 s together on hosts that are set up.
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -19,6 +20,11 @@ pytestmark = pytest.mark.lab
 
 # Faults that do not hide each other: one look finds them all.
 TOGETHER = ("data", "held-port", "loopback-name", "blocked-ports")
+UFW_RULE_GONE = next(fault for fault in FAULTS if fault.name.startswith("no ufw rule"))
+TINY = {
+    "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3, "total_batch_size": 1024,
+    "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024,
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -39,12 +45,15 @@ def check(said: Said, fault: Fault, lab: Lab) -> None:
     assert fault.remedy in finding["remedy"], f"{fault.name}: {finding['remedy']}"
 
 
+def allowed_seconds() -> float:
+    """A minute, and more on a machine whose cores others want too."""
+    return 60 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
 def leftovers(lab: Lab) -> list[str]:
-    """Processes of doctor that are still on the hosts, and files of the login user in /tmp."""
-    look = (
-        "ps -u ops -o args= | grep -v -e systemd -e sd-pam -e sshd -e 'ps -u' -e ' -c ' || true; ls /tmp ~ops"
-    )
-    return [lab.fleet.on(name, look) for name in lab.names]
+    """Processes of the login user on the hosts, and files in its home and in /tmp."""
+    look = "ps -u ops -o args= | grep -v -e systemd -e sd-pam -e sshd; ls /tmp ~ops; true"
+    return [lab.inside(name, look) for name in lab.names]
 
 
 def test_good_hosts_get_a_matrix_and_nothing_is_left(lab: Lab, dataset: Path, tmp_path: Path) -> None:
@@ -52,8 +61,7 @@ def test_good_hosts_get_a_matrix_and_nothing_is_left(lab: Lab, dataset: Path, tm
     said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     assert said.report["good"]
     assert not [each for each in said.report["findings"] if each["severity"] == "error"]
-    assert said.seconds < 60
-    assert said.report["seconds"] < 60
+    assert said.report["seconds"] <= said.seconds < allowed_seconds()
     for host in lab.names:
         measured = said.report["hosts"][host]
         assert measured["gemm_gflops"]["float32"] > 1
@@ -80,21 +88,29 @@ def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path
     assert not said.report["good"]
 
 
-def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path, tmp_path: Path) -> None:
-    """And not at one that has not changed, nor when told not to."""
-    knobs = {
-        "data_dir": dataset, "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3,
-        "total_batch_size": 1024, "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024,
-    }  # fmt: skip
-    ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
-    lab.fleet.play("train.yml", run_id="looked", **knobs)
-    lab.fleet.play("playbooks/watch.yml", run_id="looked")
-    fault = FAULTS[2]
-    with lab.planted(fault):
-        refused = lab.fleet.play("train.yml", fails=True, run_id="unlooked", **knobs)
-    assert "/etc/ufw/user.rules" in refused.stdout
+def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path) -> None:
+    with lab.planted(UFW_RULE_GONE):
+        refused = lab.fleet.play("train.yml", fails=True, run_id="unlooked", data_dir=dataset, **TINY)
+    assert "Looking at the ways between the hosts: " in refused.stdout
     assert "has no rule that lets" in refused.stdout
     assert not refused.results("Start the unit")
+
+
+@pytest.mark.slow
+def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
+    lab: Lab, dataset: Path, tmp_path: Path
+) -> None:
+    ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    knobs = {**TINY, "steps": 4000, "data_dir": dataset}
+    started = lab.fleet.play("train.yml", run_id="alone", **knobs)
+    assert "Looking at the ways" not in started.stdout
+    said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
+    assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
+    assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
+    assert "nanofleet-alone.service is active and was left in peace" in said.text
+    assert "active" in lab.fleet.play("train.yml", run_id="alone", **knobs).stdout, "it still runs"
+    lab.fleet.play("stop.yml", run_id="alone", stop_now="true")
 
 
 @pytest.mark.slow
@@ -107,7 +123,7 @@ def test_every_fault_is_named(lab: Lab, dataset: Path, tmp_path: Path) -> None:
         with lab.planted(fault):
             said = ask_doctor(fleet, tmp_path, fails=fault.severity == "error", data=dataset)
         check(said, fault, lab)
-        assert said.seconds < 60, f"{fault.name} took {said.seconds:.0f} s"
+        assert said.seconds < allowed_seconds(), f"{fault.name} took {said.seconds:.0f} s"
         rows.append((fault, said))
     good = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     page = ROOT / "docs" / "doctor.md"

@@ -125,8 +125,8 @@ def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         yield finding(
             "loopback-name", host,
-            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet tells its runs the interface, "
-            "so they do not mind; a torchrun started by hand would meet nobody.",
+            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet's runs are told the "
+            "interface and do not mind; a torchrun started by hand would meet nobody.",
             f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})",
             severity="warning",
         )  # fmt: skip
