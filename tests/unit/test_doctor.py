@@ -545,6 +545,8 @@ def test_who_rehearses_with_whom() -> None:
     part = doctor.part(names, measured, "laptop", 16, 29500, 0.4)
     assert (part["rank"], part["master"], part["rounds"]) == (1, "10.0.0.1", [[[0, 1]]])
     assert "add -f 3" in doctor.can_rehearse(names, fleet(*names), 2)["why"]
+    without_store = doctor.can_rehearse(names[1:], fleet(*names), 16)
+    assert (without_store["hosts"], "store" in without_store["why"]) == ([], True)
     measured["tower"]["installed"] = None
     assert doctor.can_rehearse(names, measured, 16)["hosts"] == []
 

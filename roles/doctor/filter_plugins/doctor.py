@@ -101,13 +101,14 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
     The first host keeps the store. A host with a broken way to one that is in stays out: it is named already.
     """
     joined: list[str] = []
+    bare: list[str] = []
     why = []
     for host in hosts:
         of_host = measured[host]
         if not of_host["reachable"]:
             why.append(f"{host} does not answer")
         elif not (of_host["installed"] or {}).get("torch"):
-            why.append(f"{host} has no environment yet (ansible-playbook setup.yml)")
+            bare.append(host)
         elif any(held["role"] == "store" for held in of_host["held"]):
             why.append(f"the store's port on {host} is held")
         elif any(
@@ -116,14 +117,18 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
             why.append(f"a way to or from {host} is broken")
         else:
             joined.append(host)
+    if bare:
+        why.append(f"no environment yet on {', '.join(bare)} (ansible-playbook setup.yml)")
     if len(joined) > forks:
         why.append(
             f"{len(joined)} hosts must start together and Ansible runs {forks} at once: add -f {len(joined)}"
         )
         joined = []
     # Elsewhere the store's port is not open.
-    together = len(joined) > 1 and any(port["role"] == "store" for port in measured[joined[0]]["ports"])
-    return {"hosts": joined if together else [], "why": "; ".join(why)}
+    with_store = bool(joined) and any(port["role"] == "store" for port in measured[joined[0]]["ports"])
+    if len(joined) > 1 and not with_store:
+        why.append("the host that keeps the store is not among them")
+    return {"hosts": joined if with_store and len(joined) > 1 else [], "why": "; ".join(why)}
 
 
 def part(
