@@ -1,0 +1,141 @@
+"""doctor.yml against hosts with faults: it must name each, its host and what mends it, and leave nothing.
+
+Its place after test_run.py spares a second setup. The slow test plants every fault by itself and writes the
+table of docs/doctor.md; it takes about 6 minutes. The others cost
+under 90 s together on hosts that are set up.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from .conftest import ROOT, Fleet
+from .faults import FAULTS, Fault, Lab, Said, ask_doctor, table
+
+pytestmark = pytest.mark.lab
+
+# Faults that do not hide each other: one look finds them all.
+TOGETHER = ("data", "held-port", "loopback-name", "blocked-ports")
+UFW_RULE_GONE = next(fault for fault in FAULTS if fault.name.startswith("no ufw rule"))
+TINY = {
+    "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3, "total_batch_size": 1024,
+    "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lab(fleet: Fleet, dataset: Path) -> Lab:
+    """The session's two hosts, set up."""
+    fleet.play("setup.yml", data_dir=dataset)
+    return Lab(fleet)
+
+
+def check(said: Said, fault: Fault, lab: Lab) -> None:
+    host = lab.names[(fault.blames or fault.host) - 1]
+    found = said.findings(fault.kind)
+    assert [each["host"] for each in found] == [host], f"{fault.name}: {said.text}"
+    (finding,) = found
+    assert finding["severity"] == fault.severity
+    for words in fault.says:
+        assert words in finding["problem"], f"{fault.name}: {finding['problem']}"
+    assert fault.remedy in finding["remedy"], f"{fault.name}: {finding['remedy']}"
+
+
+def allowed_seconds() -> float:
+    """A minute, and more on a machine whose cores others want too."""
+    return 60 * max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def leftovers(lab: Lab) -> list[str]:
+    """Processes of the login user on the hosts, and files in its home and in /tmp."""
+    look = "ps -u ops -o args= | grep -v -e systemd -e sd-pam -e sshd; ls /tmp ~ops; true"
+    return [lab.inside(name, look) for name in lab.names]
+
+
+def test_good_hosts_get_a_matrix_and_nothing_is_left(lab: Lab, dataset: Path, tmp_path: Path) -> None:
+    before = leftovers(lab)
+    said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    assert said.report["good"]
+    assert not [each for each in said.report["findings"] if each["severity"] == "error"]
+    assert said.report["seconds"] <= said.seconds < allowed_seconds()
+    for host in lab.names:
+        measured = said.report["hosts"][host]
+        assert measured["gemm_gflops"]["float32"] > 1
+        assert measured["gemm_gflops"]["bfloat16"] > 0.1
+        assert measured["copy_gb_s"] > 0.5
+        assert measured["cores"] == 1
+    for pair in said.report["pairs"]:
+        assert pair["open"]
+        assert pair["mtu"] == {"sent": 1500, "passes": 1500, "swallowed": False}
+        assert 0 < pair["rtt_ms"]["median"] < 50
+        assert pair["mbit"] > 100
+        assert pair["allreduce_mbit"] > 50
+    assert leftovers(lab) == before
+
+
+def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path, tmp_path: Path) -> None:
+    faults = [next(fault for fault in FAULTS if fault.kind == kind) for kind in TOGETHER]
+    with ExitStack() as planted:
+        for fault in faults:
+            planted.enter_context(lab.planted(fault))
+        said = ask_doctor(lab.fleet, tmp_path, fails=True, data=dataset)
+    for fault in faults:
+        check(said, fault, lab)
+    assert not said.report["good"]
+
+
+def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path) -> None:
+    with lab.planted(UFW_RULE_GONE):
+        refused = lab.fleet.play("train.yml", fails=True, run_id="unlooked", data_dir=dataset, **TINY)
+    assert "Looking at the ways between the hosts: " in refused.stdout
+    assert "has no rule that lets" in refused.stdout
+    assert not refused.results("Start the unit")
+
+
+@pytest.mark.slow
+def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
+    lab: Lab, dataset: Path, tmp_path: Path
+) -> None:
+    ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    knobs = {**TINY, "steps": 4000, "data_dir": dataset}
+    started = lab.fleet.play("train.yml", run_id="alone", **knobs)
+    assert "Looking at the ways" not in started.stdout
+    said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
+    assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
+    assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
+    assert "nanofleet-alone.service is active and was left in peace" in said.text
+    assert "active" in lab.fleet.play("train.yml", run_id="alone", **knobs).stdout, "it still runs"
+    lab.fleet.play("stop.yml", run_id="alone", stop_now="true")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_every_fault_is_named(lab: Lab, dataset: Path, tmp_path: Path) -> None:
+    rows = []
+    for fault in FAULTS:
+        inventory = lab.inventory_with(fault, tmp_path)
+        fleet = Fleet(lab.fleet.workdir, inventory) if inventory else lab.fleet
+        with lab.planted(fault):
+            said = ask_doctor(fleet, tmp_path, fails=fault.severity == "error", data=dataset)
+        check(said, fault, lab)
+        assert said.seconds < allowed_seconds(), f"{fault.name} took {said.seconds:.0f} s"
+        rows.append((fault, said))
+    good = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    page = ROOT / "docs" / "doctor.md"
+    before, _mark, rest = page.read_text().partition("<!-- faults -->\n")
+    _old, _mark, after = rest.partition("<!-- end -->")
+    names = dict(zip(lab.names, ("tower", "laptop"), strict=True))
+
+    def renamed(line: str) -> str:
+        for name, other in names.items():
+            line = line.replace(name, other)
+        for address, other in zip(lab.addresses, ("10.0.0.1", "10.0.0.2"), strict=True):
+            line = line.replace(address, other)
+        return line
+
+    page.write_text(f"{before}<!-- faults -->\n{table(rows, good, renamed)}\n<!-- end -->{after}")

@@ -1,0 +1,393 @@
+"""Doctor's listener and prober against each other on loopback, and what its modules read."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROLE = Path(__file__).resolve().parents[2] / "roles" / "doctor"
+TOKEN = "t" * 32
+
+
+def load(path: Path, name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+listening = load(ROLE / "module_utils" / "nanofleet_listener.py", "ansible.module_utils.nanofleet_listener")
+probing = load(ROLE / "module_utils" / "nanofleet_prober.py", "ansible.module_utils.nanofleet_prober")
+firewall = load(ROLE / "library" / "doctor_firewall.py", "doctor_firewall")
+host = load(ROLE / "library" / "doctor_host.py", "doctor_host")
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Any, int]]:
+    """A listener called laptop in a thread, and the port it has."""
+    listener = listening.Listener("laptop", TOKEN, limit=20)
+    port = listener.open("127.0.0.1", 0)
+    listener.open_control()
+    thread = threading.Thread(target=listener.serve)
+    thread.start()
+    yield listener, port
+    assert listening.stop(TOKEN)
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def way(peer: str = "laptop", token: str = TOKEN, seconds: float = 0.5) -> Any:
+    return probing.Way("tower", peer, "127.0.0.1", token, connect_seconds=seconds)
+
+
+# -- one port ----------------------------------------------------------------------------------------------
+
+
+def test_an_open_port_tells_who_answers_and_how_we_are_seen(served: tuple[Any, int]) -> None:
+    found = way().reach(served[1])
+    assert (found["state"], found["seen"]) == ("open", "127.0.0.1")
+    assert found["ms"] < 500
+
+
+def test_another_hosts_answer_is_misrouted_and_names_it(served: tuple[Any, int]) -> None:
+    found = way(peer="attic").reach(served[1])
+    assert (found["state"], found["detail"]) == ("misrouted", "laptop")
+
+
+def test_a_stranger_without_the_token_gets_no_answer(served: tuple[Any, int]) -> None:
+    with socket.create_connection(("127.0.0.1", served[1]), timeout=3) as connection:
+        connection.sendall(b'{"token": "guess", "do": "hello"}\n')
+        assert connection.recv(100) == b""
+
+
+def test_a_port_nobody_listens_on_is_refused() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        assert way().reach(unused.getsockname()[1])["state"] == "refused"
+
+
+def test_a_port_that_swallows_packets_is_filtered() -> None:
+    """A full backlog drops SYNs without a word, as a firewall's DROP does."""
+    with socket.socket() as full, socket.socket() as first:
+        full.bind(("127.0.0.1", 0))
+        full.listen(0)
+        port = full.getsockname()[1]
+        first.connect(("127.0.0.1", port))
+        found = way(seconds=0.4).reach(port)
+    assert found["state"] == "filtered"
+    assert found["ms"] >= 400
+
+
+def test_accepted_and_then_silence_is_neither_open_nor_filtered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probing, "ANSWER_SECONDS", 0.3)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(4)
+        assert way(seconds=2).reach(mute.getsockname()[1])["state"] == "silent"
+
+
+def test_another_program_is_told_from_a_listener() -> None:
+    with socket.socket() as web:
+        web.bind(("127.0.0.1", 0))
+        web.listen(4)
+
+        def answer() -> None:
+            connection, _peer = web.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        assert way(seconds=2).reach(web.getsockname()[1])["state"] == "foreign"
+
+
+def test_a_held_port_raises_and_is_not_fought_for(served: tuple[Any, int]) -> None:
+    other = listening.Listener("x", "other", limit=1)
+    with pytest.raises(OSError, match="in use"):
+        other.open("127.0.0.1", served[1])
+
+
+# -- round trips, packets, rates -----------------------------------------------------------------------------
+
+
+def test_round_trip_packets_and_rates_of_an_open_port(served: tuple[Any, int]) -> None:
+    port = served[1]
+    took = way().round_trip(port)
+    assert 0 < took["min"] <= took["median"] < 100
+    mtu = int(Path("/sys/class/net/lo/mtu").read_text())
+    found = way().path_mtu(port)
+    assert not found["swallowed"]
+    assert found["passes"] == found["sent"] <= mtu
+    rates = way().stream(port, 0.1)
+    assert rates["sent_mbit"] > 100
+    assert rates["received_mbit"] > 100
+
+
+def test_a_bounded_packet_has_the_size_it_is_bounded_to(served: tuple[Any, int]) -> None:
+    for bound in (576, 1300, 1500):
+        size, arrived, _after = way().packet_passes(served[1], bound)
+        assert (size, arrived) == (bound, True)
+
+
+def test_the_largest_packet_that_arrives_is_found(
+    served: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stand-in for a path that swallows more than 1420 bytes: the lab has a real one."""
+    real = probing.Way.packet_passes
+
+    def lossy(self: Any, port: int, packet: int = 0) -> tuple[int, bool, int]:
+        size, arrived, after = real(self, port, packet)
+        return size, arrived and size <= 1420, after
+
+    monkeypatch.setattr(probing.Way, "packet_passes", lossy)
+    found = way().path_mtu(served[1])
+    assert (found["swallowed"], found["passes"]) == (True, 1420)
+
+
+def test_a_peer_is_looked_at_as_a_whole(served: tuple[Any, int]) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        shut = unused.getsockname()[1]
+        ports = [{"port": shut, "role": "store"}, {"port": served[1], "role": "gloo"}]
+        found = probing.look_at(way(), ports, ssh_port=22)
+    assert [port["state"] for port in found["ports"]] == ["refused", "open"]
+    assert [port["role"] for port in found["ports"]] == ["store", "gloo"]
+    assert found["up"]
+    assert found["rtt_ms"]["median"] > 0
+    assert found["mtu"]["swallowed"] is False
+
+
+def test_a_connection_that_breaks_off_is_told(
+    served: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listening, "echo", lambda connection, asked: connection.close())
+    found = probing.look_at(way(), [{"port": served[1], "role": "gloo"}], ssh_port=22)
+    assert found["ports"][0]["state"] == "open"
+    assert found["cut"]
+
+
+# -- the listener's end --------------------------------------------------------------------------------------
+
+DETACHED = """
+import sys
+sys.path.insert(0, {folder!r})
+import nanofleet_listener as n
+listener = n.Listener("laptop", {token!r}, limit={limit}, idle={idle})
+port = listener.open("127.0.0.1", 0)
+listener.open_control()
+print(port, n.detach(listener, {limit}), flush=True)
+"""
+
+
+def detached(token: str, limit: float, idle: float) -> tuple[int, int]:
+    """(port, pid) of a listener in a process of its own, whose parent has ended."""
+    code = DETACHED.format(folder=str(ROLE / "module_utils"), token=token, limit=limit, idle=idle)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+    )
+    port, pid = done.stdout.split()
+    return int(port), int(pid)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return ") Z " not in Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+
+
+def wait_for_end(pid: int, seconds: float) -> bool:
+    ends = time.monotonic() + seconds
+    while is_alive(pid) and time.monotonic() < ends:
+        time.sleep(0.05)
+    return not is_alive(pid)
+
+
+def test_a_detached_listener_outlives_its_parent_and_ends_when_told() -> None:
+    token = "a" * 32
+    port, pid = detached(token, limit=30, idle=30)
+    try:
+        assert way(token=token).reach(port)["state"] == "open"
+        assert listening.stop(token)
+        assert wait_for_end(pid, 5)
+        assert not listening.stop(token), "nobody is left to be told"
+        assert way(token=token).reach(port)["state"] == "refused"
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_a_forgotten_listener_ends_by_itself() -> None:
+    port, pid = detached("b" * 32, limit=30, idle=0.5)
+    assert wait_for_end(pid, 5)
+    assert way().reach(port)["state"] == "refused"
+
+
+# -- firewalls -----------------------------------------------------------------------------------------------
+
+SAVED = """*filter
+:INPUT DROP [0:0]
+-A INPUT -j ufw-before-input
+-A INPUT -s 10.0.0.1/32 -p tcp -m tcp --dport 20000:20999 -j DROP
+-A INPUT ! -s 10.0.0.0/24 -p tcp -m multiport --dports 22,29500 -j REJECT --reject-with tcp-reset
+-A OUTPUT -d 10.0.0.2/32 -p tcp -m length --length 1301:65535 -j DROP
+-A FORWARD -j DROP
+-A ufw-user-input -s 10.0.0.9/32 -j DROP
+COMMIT
+"""
+
+
+def test_iptables_rules_by_hand_are_read_with_what_deletes_them() -> None:
+    rules = firewall.iptables_rules(SAVED, "iptables")
+    assert [rule["chain"] for rule in rules] == ["INPUT", "INPUT", "OUTPUT"]
+    assert rules[0]["remedy"] == (
+        "sudo iptables -D INPUT -s 10.0.0.1/32 -p tcp -m tcp --dport 20000:20999 -j DROP"
+    )
+    assert (rules[0]["source"], rules[0]["ports"]) == ("10.0.0.1/32", "20000:20999")
+    assert (rules[1]["source"], rules[1]["ports"]) == ("! 10.0.0.0/24", "22,29500")
+    assert (rules[2]["source"], rules[2]["length"]) == ("10.0.0.2/32", "1301:65535")
+
+
+def test_ufw_rules_are_read_by_what_they_do() -> None:
+    added = (
+        "ufw deny from 10.0.0.1 to any port 20000:20999 proto tcp\n"
+        "ufw reject out to 10.0.0.2\n"
+        "ufw allow from 10.0.0.1 to any port 29500 proto tcp comment 'nanofleet'\n"
+        "ufw allow 8080/tcp\n"
+    )
+    denied = firewall.ufw_rules(added, {"deny", "reject"})
+    assert [(rule["chain"], rule["source"], rule["ports"]) for rule in denied] == [
+        ("INPUT", "10.0.0.1", "20000:20999"),
+        ("OUTPUT", "10.0.0.2", ""),
+    ]
+    assert denied[0]["remedy"] == "sudo ufw delete deny from 10.0.0.1 to any port 20000:20999 proto tcp"
+    allowed = firewall.ufw_rules(added, {"allow", "limit"})
+    assert [(rule["source"], rule["ports"], rule["protocol"]) for rule in allowed] == [
+        ("10.0.0.1", "29500", "tcp"),
+        ("", "8080", "tcp"),
+    ]
+
+
+NFT = """table inet guard {
+	chain input { # handle 1
+		type filter hook input priority filter; policy accept;
+		ip saddr 10.0.0.1 tcp dport 20000-20999 drop # handle 4
+		meta length > 1300 drop # handle 5
+		tcp dport { 22, 29500 } accept # handle 6
+	}
+	chain other { # handle 2
+		tcp dport 1 drop # handle 7
+	}
+}
+table ip filter {
+	chain INPUT { # handle 1
+		type filter hook input priority filter; policy drop;
+		ip saddr 10.0.0.3 counter packets 0 bytes 0 drop # handle 9
+	}
+}
+"""
+
+
+def test_nft_rules_are_read_with_their_handles_and_those_of_iptables_left_to_it() -> None:
+    rules = firewall.nft_rules(NFT)
+    assert [rule["remedy"] for rule in rules] == [
+        "sudo nft delete rule inet guard input handle 4",
+        "sudo nft delete rule inet guard input handle 5",
+    ]
+    assert (rules[0]["source"], rules[0]["ports"]) == ("10.0.0.1", "20000-20999")
+    assert rules[1]["length"]
+
+
+# -- the host ------------------------------------------------------------------------------------------------
+
+
+def test_the_disk_of_a_folder_that_is_not_there_yet_is_that_of_its_parent(tmp_path: Path) -> None:
+    disk = host.disk_of(str(tmp_path / "opt" / "nanofleet"))
+    assert os.path.ismount(disk["mount"])
+    status = os.statvfs(tmp_path)
+    assert disk["free_gib"] == pytest.approx(status.f_bavail * status.f_frsize / 2**30, rel=0.2)
+    assert disk["writable"]
+
+
+def test_a_mark_changes_with_the_file_and_with_the_links_target(tmp_path: Path) -> None:
+    assert host.mark(str(tmp_path / "none")) == ""
+    file, link = tmp_path / "rules", tmp_path / "link"
+    file.write_text("a")
+    link.symlink_to(file)
+    before, through = host.mark(str(file)), host.mark(str(link))
+    assert before == host.mark(str(file))
+    file.write_text("ab")
+    assert host.mark(str(file)) != before
+    other = tmp_path / "other"
+    other.mkdir()
+    link.unlink()
+    link.symlink_to(other)
+    assert host.mark(str(link)) != through
+
+
+def test_memory_is_copied_at_a_plausible_rate() -> None:
+    assert 0.1 < host.copy_rate(4, 1) < 1000
+
+
+def test_links_have_addresses_and_a_kind() -> None:
+    for name, link in host.links().items():
+        assert name != "lo"
+        assert isinstance(link["addresses"], list)
+        assert isinstance(link["wireless"], bool)
+
+
+# -- the rehearsal -------------------------------------------------------------------------------------------
+
+
+def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-", json.dumps(part)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+        )
+        for part in parts
+    ]  # fmt: skip
+    code = (ROLE / "files" / "rehearse.py").read_text()
+    outputs = []
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write(code)
+        process.stdin.close()
+    for process in running:
+        assert process.stdout is not None
+        outputs.append(json.loads(process.stdout.read().splitlines()[-1]))
+        process.wait(60)
+    return outputs
+
+
+def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    common = {
+        "hosts": ["tower", "laptop"], "master": "127.0.0.1", "port": port, "rounds": [[[0, 1]]],
+        "seconds": 0.05, "join": 30, "timeout": 10, "limit": 60,
+    }  # fmt: skip
+    for said in rehearse({**common, "rank": 0}, {**common, "rank": 1}):
+        assert said["error"] == ""
+        assert said["allreduce_mbit"] > 1
+        assert said["pairs"] == {"0-1": said["allreduce_mbit"]}
+        assert said["gemm_gflops"]["float32"] > 0.5
+        assert said["gemm_gflops"]["bfloat16"] > 0.1
