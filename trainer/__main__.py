@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import os
 import sys
 from collections.abc import Sequence
@@ -30,12 +31,12 @@ def make_parser() -> argparse.ArgumentParser:
     names = ",".join(COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
 
-    command = commands.add_parser("prepare", help="text to shards, tokenizer and rows")
+    command = commands.add_parser("prepare", allow_abbrev=False, help="text to shards, tokenizer and rows")
     from trainer.data import prepare
 
     prepare.add_arguments(command)
 
-    command = commands.add_parser("train", help="train, alone or under torchrun")
+    command = commands.add_parser("train", allow_abbrev=False, help="train, alone or under torchrun")
     command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
     command.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files go"
@@ -57,18 +58,22 @@ def make_parser() -> argparse.ArgumentParser:
         help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
         knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
 
-    command = commands.add_parser("track", help="send a run to its tracker after the run")
+    command = commands.add_parser("track", allow_abbrev=False, help="send a run to its tracker after the run")
     from trainer.tracking import sender
 
     sender.add_arguments(command)
 
-    command = commands.add_parser("sample", help="text from a checkpoint")
+    command = commands.add_parser("sample", allow_abbrev=False, help="text from a checkpoint")
     add_sample_arguments(command)
 
     from trainer.interchange import cli
 
-    cli.add_export_arguments(commands.add_parser("export", help="a checkpoint as upstream nanochat's"))
-    cli.add_import_arguments(commands.add_parser("import", help="upstream nanochat's files as ours"))
+    cli.add_export_arguments(
+        commands.add_parser("export", allow_abbrev=False, help="a checkpoint as upstream nanochat's")
+    )
+    cli.add_import_arguments(
+        commands.add_parser("import", allow_abbrev=False, help="upstream nanochat's files as ours")
+    )
     return parser
 
 
@@ -101,13 +106,25 @@ def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
     from trainer.host.place import Place
     from trainer.host.voice import Voice, set_up_streams
-    from trainer.outcome import EXIT_CODES, Attempt, conclude, heed_sigterm, heed_torchrun, is_expected
+    from trainer.outcome import (
+        BAD_INPUT_EXIT_CODE,
+        EXIT_CODES,
+        Attempt,
+        conclude,
+        heed_sigterm,
+        heed_torchrun,
+        is_expected,
+    )
 
     set_up_streams()
     place = Place.from_environment()
     attempt = Attempt(args.run_dir, place)
-    attempt.begin()
     say = Voice(place, args.json)
+    try:
+        attempt.begin()
+    except ConfigError as error:  # the outcome in the directory, if there is one, is another's
+        say.ended("final", str(error))
+        return BAD_INPUT_EXIT_CODE
     heed_sigterm(attempt, say)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         heed_torchrun(attempt, say)
@@ -167,9 +184,22 @@ COMMANDS = {
 }
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The arguments of a command; a misspelt option is told with the nearest one there is."""
+    parser = make_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+        options = list(commands.choices[args.command]._option_string_actions)
+        near = difflib.get_close_matches(unknown[0].partition("=")[0], options, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"python -m trainer {args.command} --help lists them."
+        parser.exit(2, f"{unknown[0]} is no option of {args.command}: {hint}\n")
+    return args
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit code. Bad input ends with a sentence and 2."""
-    args = make_parser().parse_args(argv)
+    args = parse(argv)
     try:
         return COMMANDS[args.command](args)
     except (ConfigError, DataError) as error:
@@ -177,6 +207,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # who read it has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from trainer.checkpoint import State
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
 from trainer.data.dataset import Dataset
+from trainer.host.cores import usable_cores
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.numerics import Numerics, Options, again, decide_device, explore
 from trainer.host.place import Place
@@ -76,14 +77,17 @@ class Beginning:
         self.numerics = options.on(kind)
         peers = [record.peer for record in records]
         self.group = Group.open(place, peers, self.store, self.numerics.device)
-        ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
-        self.say(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
-        for record in records:
-            self.say(f"  {record}: {record.shown[kind]}")
+        if place.speaks_for_host:
+            self._say_who(records, kind, reason)
 
         self.heartbeat.enter("resume")
         self._build()
         progress = self._take_up()
+        if self.numerics.threads > usable_cores():
+            self.say(
+                f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
+                "leave threads out to have as many as cores."
+            )
         mine = json.dumps([self.numerics.saved(), self.numerics.facts()]).encode()
         saved, computes_in = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
         facts = [record.facts | found for record, found in zip(records, computes_in, strict=True)]
@@ -99,6 +103,13 @@ class Beginning:
             list(saved),
             facts,
         )
+
+    def _say_who(self, records: list[contract.Record], kind: str, reason: str) -> None:
+        """Which ranks have met, and what each computes in."""
+        ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
+        self.say(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
+        for record in records:
+            self.say(f"  {record}: {record.shown[kind]}")
 
     def _load_and_meet(self, options: Options) -> list[contract.Record]:
         """Read the data and agree with all ranks; what is wrong here is told to all of them."""

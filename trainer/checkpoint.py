@@ -11,15 +11,17 @@ from a generator of its own: step and seed are all that is kept of schedules, ro
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -34,7 +36,11 @@ from trainer.sync import Sync
 from trainer.sync.group import Group
 
 SCHEMA = 1
-FILES = ("model.pt", "optim.pt", f"tokenizer/{FILE_NAME}")
+MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
+FILES = (*MODEL_FILES, "optim.pt")
+
+
+ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
 
 
 class DamagedCheckpointError(ConfigError):
@@ -113,13 +119,23 @@ def best(folder: Path) -> Path | None:
 
 
 def newest(folder: Path, say: Callable[[str], None]) -> State | None:
-    """The newest good checkpoint, None if there never was one; a damaged one is named and passed over."""
+    """The newest good checkpoint, None if there never was one.
+
+    A damaged one is named, passed over and put aside as damaged_step_NNNNNN.
+    """
     found = checkpoints(folder)
+    damaged: list[Path] = []
     for path in found:
         try:
-            return load(path)
+            state = load(path)
         except DamagedCheckpointError as error:
             say(f"{error} The checkpoint before it is taken.")
+            damaged.append(path)
+            continue
+        for other in damaged:  # it would take the place of a good one among those that are kept
+            with contextlib.suppress(OSError):
+                other.rename(other.with_name(f"damaged_{other.name}"))
+        return state
     if found:
         raise ConfigError(
             f"None of the {len(found)} checkpoint(s) in {folder} is whole. Move the folder away to start "
@@ -135,10 +151,13 @@ def load(path: Path) -> State:
     return State(meta, tensors["model.pt"], tensors["optim.pt"])
 
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """The meta.json of a checkpoint whose files are all as they were written."""
+def read_meta(path: Path, files: Sequence[str] = FILES) -> dict[str, Any]:
+    """The meta.json of a checkpoint whose `files` are as they were written."""
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
+    inside = checkpoints(path / "checkpoints") or checkpoints(path)
+    if inside and not (path / "meta.json").exists():
+        raise ConfigError(f"{path} is no checkpoint but holds some: take {inside[0]}.")
     try:
         meta = json.loads((path / "meta.json").read_bytes())
         hashes = {name: meta["sha256"][name] for name in FILES}
@@ -148,7 +167,8 @@ def read_meta(path: Path) -> dict[str, Any]:
         raise DamagedCheckpointError(f"{path / 'meta.json'} is missing or damaged ({error}).") from None
     if meta.get("schema") != SCHEMA:
         raise DamagedCheckpointError(f"{path} has schema {meta.get('schema')}; this release reads {SCHEMA}.")
-    for name, sha256 in hashes.items():
+    for name in files:
+        sha256 = hashes[name]
         try:
             actual = file_sha256(path / name)
         except OSError as error:
@@ -160,7 +180,7 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer of a checkpoint, ready to be sampled from."""
-    meta = read_meta(path)
+    meta = read_meta(path, MODEL_FILES)
     weights = _read_tensors(path / "model.pt")
     model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
     try:
@@ -191,9 +211,19 @@ def _alone(tensor: Tensor) -> Tensor:
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
+def save_tensors(tensors: Any, file: BinaryIO) -> None:
+    """`torch.save`, which wraps what the disk says in an error of its own: here it is the disk's OSError."""
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise OSError(errno.EIO, str(error).splitlines()[0]) from None
+
+
 def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
     with open(path, "wb") as file:
-        torch.save(tensors, file)
+        save_tensors(tensors, file)
         file.flush()
         os.fsync(file.fileno())
 
@@ -276,7 +306,7 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
-    saved = state.meta["config"]
+    saved, begun = state.meta["config"], state.meta.get("run_id", run_id)
     asked = dataclasses.asdict(config)
     differing = [
         f"{name} was {saved.get(name)!r}, now {asked[name]!r}"
@@ -285,12 +315,12 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
     ]
     if differing:
         raise ConfigError(
-            f"The run {run_id} was begun with another configuration: {'; '.join(differing)}. "
-            "Take another run_id, or the old values to go on."
+            f"The run {begun} was begun with another configuration: {'; '.join(differing)}. "
+            f"{ANOTHER}, or take the old values to go on."
         )
     other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
     if other:
         raise DataError(
-            f"The run {run_id} was begun on other data: {', '.join(other)} differ(s). Take another run_id, "
-            "or bring the old data back."
+            f"The run {begun} was begun on other data ({', '.join(other)}). {ANOTHER}, or bring the old data "
+            "back."
         )

@@ -97,9 +97,11 @@ def meet(
     Raises Final, on every rank alike, when one cannot train or they differ; Retryable when one stays away.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds)
-    problems = [f"{record}: {record.problem}" for record in records if record.problem]
-    if problems:
-        raise Final(" ".join(problems) if world_size > 1 else mine.problem)
+    problems = {record.problem for record in records}
+    if problems != {""}:
+        if len(problems) == 1:  # the same everywhere
+            raise Final(mine.problem)
+        raise Final(" ".join(f"{record}: {record.problem}" for record in records if record.problem))
     differences = compare(records)
     if differences:
         raise Final(*explain(differences, records))

@@ -150,7 +150,11 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
     if isinstance(error, ConfigError | DataError):
         return "final", str(error), BAD_INPUT_EXIT_CODE
     if isinstance(error, KeyboardInterrupt):
-        return "stopped", "Interrupted from the keyboard; nothing was saved.", 128 + signal.SIGINT
+        reason = (
+            "Interrupted from the keyboard; nothing was saved since the last checkpoint (a file named stop "
+            "in the run directory ends a run with one)."
+        )
+        return "stopped", reason, 128 + signal.SIGINT
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return (
             "final",
@@ -158,7 +162,11 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
             EXIT_CODES["final"],
         )
     if _is_out_of_memory(error):
-        return "final", "The host has too little memory for this run; lower depth or device_batch_size.", 1
+        return (
+            "final",
+            "The host has too little memory for this run; lower depth, sequence_len or device_batch_size.",
+            1,
+        )
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" in {Path(last[0].filename).name}, line {last[0].lineno}" if last else ""
     return "final", f"Unexpected {type(error).__name__}{where}: {error} (the log has the traceback).", 1

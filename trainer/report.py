@@ -43,8 +43,9 @@ class Report:
 
     plan: Plan
 
-    def __init__(self, heartbeat: Heartbeat, attempt: Attempt, say: Voice) -> None:
-        self.heartbeat, self.attempt, self.say = heartbeat, attempt, say
+    def __init__(self, heartbeat: Heartbeat, attempt: Attempt, say: Voice, routine: bool = True) -> None:
+        """With `routine`, each step is said: by one rank a host, since all would say the same."""
+        self.heartbeat, self.attempt, self.say, self.routine = heartbeat, attempt, say, routine
         self.tracker: Tracker | None = None
         self.progress = Progress()
         self.durations: list[float] = []  # seconds of this attempt's steps
@@ -106,6 +107,8 @@ class Report:
         if self.tracker is not None:
             self.tracker.step(progress.step, figures)
         edge = len(self.durations) == 1 or progress.step == last
+        if not self.routine:
+            return
         if edge or time.monotonic() - self._said >= LINE_EVERY_SECONDS:
             self._said = time.monotonic()
             self.say(
@@ -120,6 +123,8 @@ class Report:
     def expected_time(self) -> None:
         """Say how long the rest will take."""
         left, seconds = self.plan.num_iterations - self.progress.step, self.expected
+        if not left:
+            return
         at = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
         self.say(f"About {duration(seconds)} for the {left} steps left, until {at}.")
 

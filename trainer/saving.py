@@ -56,10 +56,10 @@ class Saver:
         began = time.monotonic()
         try:
             self.saved = checkpoint.save(self.folder, state, self._tokenizer_dir, self._keep)
-        except OSError as error:
+        except Exception as error:  # in a thread: whatever it is, all ranks must be told
+            reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
-                f"The checkpoint of step {state.step} cannot be written to {self.folder}: "
-                f"{error.strerror or error}."
+                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}."
             )
             return
         beside = "" if held is None else f" beside the training, which waited {held:.2f} s"

@@ -67,7 +67,7 @@ class Run:
         self.data_dir, self.run_dir = data_dir, run_dir
         self.place, self.attempt, self.say = place, attempt, say
         self.heartbeat = Heartbeat(run_dir, place, run_file.run_id)
-        self.report = Report(self.heartbeat, attempt, say)
+        self.report = Report(self.heartbeat, attempt, say, place.speaks_for_host)
         self.stop_file = run_dir / "stop"
         self.timeout = UNMEASURED_TIMEOUT
         self.saver = Saver(run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, say)

@@ -106,6 +106,19 @@ def test_bad_input_ends_without_a_traceback(tmp_path: Path, capfd: pytest.Captur
     assert "There is no checkpoint directory" in capfd.readouterr().err
 
 
+def test_a_misspelt_option_is_told_with_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:
+    train = ["train", "--data-dir", "d", "--run-dir", "r"]
+    for arguments, said in (
+        ([*train, "--dept", "4"], "--dept is no option of train: did you mean --depth?"),
+        (["sample", "--checkpoint", "c", "--promt=x"], "did you mean --prompt?"),
+        ([*train, "--zzz"], "python -m trainer train --help lists them."),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert said in capfd.readouterr().err
+
+
 def test_plan_of_depth_8_has_the_documented_scales() -> None:
     plan = make_plan(RunConfig(), vocab_size=32768, world_size=3)
     assert plan.shares == [2, 1, 1]

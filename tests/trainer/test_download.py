@@ -323,7 +323,7 @@ def test_a_shard_that_is_not_there_leaves_the_others(site: Site, tmp_path: Path)
     out = tmp_path / "data"
     assert fetch(site, out) == 2
     assert not (out / "manifest.json").exists()
-    come = {path.name: path.stat().st_size for path in (out / ".download").iterdir()}
+    come = {path.name: path.stat().st_size for path in (out / ".download").glob("*/*")}
     site.files.update(SHARDS)
     site.asked.clear()
     assert fetch(site, out) == 0
@@ -361,6 +361,26 @@ def test_a_wrong_byte_is_found_by_a_list_of_hashes(
     assert not list((tmp_path / "data").rglob("shard_00001*"))
     assert fetch(site, tmp_path / "data", 3, *arguments) == 0
     assert is_whole(tmp_path / "data")
+
+
+def test_what_came_from_one_address_is_not_taken_for_anothers(site: Site, tmp_path: Path) -> None:
+    del site.files["/shard_00002.parquet"]
+    assert fetch(site, tmp_path / "data") == 2
+    assert run("--base-url", f"{site.url}/elsewhere", "--count", 2, "--out", tmp_path / "data") == 2
+    assert not (tmp_path / "data" / "manifest.json").exists()
+
+
+def test_sums_that_were_asked_for_must_be_there(
+    site: Site, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sums = tmp_path / "sums"
+    sums.write_text(f"{'0' * 64}  shard_00000.parquet\n")
+    assert fetch(site, tmp_path / "data", 3, "--sha256", sums) == 2
+    assert f"{sums} does not list 2 shard(s), such as shard_00001.parquet" in capsys.readouterr().err
+    sums.write_text("garbage here\n")
+    assert fetch(site, tmp_path / "data", 3, "--sha256", sums) == 2
+    assert fetch(site, tmp_path / "data") == 0
+    assert "no sha256 is known of 3 shard(s)" in capsys.readouterr().err
 
 
 def test_a_page_instead_of_a_shard_is_refused(

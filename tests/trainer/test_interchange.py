@@ -330,7 +330,7 @@ def test_a_tokenizer_elsewhere_is_given_by_name(
     pair = tmp_path / "deep" / "down" / "the" / "tree" / "here"
     shutil.copytree(base / "base_checkpoints" / "d3", pair)
     assert take_in(pair, "--run-dir", tmp_path / "run") == 2
-    assert "say where it is with --tokenizer FILE" in capsys.readouterr().err
+    assert "say where the tokenizer is with --tokenizer FILE" in capsys.readouterr().err
     pkl = base / "tokenizer" / "tokenizer.pkl"
     assert take_in(pair, "--run-dir", tmp_path / "run", "--tokenizer", pkl) == 0
 

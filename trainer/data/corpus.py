@@ -167,8 +167,8 @@ def build_shards(
         n_documents, n_bytes = spool.close_input()
         if not n_documents:
             raise DataError(
-                f"No text found in {len(files)} file(s) such as {files[0].path}: "
-                "give a folder with .txt, .md or .py files."
+                f"No text found in {len(files)} file(s) such as {files[0].path}: give a folder with .txt, "
+                ".md or .py files" + (f", or more than --max-bytes {max_bytes}." if max_bytes else ".")
             )
         if n_documents < 2:
             raise DataError(

@@ -8,6 +8,7 @@ out/tokenizer/tokenizer.json
 out/rows/                    made of them by `pack`
 """
 
+import hashlib
 import json
 import os
 import shutil
@@ -113,7 +114,8 @@ def prepare_shards(
     if files[0].path.parent.is_relative_to(out):
         raise DataError(f"{folder} is where the shards would go: give another place with --out.")
     beside = files[0].path.parent / SUMS
-    known = read_sums(sums or beside) if sums or beside.exists() else {}
+    names = [path.path.name for path in files] if sums else []
+    known = read_sums(sums or beside, names) if sums or beside.exists() else {}
     clock.lap("looking")
     digest = source_digest(files, sorted(known.items()))
     with locked(out / ".lock"):
@@ -134,12 +136,12 @@ def prepare_public(
     clock = Clock()
     out = out.resolve()
     url, names = public_shards(base_url, count, val_shard)
-    given = read_sums(sums) if sums else {}
+    given = read_sums(sums, names) if sums else {}
 
     def make(folder: Path) -> tuple[list[Entry], Counter[str]]:
         known = given or download_sums(url)
-        downloads = out / DOWNLOADS
-        downloads.mkdir(exist_ok=True)
+        downloads = out / DOWNLOADS / hashlib.sha256(url.encode()).hexdigest()[:16]  # of this URL alone
+        downloads.mkdir(parents=True, exist_ok=True)
         kept = _kept(out, url, known)
         fetched = download(url, [name for name in names if name not in kept], downloads, known)
         entries = kept | {entry["name"]: entry for entry in fetched}

@@ -19,6 +19,7 @@ PUBLIC = {
     "fineweb-edu": ("https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
 }
 WORKERS = 4
+NO_SUMS = (401, 403, 404, 410)  # how servers say that there is no such file
 MOST_SUMS = 2**20  # bytes of a list of checksums
 
 
@@ -61,6 +62,11 @@ def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[st
             pool.shutdown(wait=not isinstance(error, KeyboardInterrupt), cancel_futures=True)
             raise
         pool.shutdown()
+        if watch.unverified:
+            progress.note(
+                f"no sha256 is known of {len(watch.unverified)} shard(s), such as {watch.unverified[0]}: "
+                "only their length and their text were checked"
+            )
     return [entries[name] for name in names]
 
 
@@ -82,6 +88,8 @@ def fetch(url: str, path: Path, sha256: str, watch: Watch) -> Entry:
             entry = inspect(transfer.path)
             wanted = sha256 or about.sha256 or entry["sha256"]
             if entry["sha256"] == wanted:
+                if not (sha256 or about.sha256):
+                    watch.unverified.append(path.name)
                 os.replace(transfer.path, path)
                 transfer.beside.unlink(missing_ok=True)
                 sync_folder(path.parent)
@@ -105,7 +113,11 @@ def download_sums(base_url: str) -> dict[str, str]:
                 answer, _ = open_url(url, {})
                 with answer:
                     return parse_sums(answer.read(MOST_SUMS).decode(errors="replace"))
-            except urllib.error.HTTPError:
+            except urllib.error.HTTPError as error:
+                if error.code not in NO_SUMS:
+                    raise DataError(
+                        f"{url} cannot be asked for: the server answers {error.code} {error.reason}."
+                    ) from None
                 return {}
             except OSError:
                 tries.broke_off(BrokenOffError("it broke off"))

@@ -123,10 +123,15 @@ def with_splits(entries: Iterable[Entry]) -> list[Entry]:
     return [entry | {"split": "val" if entry is named[-1] else "train"} for entry in named]
 
 
-def read_sums(path: Path) -> dict[str, str]:
-    """The sha256 by file name of a file as `sha256sum` writes it."""
+def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
+    """The sha256 by file name of a file as `sha256sum` writes it, which must list `names`. Or DataError."""
     try:
-        return parse_sums(path.read_text(encoding="utf-8"))
+        sums = parse_sums(path.read_text(encoding="utf-8"))
+        missing = [name for name in names if name not in sums]
+        if missing or not sums:
+            lacks = f"{len(missing)} shard(s), such as {missing[0]}" if missing else "any file"
+            raise DataError(f"{path} does not list {lacks}: make it with sha256sum *.parquet")
+        return sums
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError:

@@ -51,6 +51,7 @@ class Watch:
         self.n_files = n_files
         self.stop = threading.Event()
         self.sizes: dict[str, int] = {}
+        self.unverified: list[str] = []  # files of which nobody told the sha256
 
     def expect(self, url: str, size: int) -> None:
         """The file at `url` has so many bytes; those not asked for yet count as the mean."""

@@ -43,7 +43,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     What is there already and says the same stays as it is; what says something else is replaced only if
     `overwrite`. Raises ConfigError.
     """
-    meta = checkpoint.read_meta(step_dir)
+    meta = checkpoint.read_meta(step_dir, checkpoint.MODEL_FILES)
     model = GPTConfig(**meta["model_config"])
     tag = model_tag or f"d{model.n_layer}"
     if not RUN_ID_PATTERN.fullmatch(tag):
@@ -62,9 +62,11 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     # Upstream finds a checkpoint by its model file: so that comes last.
     contents: dict[Path, Callable[[BinaryIO], object]] = {
         out / TOKENIZER: lambda file: file.write(pickled_tokenizer.pickled(tokenizer)),
-        out / TOKEN_BYTES: lambda file: torch.save(torch.from_numpy(tokenizer.token_bytes), file),
+        out / TOKEN_BYTES: lambda file: checkpoint.save_tensors(
+            torch.from_numpy(tokenizer.token_bytes), file
+        ),
         pair.meta: lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()),
-        pair.model: lambda file: torch.save(weights, file),
+        pair.model: lambda file: checkpoint.save_tensors(weights, file),
     }
     result = Exported(pair, note=note)
     if _is_there(out / TOKENIZER, tokenizer, overwrite):

@@ -67,7 +67,11 @@ def find_tokenizer(path: Path) -> Path:
     for base in bases:
         if (base / TOKENIZER).is_file():
             return base / TOKENIZER
-    raise ConfigError(f"There is no {TOKENIZER} in {bases[-1]}: say where it is with --tokenizer FILE.")
+    raise ConfigError(
+        f"There is no {TOKENIZER} in {path}"
+        + (" or the two folders above it" if len(bases) > 1 else "")
+        + ": give a nanochat base directory, or say where the tokenizer is with --tokenizer FILE."
+    )
 
 
 def _whole(pair: Pair) -> Pair:
