@@ -6,6 +6,7 @@ Used by test_what_doctor_says.py; every fault says what doctor must find, and on
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import time
@@ -219,6 +220,7 @@ class Said:
     report: dict[str, Any]
     text: str
     seconds: float
+    load: float
 
     def findings(self, kind: str) -> list[dict[str, str]]:
         return [each for each in self.report["findings"] if each["kind"] == kind]
@@ -230,7 +232,7 @@ def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: 
     outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **knobs)
     seconds = time.monotonic() - started
     text = next(iter(outcome.results("Say what was found").values()))["msg"]
-    return Said(json.loads(file.read_text()), text, seconds)
+    return Said(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
 
 
 def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], str] = str) -> str:
@@ -244,4 +246,10 @@ def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], st
         cell = "<br>".join(told).replace("|", "&#124;")
         lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")
     lines.append(f"| nothing | - | {good.text.splitlines()[-1]} | {good.seconds:.0f} |")
+    loads = [said.load for _fault, said in rows]
+    lines.append("")
+    lines.append(
+        f"The machine that holds the lab has {os.cpu_count()} cores for both hosts and the controller; its load was "
+        f"{min(loads):.0f} to {max(loads):.0f} meanwhile."
+    )
     return "\n".join(lines)

@@ -377,6 +377,7 @@ def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     return outputs
 
 
+@pytest.mark.processes
 def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
