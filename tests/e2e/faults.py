@@ -249,7 +249,7 @@ def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], st
     loads = [said.load for _fault, said in rows]
     lines.append("")
     lines.append(
-        f"The machine that holds the lab has {os.cpu_count()} cores for both hosts and the controller; its load was "
-        f"{min(loads):.0f} to {max(loads):.0f} meanwhile."
+        f"The machine that holds the lab has {os.cpu_count()} cores for both hosts and the controller; its "
+        f"load was {min(loads):.0f} to {max(loads):.0f} meanwhile."
     )
     return "\n".join(lines)
