@@ -444,7 +444,12 @@ def test_ctrl_c_keeps_what_has_come(site: Site, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trainer", "prepare", "--base-url", site.url, "--count", "3"]
     command += ["--out", str(tmp_path / "data"), "--vocab-size", "300"]
     process = subprocess.Popen(
-        command, env={**os.environ, "no_proxy": "*"}, stderr=subprocess.PIPE, text=True
+        command,
+        env={**os.environ, "no_proxy": "*"},
+        stderr=subprocess.PIPE,
+        text=True,
+        # Of a shell's background jobs it would inherit that Ctrl-C is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     deadline = time.monotonic() + 30
     while sum(site.sent.values()) < 250_000:
