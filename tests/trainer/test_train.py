@@ -112,6 +112,7 @@ def test_a_second_process_in_a_run_directory_is_refused(start: Start, tmp_path: 
     assert third.wait()[0] == 0
 
 
+@pytest.mark.processes
 def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=0"]
