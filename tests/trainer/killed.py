@@ -2,7 +2,7 @@
 
 A process that has imported torch, but computed nothing, is forked for each attempt: an import costs seconds.
 
-    python tests/trainer/killed.py REQUESTS      # a JSON list: [run_dir, {knob: value}, line or 0, [modules]]
+    python tests/trainer/killed.py < JSON      # [data_dir, [[run_dir, {knob: value}, line, [modules]], ...]]
 
 Prints one JSON list: per request [exit code (negative: signal), lines of those modules that were reached].
 """

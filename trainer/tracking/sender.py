@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import select
@@ -21,9 +20,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from trainer.config import ConfigError
+from trainer.data.files import try_lock
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, NewLines
 from trainer.tracking.mlflow_run import (
@@ -228,15 +228,9 @@ def _tell_rank_0(message: dict[str, Any]) -> None:
         print(json.dumps(message), flush=True)
 
 
-def _lock(run_dir: Path) -> Any:
+def _lock(run_dir: Path) -> IO[str] | None:
     """The right to send for this run, to be used in a `with`; None while another process has it."""
-    file = open(run_dir / LOCK, "wb")  # noqa: SIM115 - held by the caller
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        return None
-    return file
+    return try_lock(run_dir / LOCK, 0)
 
 
 # -- after the run -----------------------------------------------------------------------------------------
