@@ -97,7 +97,7 @@ class Heartbeat:
             if time.monotonic() >= heat_at:
                 heat_at += HEAT_SECONDS
                 self._state.update(self._heat.look())
-            self._state["cpu"] = self._cpu.share()
+            self._state["cpu"] = self._cpu.share(self._entered)
             self._write()
 
     def enter(self, phase: str) -> None:
@@ -133,6 +133,7 @@ class Heartbeat:
         stage = ("step" if self.phase in OF_A_STEP else self.phase, int(self._state["step"]))
         if stage != self._stage:
             self._stage_entered, self._stage = now, stage
+            self._state["blame"] = None
 
     @property
     def stage(self) -> Stage:
@@ -154,7 +155,7 @@ class Heartbeat:
             "stage_seconds": round(stage.seconds, 1),
             "phase_seconds": round(time.monotonic() - self._entered, 1),
             "waits": self.waits(),
-            "cpu": self._cpu.share(),
+            "cpu": self._cpu.share(self._entered),
             "temperature": self._state["temperature"],
             "throttled": self._state["throttled"],
         }
@@ -178,13 +179,17 @@ class CpuClock:
         self._marks: deque[tuple[float, float]] = deque(maxlen=CPU_WINDOW + 1)
         tell = getattr(time, "pthread_getcpuclockid", None)
         self._clock = tell(threading.get_ident()) if tell else None
-        self.share()
+        self.share(0.0)
 
-    def share(self) -> float | None:
+    def share(self, since: float) -> float | None:
+        """Over the last seconds, none of them before `since` by the monotonic clock."""
         if self._clock is None:
             return None
-        now = time.monotonic()
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
         if not self._marks or now - self._marks[-1][0] >= BEAT_SECONDS / 2:
-            self._marks.append((now, time.clock_gettime(self._clock)))
-        (then, before), (latest, used) = self._marks[0], self._marks[-1]
-        return round((used - before) / (latest - then), 2) if latest > then else None
+            self._marks.append((now, used))
+        marks = [mark for mark in list(self._marks)[:-1] if mark[0] >= since]
+        if not marks:
+            return None
+        then, before = marks[0]
+        return round((used - before) / (now - then), 2)
