@@ -110,7 +110,10 @@ Start = Callable[..., list[Rank]]
 
 @pytest.fixture
 def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
-    """Start ranks as torchrun would: start(2, depth=3, per_rank=[{}, {"seed": 1}], env=[{}, OLD_CPU])."""
+    """Start ranks as torchrun would: start(2, depth=3, per_rank=[{}, {"seed": 1}], env=[{}, OLD_CPU]).
+
+    `faults` are faulty.py's arguments by rank, `within` the command that runs a rank's.
+    """
     begun: list[Rank] = []
 
     def begin(
@@ -119,6 +122,9 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
         name: str = "run",
         per_rank: Sequence[dict[str, Any]] = (),
         env: Sequence[dict[str, str]] = (),
+        faults: Sequence[str] = (),
+        within: Sequence[list[str]] = (),
+        address: str = "127.0.0.1",
         **knobs: Any,
     ) -> list[Rank]:
         port = str(free_port())
@@ -129,14 +135,17 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
             environment = {
                 **os.environ,
                 "OMP_NUM_THREADS": "1",
+                "PYTHONPATH": str(Path(__file__).parents[2]),
                 "GLOO_SOCKET_IFNAME": "lo",
                 "NANOFLEET_HOST": f"host-{rank + 1}",
                 **(env[rank] if env else {}),
             }
             if world_size > 1:
                 environment |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0"}
-                environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            command = [sys.executable, "-m", "trainer", "train", "--data-dir", str(data_dir)]
+                environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
+            program = [str(Path(__file__).with_name("faulty.py")), *faults[rank].split()] if faults else []
+            command = [*(within[rank] if within else []), sys.executable, *(program or ["-m", "trainer"])]
+            command += ["train", "--data-dir", str(data_dir)]
             command += ["--run-dir", str(run_dir), "--run-id", "test", *flags(config)]
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

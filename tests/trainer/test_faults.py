@@ -1,0 +1,217 @@
+"""Ranks that are frozen, killed, slow, cut off or fail: what the others say, after how many seconds.
+
+The watchdog's minute is 3 seconds here; each test asserts on the sentence and on when it came.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Rank, Start, losses
+
+from trainer.__main__ import main
+
+STALL_SECONDS = 3.0
+IMPATIENT = {"NANOFLEET_STALL_SECONDS": str(STALL_SECONDS)}
+FOREVER = {"num_iterations": 100_000, "env": [IMPATIENT] * 2}
+NONE = "none 0 0"
+
+
+def beat(rank: Rank, number: int = 0) -> dict[str, Any]:
+    return dict(json.loads((rank.run_dir / f"heartbeat-{number}.json").read_text()))
+
+
+def wait_for_blame(rank: Rank, pattern: str, seconds: float = 30) -> float:
+    """Seconds until the heartbeat of rank 0 has a sentence of that pattern to blame."""
+    began, sentences = time.monotonic(), []
+    while not re.match(pattern, sentence := str(beat(rank)["blame"])):
+        sentences.append(sentence)
+        assert time.monotonic() - began < seconds, set(sentences)
+        time.sleep(0.05)
+    return time.monotonic() - began
+
+
+def last_line(said: str) -> str:
+    return said.strip().splitlines()[-1]
+
+
+def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_end(start: Start) -> None:
+    knobs = {"num_iterations": 150, "save_every": 20, "save_minutes": 0, "env": [IMPATIENT] * 2}
+    ranks = start(2, **knobs)
+    ranks[0].reach_step(30)
+    ranks[1].process.send_signal(signal.SIGSTOP)
+    began = time.monotonic()
+    seconds = wait_for_blame(
+        ranks[0],
+        r"rank 1 \(host-2\) is frozen \(its host takes the connection, the process does not answer\), "
+        r"last seen in \w+( of step \d+)? \d+ s ago; rank 0 \(host-1\) waits in sync of step \d+",
+    )
+    assert STALL_SECONDS - 1 < seconds < STALL_SECONDS + 6
+    code, said = ranks[0].wait(40)
+    assert code == 75, said
+    assert 2 * STALL_SECONDS - 1 < time.monotonic() - began < 2 * STALL_SECONDS + 12
+    assert "Lost rank 1 (host-2): it is frozen" in last_line(said)
+    assert "is at group.py" in said
+
+    ranks[1].process.send_signal(signal.SIGCONT)
+    code, said = ranks[1].wait(20)
+    assert code == 75, said
+    assert re.search(r"This process stood still for \d+ s", said)
+
+    again, undisturbed = start(2, **knobs), start(2, name="undisturbed", **knobs)
+    for rank in [*again, *undisturbed]:
+        code, said = rank.wait()
+        assert code == 0, said
+    assert losses(again[0].run_dir) == losses(undisturbed[0].run_dir)
+    assert len(losses(again[0].run_dir)) == 150
+
+
+def test_a_killed_rank_is_gone_and_another_attempt_makes_sense(start: Start) -> None:
+    ranks = start(2, **FOREVER)
+    ranks[0].reach_step(5)
+    ranks[1].process.kill()
+    began = time.monotonic()
+    code, said = ranks[0].wait(20)
+    assert code == 75, said
+    assert time.monotonic() - began < 6
+    assert re.match(
+        r"\[rank 0\] retryable: In sync of step \d+: Lost rank 1 \(host-2\): it is gone \(its host answers, "
+        r"the process does not exist any more\)",
+        last_line(said),
+    )
+    ranks[1].wait()
+    for rank in ranks:
+        assert main(["again", "--run-dir", str(rank.run_dir)]) == 0
+
+
+@pytest.mark.parametrize(("fault", "effort"), [("burn", r"slow: \d+ %"), ("sleep", r"idle: \d+ %")])
+def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: str) -> None:
+    """Computing, or waiting for something; its stack is on rank 0's disk, and the run goes on."""
+    ranks = start(2, num_iterations=12, env=[IMPATIENT] * 2, faults=[NONE, f"{fault} 8 9"])
+    ranks[0].reach_step(7)
+    seconds = wait_for_blame(
+        ranks[0],
+        r"rank 1 \(host-2\) has been in backward of step 8 for \d+ s "
+        rf"\({effort} of a core\); rank 0 \(host-1\) waits in sync of step 8$",
+    )
+    assert seconds < STALL_SECONDS + 6
+    stacks = (ranks[0].run_dir / "stacks-1.txt").read_text()
+    assert "accumulate" in stacks
+    assert "heartbeat:" in stacks
+    for rank in ranks:
+        code, said = rank.wait(60)
+        assert code == 0, said
+        assert "Rank 1 (host-2) has been in backward of step 8" in said  # each living rank says it
+        assert "rank 1 (host-2) is at faulty.py" in said
+    assert beat(ranks[0])["blame"] is None
+
+
+@pytest.mark.parametrize("culprit", [0, 1])
+def test_a_fault_of_one_rank_ends_all_with_its_cause(start: Start, culprit: int) -> None:
+    """Rank 0 owns the store here: it stays until the others have heard."""
+    faults = ["fail 5 0" if rank == culprit else NONE for rank in range(3)]
+    ranks = start(3, num_iterations=100_000, faults=faults)
+    ranks[0].reach_step(4)
+    began = time.monotonic()
+    for number, rank in enumerate(ranks):
+        code, said = rank.wait(20)
+        assert code == 1, said
+        outcome = rank.outcome()
+        assert outcome["outcome"] == "final"
+        assert "Unexpected KeyError" in outcome["reason"]
+        assert outcome["reason"] in last_line(said)
+        named = f"rank {culprit} (host-{culprit + 1}): "
+        assert outcome["reason"].startswith("Unexpected" if number == culprit else named)
+        assert ("Traceback" in said) == (number == culprit)
+        assert main(["again", "--run-dir", str(rank.run_dir)]) == 1
+    assert time.monotonic() - began < 12
+
+
+def test_a_rank_that_was_told_to_end_is_worth_a_retry_for_the_others(start: Start) -> None:
+    """A reboot of its host, say; by itself it would not come back."""
+    ranks = start(2, **FOREVER)
+    ranks[0].reach_step(5)
+    ranks[1].process.terminate()
+    began = time.monotonic()
+    code, said = ranks[0].wait(20)
+    assert time.monotonic() - began < 8
+    assert code == 75, said
+    assert "rank 1 (host-2): Asked to end by SIGTERM" in last_line(said)
+    assert ranks[1].wait(10)[0] == 128 + signal.SIGTERM
+    assert main(["again", "--run-dir", str(ranks[1].run_dir)]) == 1
+
+
+def test_a_loss_that_is_no_number_ends_all_ranks_with_step_and_remedy(start: Start) -> None:
+    ranks = start(2, num_iterations=100_000, faults=[NONE, "diverge 4 0"])
+    ranks[0].reach_step(3)
+    began = time.monotonic()
+    for rank in ranks:
+        code, said = rank.wait(20)
+        assert code == 1, said
+        assert "The loss of step 4 is nan: the run has diverged. Lower the rates" in last_line(said)
+        assert rank.outcome()["outcome"] == "final"
+    assert time.monotonic() - began < 8
+
+
+# -- two hosts with a network between them -----------------------------------------------------------------
+
+
+@pytest.fixture
+def hosts() -> Iterator[list[list[str]]]:
+    """Two network namespaces of their own, joined by a pair of interfaces; the command that enters each."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--net", "true"], check=False).returncode:
+        pytest.skip("network namespaces cannot be made here: that takes root")
+    holders = [subprocess.Popen(["unshare", "--net", "sleep", "600"]) for _ in range(2)]
+    enter = [["nsenter", "--target", str(holder.pid), "--net", "--"] for holder in holders]
+    mine = Path("/proc/self/ns/net").readlink()
+    for holder in holders:
+        while Path(f"/proc/{holder.pid}/ns/net").readlink() == mine:
+            time.sleep(0.01)
+
+    def ip(host: int, command: str) -> None:
+        subprocess.run([*enter[host], "ip", *command.split()], check=True)
+
+    ip(0, f"link add cable type veth peer name cable netns {holders[1].pid}")
+    for host in (0, 1):
+        ip(host, f"address add 10.77.0.{host + 1}/24 dev cable")
+        ip(host, "link set lo up")
+        ip(host, "link set cable up")
+    yield enter
+    for holder in holders:
+        holder.kill()
+        holder.wait()
+
+
+def test_a_host_that_is_cut_off_is_named_and_given_up(start: Start, hosts: list[list[str]]) -> None:
+    """Packets from host-2 are dropped: for a moment, which nobody notices, then for good."""
+    env = [{**IMPATIENT, "GLOO_SOCKET_IFNAME": "cable"}] * 2
+    ranks = start(2, num_iterations=100_000, env=env, within=hosts, address="10.77.0.1")
+    ranks[0].reach_step(5)
+    drop = [*hosts[1], "ip", "route", "add", "blackhole", "10.77.0.1/32"]
+    subprocess.run(drop, check=True)
+    time.sleep(1)
+    subprocess.run([*drop[:-3], "del", *drop[-2:]], check=True)
+    ranks[0].reach_step(int(beat(ranks[0])["step"]) + 5)
+
+    subprocess.run(drop, check=True)
+    began = time.monotonic()
+    code, said = ranks[0].wait(40)
+    assert code == 75, said
+    assert time.monotonic() - began < 2 * STALL_SECONDS + 15
+    assert (
+        "Lost rank 1 (host-2): it cannot be reached (its host does not answer at 10.77.0.2: down, asleep or "
+        "cut off)" in last_line(said)
+    )
+    assert "Look whether host-2 is up, awake and on the network." in last_line(said)
+    code, said = ranks[1].wait(40)
+    assert code == 75, said
+    assert "Lost rank 0 (host-1): it cannot be reached" in last_line(said)
