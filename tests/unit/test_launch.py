@@ -81,6 +81,7 @@ def systemd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "#!/bin/sh\n"
         + note
         + f"""
+[ "$1" = --user ] && shift
 case "$1" in
   show) s=$(cat {state}); echo "ActiveState=$s"; echo LoadState=loaded; echo SubState=x; echo Result=exit-code
         echo MainPID=41; echo ExecMainStatus=1; echo NRestarts=0
@@ -100,6 +101,7 @@ esac
     for tool in tools.iterdir():
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
     return tmp_path
 
 
@@ -125,6 +127,49 @@ def test_a_unit_is_started_once(systemd: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not second["changed"]
     assert second["unit"]["active_state"] == "active"
     assert len(called(systemd, "systemd-run ")) == 1
+
+
+def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["x"], "user": "anna",
+        "properties": {"Nice": 5, "ProtectHome": True, "CapabilityBoundingSet": "", "NoNewPrivileges": True},
+    }  # fmt: skip
+    first = call(transient_unit, monkeypatch, **wanted)
+    assert first["left_out"] == ["CapabilityBoundingSet", "ProtectHome"]
+    assert first["unit"]["scope"] == "user"
+    (line,) = called(systemd, "systemd-run ")
+    assert line.startswith("systemd-run --user --quiet --unit nanofleet-a.service --property=Nice=5")
+    assert not any(name in line for name in ("ProtectHome", "CapabilityBoundingSet", "User="))
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+    assert called(systemd, "systemctl --user stop") == ["systemctl --user stop -- nanofleet-a.service"]
+    assert not [line for line in called(systemd, "systemctl ") if "--user" not in line]
+
+
+def test_without_root_nobody_else_can_be_the_units_user(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"], user="nanofleet")
+    assert result["failed"]
+    assert "anna cannot start nanofleet-a.service as nanofleet" in result["msg"]
+    assert not called(systemd, "systemd-run ")
+
+
+def test_without_root_both_systemds_are_asked_and_only_ones_own_processes_count(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (systemd / "state").write_text("active")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    state = call(run_state, monkeypatch, state_dir=str(systemd))
+    assert (state["run_id"], state["unit"]["scope"], state["ended"]) == ("a", "user", False)
+    assert state["known_units"] == ["nanofleet-a.service"]
+    monkeypatch.setattr(unit_facts, "unit_of", lambda _pid: "nanofleet-a.service")
+    monkeypatch.setattr(unit_facts, "_uid_of", lambda pid: 1000 if pid == os.getpid() else 1001)
+    assert unit_facts.processes_of("nanofleet-a", "user") == [os.getpid()]
+    assert len(unit_facts.processes_of("nanofleet-a")) > 1
 
 
 def test_a_failed_leftover_is_cleared_before_a_start(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -162,7 +207,7 @@ def test_stopping_is_idempotent_and_absent_forgets(systemd: Path, monkeypatch: p
 
 def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (systemd / "state").write_text("active")
-    monkeypatch.setattr(transient_unit, "processes_of", lambda _name: [os.getpid()])
+    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [os.getpid()])
     result = call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped", timeout=0)
     assert result["failed"]
     assert f"process {os.getpid()}" in result["msg"]

@@ -281,6 +281,30 @@ def blocked(
     return [entry["chain"] for entry in in_force.find_blocked(wanted, listings, "eth0", "10.98.6.12")]
 
 
+@pytest.mark.parametrize(
+    ("seen", "typed"),
+    [
+        (["range=32768 60999"], ""),
+        (
+            ["range=32768 60999", "firewall=ufw"],
+            "echo 'net.ipv4.ip_local_port_range = 20000 20999' | sudo tee /etc/sysctl.d/60-nanofleet.conf"
+            " && sudo sysctl --load=/etc/sysctl.d/60-nanofleet.conf"
+            " && sudo ufw prepend allow from 10.0.0.10 to any port 20000:20999 proto tcp comment nanofleet"
+            "  (on laptop)",
+        ),
+        (
+            ["range=20000 20999", "firewall=nftables"],
+            "sudo nft 'insert rule inet filter input ip saddr { 10.0.0.10 } tcp dport { 20000-20999 } accept'"
+            "  (on laptop)",
+        ),
+    ],
+)  # fmt: skip
+def test_the_owner_of_a_host_without_sudo_gets_the_line_to_type(seen: list[str], typed: str) -> None:
+    wanted = [{"source": "10.0.0.10", "port": "20000:20999"}]
+    found = rules.owner_findings("laptop", seen, wanted, 20000, 20999)
+    assert [each["remedy"] for each in found] == ([typed] if typed else [])
+
+
 def test_firewalld_lets_in_whom_its_rich_rule_names_and_nobody_else() -> None:
     assert blocked(FIREWALLD) == []
     other = [{"source": "10.98.6.13", "port": "20000:20999"}, {"source": "fd42::11", "port": "20000:20999"}]

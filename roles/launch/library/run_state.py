@@ -9,7 +9,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
-from ansible.module_utils.nanofleet_unit import active_units, is_up, listeners, read_unit
+from ansible.module_utils.nanofleet_unit import find_unit, is_up, known_units, listeners
 
 DOCUMENTATION = r"""
 module: run_state
@@ -17,6 +17,7 @@ short_description: Read the state of a run on this host
 description:
   - Reads the unit, heartbeats, metrics, outcome and log of a run.
   - Changes nothing, and a run that is missing is no failure.
+  - Without root the user's own systemd is looked at besides the system's.
 options:
   state_dir:
     description: Folder that holds C(runs/RUN_ID).
@@ -70,7 +71,8 @@ failed_unit:
 stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
 unit:
   description: >-
-    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (epoch or null).
+    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (epoch or null),
+    scope (system or user: whose systemd has it).
   type: dict
   returned: always
 heartbeats:
@@ -93,6 +95,7 @@ runs:
   elements: dict
   returned: always
 active_units: {description: Units of runs that are up, type: list, elements: str, returned: always}
+known_units: {description: "Those, and failed ones", type: list, elements: str, returned: always}
 listeners:
   description: Who listens on O(ports) - port, pid, user, command, unit.
   type: list
@@ -225,12 +228,13 @@ def read_state(params):
     """All that this host knows, once."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
-    active = [name for name in active_units(PREFIX + "*.service") if name not in NOT_A_RUN]
+    units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
+    active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     runs = known_runs(runs_dir, active)
     run_id = params["run_id"] or choose(runs, active)
     run_dir = os.path.join(runs_dir, run_id)
     found = bool(run_id) and os.path.exists(os.path.join(run_dir, "run.json"))
-    unit = read_unit(PREFIX + (run_id or "none"), now)
+    unit = find_unit(PREFIX + (run_id or "none"), now)
     state = read_run(run_dir, unit, now, params["log_lines"]) if found else NOTHING
     return {
         "found": found,
@@ -241,6 +245,7 @@ def read_state(params):
         "time": now,
         "runs": runs,
         "active_units": active,
+        "known_units": sorted(units),
         "listeners": listeners(params["ports"]),
         **state,
     }

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: a transient systemd service, started by systemd-run, stopped and proven gone."""
 
+import getpass
 import time
 
 from ansible.module_utils.basic import AnsibleModule
@@ -9,6 +10,8 @@ from ansible.module_utils.nanofleet_unit import (
     describe,
     is_up,
     listeners,
+    manager,
+    own_scope,
     processes_of,
     read_unit,
     run,
@@ -37,6 +40,14 @@ options:
     type: str
     choices: [started, stopped, absent]
     default: started
+  scope:
+    description:
+      - Whose systemd has the unit. V(auto) is V(system) as root and V(user) otherwise.
+      - V(user) starts it by C(systemd-run --user). It ends with the user's last session unless the user
+        lingers, and those of O(properties) that need root are left out.
+    type: str
+    choices: [auto, system, user]
+    default: auto
   argv:
     description: The command, taken literally (no expansion of C($) or C(%)). Required when starting.
     type: list
@@ -47,7 +58,7 @@ options:
     type: str
     default: ""
   user:
-    description: User the command runs as; root if empty.
+    description: User the command runs as; root if empty. With V(scope=user) it can only be the user itself.
     type: str
     default: ""
   environment_file:
@@ -105,11 +116,24 @@ command:
   description: The systemd-run command line that was or would be run.
   type: list
   returned: when it is started
+left_out:
+  description: Properties that were asked for and that a user's own systemd cannot give.
+  type: list
+  elements: str
+  returned: when it is started
 ended:
   description: The processes that were in the unit before it was stopped - pid, user, command, unit.
   type: list
   returned: when it is stopped
 """
+
+
+NEED_ROOT = {
+    "AmbientCapabilities", "CapabilityBoundingSet", "Group", "LogExtraFields", "PrivateDevices", "PrivateTmp",
+    "ProtectClock", "ProtectControlGroups", "ProtectHome", "ProtectHostname", "ProtectKernelLogs",
+    "ProtectKernelModules", "ProtectKernelTunables", "ProtectProc", "ProtectSystem", "ReadWritePaths", "User",
+}  # fmt: skip
+"""What a user's own systemd refuses (exit 216, 218) or takes and does not apply: mounts, capabilities."""
 
 
 def assignments(properties):
@@ -124,7 +148,8 @@ def assignments(properties):
 
 def command_line(params):
     """The systemd-run command. `$` is doubled: systemd expands variables, and ours is literal."""
-    command = ["systemd-run", "--quiet", "--unit", unit_name(params["name"])]
+    user = params["scope"] == "user"
+    command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
     if params["collect"]:
         command.append("--collect")
     if params["description"]:
@@ -134,7 +159,8 @@ def command_line(params):
         properties["User"] = params["user"]
     if params["environment_file"]:
         properties["EnvironmentFile"] = params["environment_file"]
-    command += ["--property=" + item for item in assignments(properties)]
+    given = {name: value for name, value in properties.items() if not (user and name in NEED_ROOT)}
+    command += ["--property=" + item for item in assignments(given)]
     command += [f"--setenv={name}={value}" for name, value in params["setenv"].items()]
     return [*command, "--", *(word.replace("$", "$$") for word in params["argv"])]
 
@@ -143,31 +169,37 @@ def start(module, unit):
     name, params = unit["name"], module.params
     if not params["argv"]:
         module.fail_json(msg=f"To start {name}, argv must hold its command.")
+    me = getpass.getuser()
+    if params["scope"] == "user" and params["user"] not in ("", me):
+        module.fail_json(
+            msg=f"Without root {me} cannot start {name} as {params['user']}: become root, or name {me}."
+        )
+    left_out = sorted(NEED_ROOT & set(params["properties"])) if params["scope"] == "user" else []
     if is_up(unit):
-        module.exit_json(changed=False, unit=unit)
+        module.exit_json(changed=False, unit=unit, left_out=left_out)
     command = command_line(params)
     diff = {
         "before": {"active_state": unit["active_state"]},
         "after": {"active_state": "active", "command": command},
     }
     if module.check_mode:
-        module.exit_json(changed=True, unit=unit, command=command, diff=diff)
+        module.exit_json(changed=True, unit=unit, command=command, left_out=left_out, diff=diff)
+    control = ["systemctl", *manager(params["scope"])]
     if unit["active_state"] == "failed":
-        run(["systemctl", "reset-failed", "--", unit["name"]])
+        run([*control, "reset-failed", "--", unit["name"]])
     code, _out, err = run(command)
+    after = read_unit(name, time.time(), params["scope"])
     if code:
-        module.fail_json(
-            msg=f"systemd did not start {name}: {err}. See: systemctl status {name}",
-            unit=read_unit(unit["name"], time.time()),
-            command=command,
-        )
-    module.exit_json(changed=True, unit=read_unit(unit["name"], time.time()), command=command, diff=diff)
+        see = " ".join([*control, "status", name])
+        module.fail_json(msg=f"systemd did not start {name}: {err}. See: {see}", unit=after, command=command)
+    module.exit_json(changed=True, unit=after, command=command, left_out=left_out, diff=diff)
 
 
 def stop(module, unit):
     name, params = unit["name"], module.params
+    scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
     forget = params["state"] == "absent" and unit["active_state"] == "failed"
-    pids = processes_of(name)
+    pids = processes_of(name, scope)
     ended = [found for found in (describe(pid) for pid in pids) if found]
     changed = is_up(unit) or bool(pids) or forget
     after = "inactive" if is_up(unit) or forget else unit["active_state"]
@@ -178,15 +210,17 @@ def stop(module, unit):
     if not changed or module.check_mode:
         module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
     if is_up(unit) or pids:
-        code, _out, err = run(["systemctl", "stop", "--", name])
-        if code and is_up(read_unit(name, time.time())):
-            module.fail_json(msg=f"systemd did not stop {name}: {err}", unit=read_unit(name, time.time()))
+        code, _out, err = run([*control, "stop", "--", name])
+        if code and is_up(read_unit(name, time.time(), scope)):
+            module.fail_json(
+                msg=f"systemd did not stop {name}: {err}", unit=read_unit(name, time.time(), scope)
+            )
         # Whoever asked for the stop knows why it ended: what was stopped is no failure.
         forget = True
-    if forget and read_unit(name, time.time())["active_state"] == "failed":
-        run(["systemctl", "reset-failed", "--", name])
-    left, held = remains(name, pids, params["ports"], params["timeout"])
-    after_unit = read_unit(name, time.time())
+    if forget and read_unit(name, time.time(), scope)["active_state"] == "failed":
+        run([*control, "reset-failed", "--", name])
+    left, held = remains(name, pids, params["ports"], params["timeout"], scope)
+    after_unit = read_unit(name, time.time(), scope)
     if left or held:
         words = ["process {pid} of {user} ({command})".format(**found) for found in left]
         words += ["port {port} held by process {pid} ({command})".format(**found) for found in held]
@@ -198,11 +232,11 @@ def stop(module, unit):
     module.exit_json(changed=True, unit=after_unit, ended=ended, diff=diff)
 
 
-def remains(name, pids, ports, timeout):
+def remains(name, pids, ports, timeout, scope):
     """What is left of the unit once `timeout` seconds have passed, or nothing as soon as all is gone."""
     deadline = time.monotonic() + timeout
     while True:
-        left = [found for found in (describe(pid) for pid in processes_of(name)) if found]
+        left = [found for found in (describe(pid) for pid in processes_of(name, scope)) if found]
         held = [found for found in listeners(ports) if found["pid"] in pids or found["unit"] == name]
         if not (left or held) or time.monotonic() >= deadline:
             return left, held
@@ -214,6 +248,7 @@ def main():
         argument_spec={
             "name": {"type": "str", "required": True},
             "state": {"type": "str", "choices": ["started", "stopped", "absent"], "default": "started"},
+            "scope": {"type": "str", "choices": ["auto", "system", "user"], "default": "auto"},
             "argv": {"type": "list", "elements": "str", "default": []},
             "description": {"type": "str", "default": ""},
             "user": {"type": "str", "default": ""},
@@ -226,8 +261,10 @@ def main():
         },
         supports_check_mode=True,
     )
+    if module.params["scope"] == "auto":
+        module.params["scope"] = own_scope()
     try:
-        unit = read_unit(module.params["name"], time.time())
+        unit = read_unit(module.params["name"], time.time(), module.params["scope"])
         (start if module.params["state"] == "started" else stop)(module, unit)
     except (OSError, RuntimeError) as error:
         module.fail_json(msg=f"systemd cannot be asked about {module.params['name']}: {error}")

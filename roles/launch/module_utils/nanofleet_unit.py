@@ -19,10 +19,21 @@ LISTEN = "0A"
 
 def run(argv):
     """Run a command in the C locale; returns (exit status, stdout, stderr) as text."""
-    done = subprocess.run(
-        argv, capture_output=True, text=True, check=False, env=dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
-    )
+    environment = dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
+    # Where a user's manager is found; sessions have it set, cron jobs and some su shells have not.
+    environment.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stdout, done.stderr.strip()
+
+
+def own_scope():
+    """Whose systemd starts a unit for this process: the system's as root, else the user's own."""
+    return "system" if os.geteuid() == 0 else "user"
+
+
+def manager(scope):
+    """The option by which systemctl and systemd-run reach that systemd."""
+    return ["--user"] if scope == "user" else []
 
 
 def unit_name(name):
@@ -30,9 +41,10 @@ def unit_name(name):
     return name if name.endswith(".service") else name + ".service"
 
 
-def read_unit(name, now):
+def read_unit(name, now, scope="system"):
     """State of a unit as a dict; a unit systemd does not know is `inactive`. `now` is time.time()."""
-    code, out, err = run(["systemctl", "show", "--property=" + PROPERTIES, "--", unit_name(name)])
+    shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
+    code, out, err = run([*shows, "--", unit_name(name)])
     if code:
         raise RuntimeError(err or "systemctl show failed")
     shown = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
@@ -47,7 +59,19 @@ def read_unit(name, now):
         "exit_status": int(shown.get("ExecMainStatus") or 0),
         "restarts": int(shown.get("NRestarts") or 0),
         "since": round(now - time.monotonic() + changed / 1e6, 1) if changed else None,
+        "scope": scope,
     }
+
+
+def find_unit(name, now):
+    """read_unit in the systemd that knows the unit: without root both may, the user's own goes first."""
+    found = read_unit(name, now)
+    if own_scope() == "user":
+        # A host without a user's systemd has no units in it.
+        with contextlib.suppress(RuntimeError):
+            own = read_unit(name, now, "user")
+            found = own if own["load_state"] != "not-found" or is_up(own) else found
+    return found
 
 
 def is_up(unit):
@@ -55,11 +79,15 @@ def is_up(unit):
     return unit["active_state"] not in ("inactive", "failed")
 
 
-def active_units(pattern):
-    """Names of the units that match and are up."""
-    _code, out, _err = run(["systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", pattern])
-    rows = [line.split() for line in out.splitlines() if line.split()]
-    return sorted(row[0] for row in rows if len(row) > 2 and row[2] not in ("inactive", "failed"))
+def known_units(pattern):
+    """{name: active state} of the units that match, those of this user's own systemd among them."""
+    found = {}
+    for scope in sorted({"system", own_scope()}):
+        lists = ["systemctl", *manager(scope), "list-units", "--all", "--plain", "--no-legend", "--full"]
+        _code, out, _err = run([*lists, pattern])
+        rows = [line.split() for line in out.splitlines()]
+        found.update({row[0]: row[2] for row in rows if len(row) > 2})
+    return found
 
 
 def _read(path):
@@ -83,9 +111,20 @@ def unit_of(pid):
     return ""
 
 
-def processes_of(name):
-    """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout)."""
-    return [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
+def processes_of(name, scope="system"):
+    """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout).
+
+    Another user's own systemd may have a unit of that name: only this user's processes count there.
+    """
+    pids = [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
+    return pids if scope == "system" else [pid for pid in pids if _uid_of(pid) == os.geteuid()]
+
+
+def _uid_of(pid):
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
 
 
 def _is_zombie(pid):

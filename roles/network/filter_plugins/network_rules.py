@@ -179,6 +179,30 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> l
     return found
 
 
+def owner_findings(
+    host: str, seen: list[str], wanted: list[Mapping[str, str]], low: int, high: int
+) -> list[dict[str, str]]:
+    """What the owner of a host where nobody becomes root has to type, by what tasks/owner.yml read.
+
+    Without a firewall there is nothing to open, and any range of ports will do.
+    """
+    facts = [line.partition("=")[::2] for line in seen]
+    firewalls = [value for key, value in facts if key == "firewall"]
+    spans = ["-".join(value.split()) for key, value in facts if key == "range"]
+    if not firewalls or not wanted:
+        return []
+    known = {"nftables": "nft"}.get(firewalls[0], firewalls[0])
+    typed = commands(known, wanted, chain="inet filter input")
+    if spans and spans[0] != f"{low}-{high}":
+        setting, path = f"net.ipv4.ip_local_port_range = {low} {high}", "/etc/sysctl.d/60-nanofleet.conf"
+        typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
+    problem = (
+        f"Nobody becomes root there, so {firewalls[0]}, which is on, and the range of ports were left alone. "
+        "Whether the peers get in: ansible-playbook doctor.yml. To let them in is for its owner."
+    )
+    return [{"host": host, "problem": problem, "remedy": f"{' && '.join(typed)}  (on {host})"}]
+
+
 def removed_rule(line: str) -> str:
     return f"ufw rule: {line}" if line.startswith("allow ") else line
 
@@ -192,5 +216,6 @@ class FilterModule:
             "network_commands": commands,
             "network_firewall_findings": firewall_findings,
             "network_port_findings": port_findings,
+            "network_owner_findings": owner_findings,
             "network_removed_rule": removed_rule,
         }

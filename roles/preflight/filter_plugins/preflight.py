@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ansible.module_utils.parsing.convert_bool import boolean
+
 REPOSITORY = Path(__file__).resolve().parents[3]
 SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
@@ -218,12 +220,17 @@ def system_findings(host: str, facts: Mapping[str, Any], limits: Mapping[str, An
     return findings
 
 
+def may_become_root(variables: Mapping[str, Any]) -> bool:
+    """Whether plays may become root there; ansible_become: false in the inventory says that nobody may."""
+    return bool(boolean(variables.get("ansible_become", True), strict=False))
+
+
 def root_findings(
     host: str, variables: Mapping[str, Any], result: Mapping[str, Any], skew_s: float
 ) -> list[dict[str, str]]:
     """Whether sudo works without asking, and whether the clocks agree."""
     words = dict(pair.split("=", 1) for pair in str(result.get("stdout", "")).split() if "=" in pair)
-    if words.get("uid") != "0":
+    if "time" not in words or (words.get("uid") != "0" and may_become_root(variables)):
         said = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
         user = variables.get("ansible_user") or "the SSH user"
         if "incorrect" in said.lower():

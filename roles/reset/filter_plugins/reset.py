@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible.module_utils.parsing.convert_bool import boolean
+
 ROLES = ("launch", "tracker", "dataset", "network", "runtime")
 CONFIRM = "ansible-playbook reset.yml -e reset_confirm=true"
 
@@ -28,8 +30,9 @@ def report(
         if not removed:
             lines.append(f"{host}: nothing of setup.yml is left.")
         lines += [f"{host}: {'removed' if done else 'would remove'} {line}" for line in removed]
+        for_root = ", for root" if boolean(hostvars[host].get("ansible_become", True), strict=False) else ""
         if kept:
-            lines.append(f"{host}: {'kept' if done else 'would keep'}, for root: {', '.join(kept)}")
+            lines.append(f"{host}: {'kept' if done else 'would keep'}{for_root}: {', '.join(kept)}")
         if left:
             lines.append(f"{host}: left alone, not made by setup.yml: {', '.join(left)}")
     if kept_anywhere:

@@ -47,6 +47,7 @@ removed: {description: Environments that were removed., type: list, elements: st
 """
 
 MARKER = "nanofleet-venv.json"
+SCRIPTS = "../../../bin/"
 UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 
 
@@ -57,7 +58,8 @@ class VenvError(Exception):
 def installed_digest(venv: Path) -> str:
     """sha256 over the RECORDs, which hold every installed file's hash; empty when nothing is installed.
 
-    Two hosts with one digest have the same packages byte for byte, as far as their installers recorded.
+    Two hosts with one digest have the same packages byte for byte, as far as their installers recorded. The
+    scripts in bin/ are left out: their first line names the environment's place, which may differ by host.
     """
     digest = hashlib.sha256()
     records = sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
@@ -65,7 +67,7 @@ def installed_digest(venv: Path) -> str:
         lines = [
             line
             for line in record.read_text(encoding="utf-8").splitlines()
-            if not line.split(",")[0].endswith((".pyc", *UNHASHED))
+            if not line.split(",")[0].endswith((".pyc", *UNHASHED)) and not line.startswith(SCRIPTS)
         ]
         digest.update(f"{record.parent.name}\n{chr(10).join(sorted(lines))}\n".encode())
     return digest.hexdigest() if records else ""
