@@ -40,6 +40,7 @@ transient_unit = load(ROLE / "library" / "transient_unit.py")
 run_state = load(ROLE / "library" / "run_state.py")
 launch = load(ROLE / "filter_plugins" / "launch.py")
 report = load(ROLE / "filter_plugins" / "launch_report.py")
+status = load(ROLE / "filter_plugins" / "launch_status.py")
 
 
 class LeftError(Exception):
@@ -370,27 +371,58 @@ def test_skew_names_the_odd_host() -> None:
 
 def test_status_of_a_live_run_with_a_lost_host() -> None:
     up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
-               unit={"active_state": "active"}, checkpoint="checkpoints/step_000002")  # fmt: skip
-    said = report.launch_status(
+               unit={"active_state": "active"},
+               checkpoint="checkpoints/step_000002", checkpoint_time=0.5)  # fmt: skip
+    said = status.launch_status(
         {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
     )
     lines = said.splitlines()
-    assert lines[0] == "Run a"
+    assert lines[0] == "Run a: step 3 of 20 (15 %)"
     assert len({len(line.rstrip()) for line in lines[2:5]}) == 1, "the columns are aligned"
     for part in ("3/20", "5.0000", "1,235", "unreachable", "laptop did not answer", "2m34s", "http://tower:5000",
-                 "/runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
+                 "step 2, 1m40s ago: /runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
         assert part in said
+
+
+def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
+    now = {
+        "tok_per_s_average": 1200.4,
+        "sync_share": 0.124,
+        "temperature": 91.3,
+        "throttled": True,
+        "entered": 99.0,
+    }
+    blame = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
+    tower = state(**up, heartbeats=[beat(**now, blame=blame)], attempts=ended)
+    laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    for part in ("12 %", "91 °C throttled", "1,235 tok/s, 1,200 on average", f"Blame:       {blame}",
+                 "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
+                 "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
+        assert part in said
+    assert said.count(blame) == 1
+    assert "rank 0 on tower has not beaten" not in said
+
+
+def test_status_of_a_unit_between_two_attempts() -> None:
+    waits = {"active_state": "activating", "sub_state": "auto-restart"}
+    waiting = state(**stored(), ended=False, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)])
+    said = status.launch_status({"tower": waiting}, "a")
+    assert "restarting" in said
+    assert "Frozen" not in said, "it is dead, and known to be"
 
 
 def test_what_a_log_says_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
-    said = report.launch_status({"tower": noisy}, "a")
+    said = status.launch_status({"tower": noisy}, "a")
     assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
 
 
 def test_status_when_nothing_ever_ran() -> None:
-    assert "Nothing ever ran" in report.launch_status({"tower": state(run_id="")})
-    assert "No run b here. Known runs: a" in report.launch_status(
+    assert "Nothing ever ran" in status.launch_status({"tower": state(run_id="")})
+    assert "No run b here. Known runs: a" in status.launch_status(
         {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
     )
 

@@ -1,4 +1,7 @@
-"""What status.yml, stop.yml and a failed start show: plain text made from the module run_state's results."""
+"""What train.yml and stop.yml say about a run: plain text made from the module run_state's results.
+
+The words that status.yml shares with them stand here too; its screen is launch_status.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from typing import Any
 
 State = Mapping[str, Any]
 
-HEADER = ("host", "unit", "rank", "phase", "step", "loss", "tok/s", "last step")
-NUMBERS = {"rank", "step", "loss", "tok/s", "last step"}
-STALE_SECONDS = 60.0
+NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
+"""Columns whose cells stand to the right."""
 GFLOPS_A_THREAD = 40
 """Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
 USUAL_VOCABULARY = 32_768
@@ -51,28 +53,18 @@ def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
     return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
 
 
-def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
-    """The table's rows of one host: one a rank, or one that says why there is none."""
-    if unreachable(state):
-        return [[host, "unreachable", *["-"] * 6]]
-    if not state["found"]:
-        return [[host, "no such run" if run_id else "-", *["-"] * 6]]
-    unit, result = state["unit"]["active_state"], state["unit"].get("result")
+def unit_word(state: State) -> str:
+    """What the unit does, in a word or two."""
+    unit = state["unit"]
     if state["failed_unit"]:
-        unit = "failed" if result in ("success", "", None) else f"failed ({result})"
-    return [[host, unit, *_beat_cells(beat)] for beat in state["heartbeats"]] or [[host, unit, *["-"] * 6]]
+        result = unit.get("result")
+        return "failed" if result in ("success", "", None) else f"failed ({result})"
+    return "restarting" if between_attempts(state) else str(unit["active_state"])
 
 
-def _beat_cells(beat: Mapping[str, Any]) -> list[str]:
-    step = beat.get("step")
-    return [
-        str(beat.get("rank", "-")),
-        str(beat.get("phase") or "-"),
-        "-" if step is None else f"{step}/{beat.get('num_iterations')}",
-        "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
-        "-" if beat.get("tok_per_s") is None else f"{beat['tok_per_s']:,.0f}",
-        f"{duration(beat.get('age'))} ago",
-    ]
+def between_attempts(state: State) -> bool:
+    """Whether the unit waits to be started again, or whether that is just being decided."""
+    return state["unit"].get("sub_state") in ("auto-restart", "condition", "start-pre")
 
 
 def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
@@ -84,50 +76,23 @@ def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     return run_id or str(active[0] if active else newest["run_id"])
 
 
-def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
-    """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
-    reached = answered(states)
-    missing = [host for host in states if host not in reached]
-    found = {host: state for host, state in reached.items() if state["found"]}
+def standing(found: Mapping[str, State]) -> list[str]:
+    """What the run has come to: its last evaluation and its last checkpoint."""
     lines = []
-    if not found and run_id:
-        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
-        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
-    elif not found and reached:
-        lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
-    if found or missing:
-        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
-        lines += [*([f"Run {run_id}", ""] if found else []), *table(HEADER, rows), ""]
-    lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
-    lines += _about(found, tracker_uri) + _others_active(states, run_id) + launch_errors(found)
-    return screen(lines)
-
-
-def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
-    """What stands below the table: how far, how it ended, where things are."""
-    lines = []
-    ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
     evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
-    if any(not state["ended"] for state in found.values()):
-        if rank_zero(found).get("eta_seconds") is not None:
-            lines.append(f"Time left:   {duration(rank_zero(found)['eta_seconds'])}")
-        if ages and min(ages) > STALE_SECONDS:
-            lines.append(f"No rank has said anything for {duration(min(ages))}.")
-        if any(state["stop_requested"] for state in found.values()):
-            lines.append("Stop:        asked for; the run saves and ends after its current step")
     if evaluation:
         at = f"at step {evaluation.get('step')}"
         lines.append(f"Validation:  {evaluation['val_bpb']:.4f} bits per byte {at}")
     for host, state in found.items():
         if state["checkpoint"]:
-            lines.append(f"Checkpoint:  {state['run_dir']}/{state['checkpoint']} on {host}")
-    lines += _ending(found)
-    if tracker_uri and found:
-        lines.append(f"Tracker:     {tracker_uri}")
+            age = state["time"] - (state["checkpoint_time"] or state["time"])
+            step = int(state["checkpoint"].rsplit("_", 1)[1])
+            where = f"{state['run_dir']}/{state['checkpoint']} on {host}"
+            lines.append(f"Checkpoint:  step {step:,}, {duration(age)} ago: {where}")
     return lines
 
 
-def _ending(found: Mapping[str, State]) -> list[str]:
+def ending(found: Mapping[str, State]) -> list[str]:
     """How the run ended: once where all hosts agree on a good end, else by host."""
     ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
     words = {outcome["outcome"] for outcome in ended.values()}
@@ -139,7 +104,7 @@ def _ending(found: Mapping[str, State]) -> list[str]:
     ]
 
 
-def _others_active(states: Mapping[str, State], run_id: str) -> list[str]:
+def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
     """A line for every other run that is up."""
     up: dict[str, list[str]] = {}
     for host, state in answered(states).items():
@@ -238,10 +203,11 @@ def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str,
         unit = str(state["unit"]["active_state"]) if state else "unreachable"
         rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
     lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
-    lines += _about({host: state for host, state in reached.items() if state["found"]})
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines += standing(found) + ending(found)
     if len(reached) == len(states):
         lines.append("No process of the run and no listener on its port is left.")
-    lines += _others_active(states, run_id)
+    lines += others_active(states, run_id)
     if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
         lines.append(f"Go on with it: ansible-playbook train.yml -e run_id={run_id}")
     return screen(lines)
@@ -304,7 +270,6 @@ class FilterModule:
             "launch_heartbeat_name": lambda beat: f"heartbeat-{beat['rank']}.json",
             "launch_expected": launch_expected,
             "launch_run_shown": launch_run_shown,
-            "launch_status": launch_status,
             "launch_failure": launch_failure,
             "launch_idle": launch_idle,
             "launch_started": launch_started,

@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: everything a host knows about a run, read from its unit and its run directory."""
 
+import contextlib
 import json
 import os
 import re
@@ -86,6 +87,12 @@ log: {description: The log's last lines, type: list, elements: str, returned: al
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
 checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
+checkpoint_time: {description: When it was written, type: float, returned: always}
+attempts:
+  description: The last lines of attempts.jsonl - when each attempt ended, how, at which step and why.
+  type: list
+  elements: dict
+  returned: always
 time: {description: This host's clock, type: float, returned: always}
 runs:
   description: The newest 20 - run_id, time, active, outcome, step, num_iterations, tok_per_s, hosts, config.
@@ -101,6 +108,7 @@ listeners:
 """
 
 PREFIX = "nanofleet-"
+ATTEMPTS = 20
 NOT_A_RUN = (PREFIX + "tracker.service",)
 
 
@@ -126,6 +134,16 @@ def last_with(path, key):
     return None
 
 
+def attempts(path):
+    """The attempts the trainer has written down, oldest first."""
+    found = []
+    for line in tail(path)[-ATTEMPTS:]:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            found += [entry] if isinstance(entry, dict) else []
+    return found
+
+
 def heartbeats(run_dir, now):
     found = []
     for name in sorted(os.listdir(run_dir)):
@@ -143,6 +161,14 @@ def newest_checkpoint(run_dir):
         if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
             return "checkpoints/" + name
     return None
+
+
+def modified(path):
+    """When a file was written, or None where it has just been removed."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
 
 
 def last_sign(run_dir):
@@ -190,6 +216,7 @@ def read_run(run_dir, unit, now, log_lines):
     metrics = os.path.join(run_dir, "metrics.jsonl")
     log = tail(os.path.join(run_dir, "train.log"))
     failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None)
+    checkpoint = newest_checkpoint(run_dir)
     bad = failed or (outcome or {}).get("outcome") in ("retryable", "final")
     return {
         "failed_unit": failed,
@@ -202,7 +229,9 @@ def read_run(run_dir, unit, now, log_lines):
         "log": log[-log_lines:],
         "error": first_error(attempt_of(log), log_lines) if bad else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
-        "checkpoint": newest_checkpoint(run_dir),
+        "checkpoint": checkpoint,
+        "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
+        "attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
     }
 
 
@@ -218,6 +247,8 @@ NOTHING = {
     "error": [],
     "run_file": None,
     "checkpoint": None,
+    "checkpoint_time": None,
+    "attempts": [],
 }
 
 
