@@ -3,6 +3,7 @@
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
+python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
 python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
 python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer import attempts
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data import DataError
 from trainer.host.voice import flush_streams
@@ -62,6 +64,9 @@ def make_parser() -> argparse.ArgumentParser:
     from trainer.tracking import sender
 
     sender.add_arguments(command)
+
+    command = commands.add_parser("again", allow_abbrev=False, help="whether another attempt makes sense")
+    attempts.add_arguments(command)
 
     command = commands.add_parser("sample", allow_abbrev=False, help="text from a checkpoint")
     add_sample_arguments(command)
@@ -178,6 +183,7 @@ COMMANDS = {
     "prepare": prepare,
     "train": train,
     "track": track,
+    "again": attempts.run,
     "sample": sample,
     "export": export,
     "import": import_,

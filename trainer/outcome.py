@@ -20,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
+from trainer import attempts
 from trainer.config import ConfigError
 from trainer.data import DataError
 from trainer.data.files import try_lock, write_whole
@@ -96,11 +97,22 @@ class Attempt:
                     f"Another process{_named(lock)} trains as rank {self._place.rank} in "
                     f"{self.path.parent}. End it, or give another --run-dir."
                 )
-            self.path.unlink(missing_ok=True)
+            self._forget_the_one_before()
         except OSError as error:
             raise ConfigError(
                 f"The run directory {self.path.parent} cannot be used: {error.strerror}."
             ) from None
+
+    def _forget_the_one_before(self) -> None:
+        """Keep a line on how it ended; its outcome goes, and those of ranks this host no longer has."""
+        if self._place.speaks_for_host:
+            attempts.begin(self.path.parent)
+            first = self._place.rank
+            mine = {f"outcome-{rank}.json" for rank in range(first, first + self._place.local_world_size)}
+            for path in self.path.parent.glob("outcome-*.json"):
+                if path.name not in mine:
+                    path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
 
     def state(self, **figures: Any) -> None:
         """Set figures of the outcome: step, loss, val_bpb, checkpoint ..."""
@@ -133,6 +145,8 @@ class Attempt:
             }
             try:
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+                if self._place.speaks_for_host:
+                    attempts.end(self.path.parent, content)
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.

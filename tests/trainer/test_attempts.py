@@ -1,0 +1,112 @@
+"""Whether another attempt makes sense: from what is left in the run's directory, by exit code."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+from trainer import attempts
+from trainer.__main__ import main
+from trainer.host.place import Place
+from trainer.outcome import Attempt
+
+
+def attempt(run_dir: Path, outcome: str, step: int, reason: str = "Lost rank 1 (laptop).") -> None:
+    """One attempt, from its beginning to its end."""
+    one = Attempt(run_dir, Place())
+    one.begin()
+    one.state(step=step)
+    (run_dir / "heartbeat-0.json").write_text("{}")
+    one.end(outcome, reason)
+
+
+def test_the_first_attempt_needs_no_directory(tmp_path: Path) -> None:
+    assert attempts.judge(tmp_path / "none") == (True, "Nothing stands against a first attempt.", 0, 0.0)
+
+
+@pytest.mark.parametrize("outcome", ["final", "stopped", "finished"])
+def test_what_is_settled_is_not_tried_again(
+    tmp_path: Path, outcome: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    attempt(tmp_path, outcome, 5, "The loss of step 6 is nan.")
+    assert main(["again", "--run-dir", str(tmp_path)]) == 1
+    assert capsys.readouterr().out == f"Not again. {outcome}: The loss of step 6 is nan.\n"
+
+
+def test_what_another_rank_of_the_host_knows_counts(tmp_path: Path) -> None:
+    """Of two ranks of one host, the one that torchrun ended knows less than the one that failed."""
+    ranks = [Attempt(tmp_path, Place(rank, 2, rank, 2)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.begin()
+    ranks[1].end("final", "Unexpected KeyError.")
+    ranks[0].end("retryable", "torchrun ended this rank.")
+    assert attempts.judge(tmp_path)[:2] == (False, "final: Unexpected KeyError.")
+    (tmp_path / "outcome-5.json").write_text('{"outcome": "final"}')  # of a rank this host no longer has
+    for rank in ranks:
+        rank.begin()
+    assert not list(tmp_path.glob("outcome*"))
+
+
+def test_waits_grow_without_progress_and_end_with_it(tmp_path: Path) -> None:
+    waits = []
+    for step in (10, 8, 10, 9, 11, 11):
+        attempt(tmp_path, "retryable", step)
+        waits.append(attempts.judge(tmp_path).wait_seconds)
+    assert waits == [0, 5, 10, 20, 0, 5]
+    assert attempts.wait_after(1000) == 60
+    lines = attempts.history(tmp_path)
+    assert [line["step"] for line in lines] == [10, 8, 10, 9, 11, 11]
+    assert [line["asked_anew"] for line in lines] == [True, False, False, False, False, False]
+    assert lines[0]["outcome"] == "retryable"
+    assert lines[0]["seconds"] >= 0
+
+
+def test_a_limit_ends_it_and_a_person_begins_anew(tmp_path: Path) -> None:
+    for _ in range(4):
+        attempt(tmp_path, "retryable", 3)
+    assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 0
+    attempt(tmp_path, "retryable", 3)
+    verdict = attempts.judge(tmp_path, limit=4)
+    assert verdict.reason.startswith("5 attempts in a row came no further than step 3. The last")
+    assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 1
+
+    (tmp_path / "outcome.json").unlink()
+    (tmp_path / "heartbeat-0.json").unlink()
+    assert attempts.judge(tmp_path, limit=4).again
+    attempt(tmp_path, "retryable", 3)
+    assert attempts.judge(tmp_path, limit=4)[2:] == (1, 0.0)
+
+
+def test_an_attempt_that_was_killed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = Attempt(tmp_path, Place())
+    killed.begin()
+    pid = json.loads((tmp_path / "attempt.json").read_text())["pid"]
+    beat = {"pid": pid, "rank": 0, "run_id": "r", "step": 812, "phase": "backward", "time": time.time() + 9}
+    (tmp_path / "heartbeat-0.json").write_text(json.dumps(beat))
+    assert killed._held is not None
+    killed._held.close()  # as its end would
+    verdict = attempts.judge(tmp_path)
+    assert verdict.again
+    assert verdict.reason.endswith(
+        "Killed without a word (SIGKILL, or the kernel for want of memory) in backward after step 812."
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(attempts, "_boot_id", lambda: "another")
+        assert attempts.judge(tmp_path).reason.endswith("Its host went down in backward after step 812.")
+    attempt(tmp_path, "retryable", 812)
+    lines = attempts.history(tmp_path)
+    assert [(line["step"], line["rank"]) for line in lines] == [(812, 0), (812, 0)]
+    assert lines[0]["seconds"] == pytest.approx(9, abs=1)
+    assert attempts.judge(tmp_path).wait_seconds == 5
+
+
+def test_damaged_files_do_not_stand_in_the_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    attempt(tmp_path, "retryable", 3)
+    with open(tmp_path / "attempts.jsonl", "a") as file:
+        file.write('{"step": 3, "outco\n[1]\n')
+    (tmp_path / "attempt.json").write_text("")
+    assert main(["again", "--run-dir", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["fruitless"] == 1

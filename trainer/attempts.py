@@ -1,0 +1,200 @@
+"""The attempts at a run on this host, and whether another one makes sense.
+
+attempts.jsonl   a line for each attempt that is over: how it ended and why, at which step, after how long
+attempt.json     the attempt under way; without an outcome beside it, it was killed
+
+python -m trainer again --run-dir runs/mine           # exit code 0: try again; 1: no, and why
+python -m trainer again --run-dir runs/mine --wait    # and sleeps first, longer after each fruitless attempt
+
+A run that was asked for anew (its outcome and heartbeats were taken away) starts without a wait, and its
+fruitless attempts are counted from there. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.data.files import write_whole
+
+HISTORY, UNDER_WAY = "attempts.jsonl", "attempt.json"
+FIRST_WAIT_SECONDS = 5.0
+# Longer would be of no use: an attempt itself waits a minute for the other hosts, and they must meet.
+LONGEST_WAIT_SECONDS = 60.0
+LIMIT = 30
+SETTLED = ("final", "stopped", "finished")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Verdict(NamedTuple):
+    """Whether to try again, why, how many attempts in a row came no further, how long to wait before."""
+
+    again: bool
+    reason: str
+    fruitless: int = 0
+    wait_seconds: float = 0.0
+
+
+def judge(run_dir: Path, limit: int = LIMIT) -> Verdict:
+    """Whether another attempt at the run in `run_dir` makes sense. Reads only."""
+    ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
+    for kind in SETTLED:  # what one rank of this host knows to be final is so for all of them
+        for end in ends:
+            if end.get("outcome") == kind:
+                return Verdict(False, f"{kind}: {end.get('reason') or 'no reason was given'}")
+    if is_asked_anew(run_dir):
+        return Verdict(True, "Nothing stands against a first attempt.")
+    lines = history(run_dir)
+    if (killed := killed_attempt(run_dir)) is not None:
+        lines.append(killed)
+    fruitless, last = _fruitless(lines), lines[-1] if lines else {}
+    why = f"The last attempt: {last.get('reason') or 'no reason was given'}"
+    if fruitless > limit:
+        return Verdict(
+            False,
+            f"{fruitless} attempts in a row came no further than step {last.get('step', 0)}. {why}",
+            fruitless,
+        )
+    return Verdict(True, why, fruitless, wait_after(fruitless))
+
+
+def wait_after(fruitless: int) -> float:
+    """Seconds to wait after so many attempts in a row without progress: 0, 5, 10, 20, 40, 60, 60 ..."""
+    if fruitless < 2:
+        return 0.0
+    return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(fruitless - 2, 10))
+
+
+def _fruitless(lines: list[dict[str, Any]]) -> int:
+    """How many attempts at the end of the history came no further; one that did counts as the first."""
+    count, furthest = 0, -1
+    for line in lines:
+        if line.get("asked_anew"):
+            count, furthest = 0, -1
+        step = int(line.get("step") or 0)
+        count = 1 if step > furthest else count + 1
+        furthest = max(furthest, step)
+    return count
+
+
+def history(run_dir: Path) -> list[dict[str, Any]]:
+    """The attempts that are over, the oldest first; lines that are damaged are left out."""
+    try:
+        raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    lines = []
+    for text in raw:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def is_asked_anew(run_dir: Path) -> bool:
+    """Whether nothing is left of an attempt before that would want to be tried again."""
+    return not any(run_dir.glob("outcome*.json")) and not any(run_dir.glob("heartbeat-*.json"))
+
+
+def begin(run_dir: Path) -> None:
+    """Note that an attempt begins, after what became of one that was killed. Call it before its outcome goes.
+
+    Raises OSError.
+    """
+    if (killed := killed_attempt(run_dir)) is not None:
+        _add(run_dir, killed)
+    under_way = {
+        "pid": os.getpid(),
+        "boot_id": _boot_id(),
+        "began": time.time(),
+        "asked_anew": is_asked_anew(run_dir),
+    }
+    write_whole(run_dir / UNDER_WAY, (json.dumps(under_way) + "\n").encode())
+
+
+def end(run_dir: Path, outcome: dict[str, Any]) -> None:
+    """Note how the attempt under way ended. Raises OSError."""
+    under_way = _load(run_dir / UNDER_WAY)
+    names = ("run_id", "rank", "outcome", "reason", "step", "loss", "checkpoint", "seconds", "time")
+    line = {name: outcome.get(name) for name in names}
+    _add(run_dir, {**line, "began": under_way.get("began"), "asked_anew": under_way.get("asked_anew", False)})
+    (run_dir / UNDER_WAY).unlink(missing_ok=True)
+
+
+def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
+    """What became of an attempt that left no outcome: the line its history lacks. None if there is none."""
+    under_way = _load(run_dir / UNDER_WAY)
+    if not under_way:
+        return None
+    beats = [beat for path in sorted(run_dir.glob("heartbeat-*.json")) if (beat := _load(path))]
+    beat = next((beat for beat in beats if beat.get("pid") == under_way.get("pid")), {})
+    step, phase = int(beat.get("step") or 0), beat.get("phase") or "load"
+    if under_way.get("boot_id") and under_way["boot_id"] != _boot_id():
+        what = "Its host went down"
+    else:
+        what = "Killed without a word (SIGKILL, or the kernel for want of memory)"
+    began, seen = float(under_way.get("began") or 0), float(beat.get("time") or 0)
+    return {
+        "run_id": beat.get("run_id"),
+        "rank": beat.get("rank"),
+        "outcome": "retryable",
+        "reason": f"{what} in {phase} after step {step}.",
+        "step": step,
+        "loss": beat.get("loss"),
+        "checkpoint": (beat.get("checkpoint") or {}).get("path"),
+        "seconds": round(max(0.0, seen - began), 3),
+        "time": seen or began,
+        "began": began,
+        "asked_anew": under_way.get("asked_anew", False),
+    }
+
+
+def _add(run_dir: Path, line: dict[str, Any]) -> None:
+    with open(run_dir / HISTORY, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run's directory")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        default=LIMIT,
+        metavar="N",
+        help="attempts in a row that came no further, after which it is no use (%(default)s)",
+    )
+    parser.add_argument("--wait", action="store_true", help="sleep as long as it is good to wait before it")
+    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Say the verdict; returns 0 where another attempt makes sense, 1 where it does not."""
+    verdict = judge(args.run_dir, args.limit)
+    if args.json:
+        print(json.dumps(verdict._asdict()), flush=True)
+    elif verdict.again:
+        print(f"Again in {verdict.wait_seconds:g} s. {verdict.reason}", flush=True)
+    else:
+        print(f"Not again. {verdict.reason}", flush=True)
+    if verdict.again and args.wait:
+        time.sleep(verdict.wait_seconds)
+    return 0 if verdict.again else 1
