@@ -215,6 +215,15 @@ def launch_outcome(state: State, kind: str, reason: str) -> dict[str, Any]:
     }
 
 
+def launch_count_cpus(cpus: str) -> int:
+    """How many processors a list such as 0-3,6 names; 0 for an empty one."""
+    named: set[int] = set()
+    for part in filter(None, str(cpus).split(",")):
+        first, _, last = part.partition("-")
+        named.update(range(int(first), int(last or first) + 1))
+    return len(named)
+
+
 class FilterModule:
     """Ansible's entry point."""
 
@@ -225,5 +234,6 @@ class FilterModule:
             "launch_outcome": launch_outcome,
             "launch_installed": launch_installed,
             "launch_skew": launch_skew,
+            "launch_count_cpus": launch_count_cpus,
             "launch_trainer_digest": lambda _ignored="": _config_module().code_digest(),
         }
