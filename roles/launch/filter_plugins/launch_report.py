@@ -47,6 +47,11 @@ def answered(states: Mapping[str, State]) -> dict[str, State]:
     return {host: state for host, state in states.items() if not unreachable(state)}
 
 
+def is_over(state: State) -> bool:
+    """Whether the attempt is over, be it that the unit would try again."""
+    return bool(state["ended"] or state.get("between"))
+
+
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
     """Rank 0's heartbeat, else any, else an empty one."""
     beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
@@ -59,12 +64,7 @@ def unit_word(state: State) -> str:
     if state["failed_unit"]:
         result = unit.get("result")
         return "failed" if result in ("success", "", None) else f"failed ({result})"
-    return "restarting" if between_attempts(state) else str(unit["active_state"])
-
-
-def between_attempts(state: State) -> bool:
-    """Whether the unit waits to be started again, or whether that is just being decided."""
-    return state["unit"].get("sub_state") in ("auto-restart", "condition", "start-pre")
+    return "restarting" if state.get("between") else str(unit["active_state"])
 
 
 def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
@@ -133,12 +133,12 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     The hosts come in the order in which their units ended: the first of them is where to look.
     """
     never = float("inf")
-    ended = {host: (s["ended"] and s["unit"].get("since")) or never for host, s in answered(states).items()}
+    ended = {host: (is_over(s) and s["unit"].get("since")) or never for host, s in answered(states).items()}
     reached = {host: states[host] for host in sorted(ended, key=lambda host: ended[host])}
     odd = [host for host in states if host not in reached]
     waiting = [host for host, state in reached.items() if not state["stepped"]]
-    dead = [host for host in waiting if reached[host]["ended"]]
-    silent = [host for host in waiting if not reached[host]["ended"]]
+    dead = [host for host in waiting if is_over(reached[host])]
+    silent = [host for host in waiting if not is_over(reached[host])]
     phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has said anything"
     said = [f"{', '.join(odd)} did not answer"] if odd else []
@@ -151,7 +151,8 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     ]
     head = f"The run {run_id} did not start: {'; '.join(said) or 'a unit could not be started'}."
     again = f"When that is mended: ansible-playbook train.yml -e run_id={run_id}"
-    return screen([head, *reasons, *launch_errors(reached), "", again])
+    others = others_active(states, run_id)
+    return screen([head, *reasons, *others, *launch_errors(reached), "", again])
 
 
 def launch_started(states: Mapping[str, State], run_id: str) -> str:
@@ -182,15 +183,36 @@ def launch_idle(states: Mapping[str, State], run_id: str) -> str:
     return f"{what if run_id else 'Nothing runs'} on {', '.join(reached)}.{rest}"
 
 
-def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
-    """What a stop will take, said before it is asked for."""
+def launch_can_save(states: Mapping[str, State]) -> bool:
+    """Whether a run can be asked to save: its coordinator answers and has made a step in this attempt."""
+    return any(
+        ((state["run_file"] or {}).get("hosts") or [""])[0] == host
+        and state["stepped"]
+        and not is_over(state)
+        for host, state in answered(states).items()
+    )
+
+
+def launch_stop_expected(states: Mapping[str, State], run_id: str, now: bool = False) -> str:
+    """What a stop will take, said before it is asked for. now: nothing is to be saved."""
     beat = rank_zero(states)
+    lost = [host for host in states if host not in answered(states)]
+    kept = next((s["checkpoint"] for s in answered(states).values() if s["checkpoint"]), None)
+    last = (
+        f"the last checkpoint is that of step {int(kept.rsplit('_', 1)[1]):,}"
+        if kept
+        else "none was saved yet"
+    )
+    if now:
+        return f"The run {run_id} is ended within 15 s; {last}."
+    if not launch_can_save(states):
+        return f"The run {run_id} makes no steps at present, so there is nothing to save: {last}."
     took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
     at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
-    return (
-        f"The run {run_id}{at} ends after one more step{took} and one save. "
-        "Without saving, within 15 s: -e stop_now=true"
-    )
+    said = f"The run {run_id}{at} ends after one more step{took} and one save."
+    if lost:
+        said += f" Without {', '.join(lost)}, which did not answer, that may fail: then {last}."
+    return f"{said} Without saving, within 15 s: -e stop_now=true"
 
 
 def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str, Sequence[Any]]) -> str:
@@ -267,12 +289,12 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
-            "launch_heartbeat_name": lambda beat: f"heartbeat-{beat['rank']}.json",
             "launch_expected": launch_expected,
             "launch_run_shown": launch_run_shown,
             "launch_failure": launch_failure,
             "launch_idle": launch_idle,
             "launch_started": launch_started,
+            "launch_can_save": launch_can_save,
             "launch_stop_expected": launch_stop_expected,
             "launch_stopped": launch_stopped,
         }

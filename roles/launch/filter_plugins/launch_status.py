@@ -70,7 +70,11 @@ def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
     if not state["found"]:
         return [[host, "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)
-    return [[host, unit, *_beat_cells(beat)] for beat in state["heartbeats"]] or [[host, unit, *blank]]
+    beats = [
+        {**beat, "phase": "joining", "loss": None} if beat.get("before") else beat
+        for beat in state["heartbeats"]
+    ]
+    return [[host, unit, *_beat_cells(beat)] for beat in beats] or [[host, unit, *blank]]
 
 
 def _beat_cells(beat: Beat) -> list[str]:
@@ -95,7 +99,12 @@ def silences(found: Mapping[str, State]) -> list[str]:
         for beat in state["heartbeats"]:
             # Only a trainer whose heart beats on its own says when it entered its phase.
             beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
-            if beats and beat["age"] > FROZEN_SECONDS and beat.get("phase") != "done":
+            if (
+                beats
+                and not beat.get("before")
+                and beat["age"] > FROZEN_SECONDS
+                and beat.get("phase") != "done"
+            ):
                 lines.append(
                     f"Frozen:      rank {beat.get('rank')} on {host} has not beaten for "
                     f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
@@ -109,13 +118,15 @@ def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
     """What stands below the table: how fast, how far, how it ended, where things are."""
     lines = []
     if any(not state["ended"] for state in found.values()):
-        lines += _pace(text.rank_zero(found))
+        beat = text.rank_zero(found)
+        lines += [] if beat.get("before") or beat.get("age", 0.0) > STALE_SECONDS else _pace(beat)
         ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
         if ages and min(ages) > STALE_SECONDS:
             lines.append(f"No rank has said anything for {text.duration(min(ages))}.")
         if any(state["stop_requested"] for state in found.values()):
             lines.append("Stop:        asked for; the run saves and ends after its current step")
-    lines += text.standing(found) + _attempts(found) + text.ending(found)
+    over = {host: state for host, state in found.items() if state["ended"]}
+    lines += text.standing(found) + _attempts(found) + text.ending(over)
     if tracker_uri and found:
         lines.append(f"Tracker:     {tracker_uri}")
     return lines

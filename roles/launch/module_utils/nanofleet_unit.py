@@ -55,6 +55,12 @@ def is_up(unit):
     return unit["active_state"] not in ("inactive", "failed")
 
 
+def between_attempts(unit):
+    """Whether an attempt is over and the unit waits to be started again, or to be told that it is not."""
+    waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
+    return unit["sub_state"] == "auto-restart" or waits
+
+
 def active_units(pattern):
     """Names of the units that match and are up."""
     _code, out, _err = run(["systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", pattern])
