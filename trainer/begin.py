@@ -1,6 +1,6 @@
 """Before step 0: read the data, meet the other ranks, decide on the arithmetic, build the model, take up.
 
-ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, say).ready()
+ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say).ready()
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ from trainer.host.heartbeat import Heartbeat
 from trainer.host.numerics import Numerics, Options, again, decide_device, explore
 from trainer.host.place import Place
 from trainer.host.voice import Voice
+from trainer.host.watchdog import Watchdog
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
 from trainer.plan import Plan, make_plan
 from trainer.report import Progress
 from trainer.sync import Sync, make_sync
 from trainer.sync.group import Group
-from trainer.sync.store import join_store
+from trainer.sync.store import join_store, prefix_of
 
 
 @dataclass
@@ -59,11 +60,12 @@ class Beginning:
         run_dir: Path,
         place: Place,
         heartbeat: Heartbeat,
+        watchdog: Watchdog,
         say: Voice,
     ) -> None:
         self.run_file, self.config = run_file, run_file.config
         self.data_dir, self.checkpoints = data_dir, run_dir / "checkpoints"
-        self.place, self.heartbeat, self.say = place, heartbeat, say
+        self.place, self.heartbeat, self.watchdog, self.say = place, heartbeat, watchdog, say
 
     def ready(self) -> Ready:
         """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
@@ -76,7 +78,9 @@ class Beginning:
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
         self.numerics = options.on(kind)
         peers = [record.peer for record in records]
+        self.watchdog.meet(peers, {record.rank: record.told for record in records})
         self.group = Group.open(place, peers, self.store, self.numerics.device)
+        self.heartbeat.waits = lambda: self.group.waits
         if place.speaks_for_host:
             self._say_who(records, kind, reason)
 
@@ -113,7 +117,10 @@ class Beginning:
 
     def _load_and_meet(self, options: Options) -> list[contract.Record]:
         """Read the data and agree with all ranks; what is wrong here is told to all of them."""
-        self.store = join_store(self.place, self.run_file.run_id) if self.place.world_size > 1 else None
+        self.store = None
+        if self.place.world_size > 1:
+            self.store = join_store(self.place, self.run_file.run_id)
+            self.watchdog.join(prefix_of(self.place))
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
         try:
@@ -126,7 +133,9 @@ class Beginning:
             problem = error
             if self.store is None:
                 raise
-        record = contract.make_record(self.place, self.run_file, options, info, hashes, str(problem or ""))
+        record = contract.make_record(
+            self.place, self.run_file, options, info, hashes, str(problem or ""), self.watchdog.told
+        )
         return contract.meet(self.store, record, self.place.world_size)
 
     def _build(self) -> None:

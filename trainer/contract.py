@@ -43,6 +43,7 @@ class Record:
     shown: Fields
     problem: str = ""
     facts: Fields = field(default_factory=dict)
+    told: str = ""  # where it can be asked how it is
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -66,6 +67,7 @@ def make_record(
     rows: RowsInfo | None = None,
     hashes: dict[str, str] | None = None,
     problem: str = "",
+    told: str = "",
 ) -> Record:
     """This rank's record: what must be equal, and what may differ by host and is only shown."""
     compared = {
@@ -86,7 +88,7 @@ def make_record(
             "val rows": rows.val_sha256[:16],
         }
     shown = options.shown() if options else {}
-    return Record(place.rank, place.host, place.address(), compared, shown, problem, host_facts())
+    return Record(place.rank, place.host, place.address(), compared, shown, problem, host_facts(), told)
 
 
 def meet(

@@ -71,6 +71,7 @@ class Attempt:
         self._ended = False
         self._held: IO[str] | None = None  # open as long as this attempt is
         self._at_end: list[Callable[[str, bool], None]] = []
+        self.reason = ""  # once it has ended
         self._figures: dict[str, Any] = {
             "run_id": None,
             "step": 0,
@@ -134,7 +135,7 @@ class Attempt:
         with self._lock:
             if self._ended:
                 return False
-            self._ended = True
+            self._ended, self.reason = True, reason
             content = {
                 **self._figures,
                 "outcome": outcome,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import statistics
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trainer.host.heartbeat import Heartbeat
@@ -17,6 +20,7 @@ SPLIT = ("data", "forward", "backward", "sync", "optimizer")
 LINE_EVERY_SECONDS = 0.5
 MEASURED_STEPS = 3  # after which the expected time is said and collectives get their time-out
 RECENT_STEPS = 50
+SMOOTHING = 0.1  # what the newest step has to say in the share of sync
 
 
 @dataclass
@@ -49,6 +53,7 @@ class Report:
         self.tracker: Tracker | None = None
         self.progress = Progress()
         self.durations: list[float] = []  # seconds of this attempt's steps
+        self.sync_share: float | None = None  # of a step's seconds, smoothed
         self._said = -LINE_EVERY_SECONDS
 
     @property
@@ -61,6 +66,11 @@ class Report:
         """The mean step after the first, which also warms up; of late ones, for the pace may change."""
         late = self.durations[1:][-RECENT_STEPS:] or self.durations
         return sum(late) / len(late)
+
+    @property
+    def median(self) -> float:
+        """The median of the recent steps; the first one, which also warms up, counts while it is alone."""
+        return statistics.median(self.durations[1:][-RECENT_STEPS:] or self.durations)
 
     @property
     def expected(self) -> float:
@@ -98,8 +108,19 @@ class Report:
         speed = self.plan.total_batch_size / seconds
         phases = self.heartbeat.lap()
         split = {name: phases.get(name, 0.0) for name in SPLIT}
-        self.stand(loss=loss, tok_per_s=speed, step_seconds=seconds, eta_seconds=self.expected)
-        self.attempt.state(tok_per_s=self.plan.total_batch_size / self.typical)
+        average = self.plan.total_batch_size / self.typical
+        share = split["sync"] / seconds
+        before = share if self.sync_share is None else self.sync_share
+        self.sync_share = before + SMOOTHING * (share - before)
+        self.stand(
+            loss=loss,
+            tok_per_s=speed,
+            tok_per_s_average=average,
+            step_seconds=self.median,
+            eta_seconds=self.expected,
+            sync_share=round(self.sync_share, 3),
+        )
+        self.attempt.state(tok_per_s=average)
         figures = {"loss": loss, "lr": lr, "lr_multiplier": rate, "tok_per_s": speed}
         figures["step_seconds"] = seconds
         figures |= {f"{name}_s": value for name, value in split.items()}
@@ -119,6 +140,16 @@ class Report:
                 event="step",
                 figures={"step": progress.step, **figures, "eta_seconds": self.expected},
             )
+
+    def checkpoint(self, run_dir: Path) -> None:
+        """The heartbeat names the newest checkpoint, with its step and when it was written."""
+        path = self.progress.checkpoint
+        if path is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            written = (run_dir / path).stat().st_mtime
+            step = int(path.rpartition("_")[2])
+            self.heartbeat.state(checkpoint={"step": step, "time": written, "path": path})
 
     def expected_time(self) -> None:
         """Say how long the rest will take."""

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from trainer import checkpoint, schedule
 from trainer.begin import Beginning, Ready
+from trainer.blame import where
 from trainer.config import RunConfig, RunFile
 from trainer.data.files import write_whole
 from trainer.data.loader import batch_rows, rank_rows
@@ -29,7 +30,8 @@ from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.place import Place
 from trainer.host.voice import Voice
-from trainer.outcome import Attempt, Final, Retryable, Stopped
+from trainer.host.watchdog import Watchdog
+from trainer.outcome import Attempt, Final, Retryable, RunEnd, Stopped, conclude
 from trainer.plan import describe
 from trainer.report import Report
 from trainer.sample import stream_text
@@ -42,7 +44,8 @@ from trainer.tracking.tracker import Tracker
 SAMPLE_PROMPT = "The "
 SAMPLE_TOKENS = 64
 SAMPLE_TEMPERATURE = 0.8
-TIMEOUT_FLOOR = timedelta(minutes=2)
+# Of a collective, once steps are measured. The watchdog speaks long before and ends what is dead; this ends
+# a wait for ranks that live and do not come.
 TIMEOUT_STEPS = 20
 LAST_WRITE_SECONDS = 60.0  # for a checkpoint that is being written when an attempt fails
 
@@ -67,6 +70,8 @@ class Run:
         self.data_dir, self.run_dir = data_dir, run_dir
         self.place, self.attempt, self.say = place, attempt, say
         self.heartbeat = Heartbeat(run_dir, place, run_file.run_id)
+        self.watchdog = Watchdog(self.heartbeat, place, run_dir, attempt, say)
+        self.watchdog.before_end = self._bring_home
         self.report = Report(self.heartbeat, attempt, say, place.speaks_for_host)
         self.stop_file = run_dir / "stop"
         self.timeout = UNMEASURED_TIMEOUT
@@ -75,9 +80,13 @@ class Run:
     def go(self, tracker_uri: str = "") -> str:
         """Load, meet, resume, train, conclude."""
         self.attempt.state(run_id=self.run_file.run_id)
+        self.heartbeat.start()
+        self.watchdog.start()
         if self.place.coordinates:
             self.stop_file.unlink(missing_ok=True)  # asked of an earlier attempt
-        way = Beginning(self.run_file, self.data_dir, self.run_dir, self.place, self.heartbeat, self.say)
+        way = Beginning(
+            self.run_file, self.data_dir, self.run_dir, self.place, self.heartbeat, self.watchdog, self.say
+        )
         self._take(way.ready())
         if self.place.coordinates:
             self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
@@ -98,6 +107,8 @@ class Run:
         self.ready, self.plan, self.data, self.group = ready, ready.plan, ready.data, ready.group
         self.model, self.optimizer, self.sync = ready.model, ready.optimizer, ready.sync
         self.report.begin(ready.plan, ready.progress)
+        self.report.checkpoint(self.run_dir)
+        self.watchdog.evaluation_steps = self.config.eval_tokens / ready.plan.total_batch_size
 
     def _make_tracker(self, uri: str) -> Tracker:
         if self.config.tracker == "none":
@@ -232,7 +243,7 @@ class Run:
         if self.place.coordinates:
             self.report.expected_time()
         longest = timedelta(seconds=TIMEOUT_STEPS * max(self.report.durations))
-        self.timeout = max(TIMEOUT_FLOOR, longest)
+        self.timeout = max(UNMEASURED_TIMEOUT, longest)
         self.group.set_timeout(self.timeout)
 
     @contextmanager
@@ -269,9 +280,12 @@ class Run:
         self._note_checkpoint()
 
     def _note_checkpoint(self) -> None:
-        """The outcome names the newest checkpoint that is whole on the disk."""
+        """Outcome and heartbeat name the newest checkpoint that is whole on the disk."""
         if self.saver.saved is not None:
-            self.report.progress.checkpoint = self.saver.saved.relative_to(self.run_dir).as_posix()
+            path = self.saver.saved.relative_to(self.run_dir).as_posix()
+            if path != self.report.progress.checkpoint:
+                self.report.progress.checkpoint = path
+                self.report.checkpoint(self.run_dir)
         self.report.stand()
 
     def _meta(self) -> dict[str, Any]:
@@ -311,16 +325,28 @@ class Run:
 
     @contextmanager
     def telling_where(self) -> Iterator[None]:
-        """Add phase and step to what a lost peer's message says; a checkpoint on its way gets there."""
+        """Find out why a peer was lost, and where; tell the others an end; bring a checkpoint home."""
         try:
-            yield
-        except PeerLost as error:
-            raise Retryable(
-                f"In {self.heartbeat.phase} after step {self.report.progress.step}: {error}"
-            ) from None
+            try:
+                yield
+            except PeerLost as error:
+                raise self._why(error) from None
+        except Exception as error:
+            outcome, reason, _ = conclude(error)
+            self.watchdog.ends({"final": Final, "stopped": Stopped}.get(outcome, Retryable)(reason))
+            raise
         finally:
-            self.saver.wait(LAST_WRITE_SECONDS)
-            self._note_checkpoint()
+            self._bring_home()
+
+    def _why(self, error: PeerLost) -> RunEnd:
+        place = where(self.heartbeat.told())
+        end = self.watchdog.why(error)
+        return Retryable(f"In {place}: {end}") if end.outcome == "retryable" else end
+
+    def _bring_home(self) -> None:
+        """Let a checkpoint on its way get to the disk."""
+        self.saver.wait(LAST_WRITE_SECONDS)
+        self._note_checkpoint()
 
 
 def _due(step: int, every: int) -> bool:
@@ -339,5 +365,8 @@ def train(
 ) -> str:
     """Train; returns the closing sentence or raises RunEnd, ConfigError or DataError with it."""
     run = Run(run_file, data_dir, run_dir, place, attempt, say)
-    with run.telling_where():
-        return run.go(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+    try:
+        with run.telling_where():
+            return run.go(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+    finally:
+        run.watchdog.stop()

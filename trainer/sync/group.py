@@ -65,6 +65,7 @@ class Group:
         self.world_size = place.world_size
         self.peers = peers
         self.bytes_sent = 0
+        self.waits = False  # whether the main thread is in a collective
 
     @classmethod
     def open(
@@ -239,12 +240,15 @@ class Group:
 
     @contextmanager
     def _naming_the_peer(self) -> Iterator[None]:
+        before, self.waits = self.waits, True
         try:
             yield
         except torch.OutOfMemoryError:  # of a GPU; no peer's fault
             raise
         except RuntimeError as error:
             raise PeerLost(self._blame(str(error))) from None
+        finally:
+            self.waits = before
 
     def _blame(self, message: str) -> str:
         """Gloo names the other end by address; say whose it is."""

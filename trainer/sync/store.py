@@ -16,6 +16,11 @@ from trainer.outcome import Retryable
 JOIN_SECONDS = 45.0
 
 
+def prefix_of(place: Place) -> str:
+    """What the keys of this attempt begin with in the store."""
+    return f"nanofleet/{place.attempt}"
+
+
 def join_store(place: Place, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
     """Connect to the store and take this rank's seat. Raises Retryable if none is there, or an old one."""
     try:
@@ -27,7 +32,7 @@ def join_store(place: Place, run_id: str, seconds: float = JOIN_SECONDS) -> dist
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        mine = dist.PrefixStore(f"nanofleet/{place.attempt}", store)
+        mine = dist.PrefixStore(prefix_of(place), store)
         # A rank that comes back fast can meet the store of the attempt that is just dying.
         taken = mine.add(f"seat/{run_id}/{place.rank}", 1) > 1
     except (RuntimeError, ValueError) as error:

@@ -1,0 +1,119 @@
+"""Who is where when a run does not go on, in sentences.
+
+"rank 1 (laptop) has been in backward of step 812 for 94 s (98 % of a core); rank 0 (tower) waits in sync"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.host.listener import ANSWERS, FROZEN, GONE, UNREACHABLE
+from trainer.sync.group import Peer
+
+BUSY, IDLE = 0.5, 0.1  # of a core, used by the thread that trains
+HOT = 90.0  # degrees Celsius
+
+UNKNOWN = "unknown"  # nobody knows yet where to ask it
+
+
+@dataclass(frozen=True)
+class Sighting:
+    """A rank as it was found: how it answered, and its last words, which are `age` seconds old."""
+
+    peer: Peer
+    how: str
+    words: Mapping[str, Any] = field(default_factory=dict)
+    age: float = 0.0
+
+    @property
+    def waits(self) -> bool:
+        return self.how == ANSWERS and bool(self.words.get("waits"))
+
+    @property
+    def is_dead(self) -> bool:
+        return self.how in (FROZEN, GONE, UNREACHABLE)
+
+
+def where(words: Mapping[str, Any]) -> str:
+    """The place that words of a rank tell of: backward of step 812, load, evaluate after step 250."""
+    phase, step = words.get("phase") or "load", int(words.get("step") or 0)
+    if words.get("stage") == "step":
+        return f"{phase} of step {step + 1}"
+    return f"{phase} after step {step}" if phase in ("evaluate", "checkpoint", "done") else str(phase)
+
+
+def describe(sighting: Sighting) -> str:
+    """What is to be said of one rank."""
+    peer, words = sighting.peer, sighting.words
+    if sighting.how == UNKNOWN:
+        return f"{peer} {f'was{_last_seen(sighting)}' if words else 'has not arrived'}"
+    if sighting.is_dead:
+        return f"{peer} {_death(sighting)}"
+    if sighting.waits:
+        return f"{peer} waits in {where(words)}"
+    return f"{peer} has been in {where(words)} for {words.get('phase_seconds', 0):.0f} s{_effort(words)}"
+
+
+def _death(sighting: Sighting) -> str:
+    last = f",{_last_seen(sighting)}" if sighting.words else ""
+    if sighting.how == GONE:
+        return f"is gone (its host answers, the process does not exist any more){last}"
+    if sighting.how == FROZEN:
+        return f"is frozen (its host takes the connection, the process does not answer){last}"
+    at = f" at {sighting.peer.address}" if sighting.peer.address else ""
+    return f"cannot be reached (its host does not answer{at}: down, asleep or cut off){last}"
+
+
+def _last_seen(sighting: Sighting) -> str:
+    return f" last seen in {where(sighting.words)} {sighting.age:.0f} s ago"
+
+
+def _effort(words: Mapping[str, Any]) -> str:
+    """How busy a rank is that works, and what slows it down, in brackets."""
+    notes = []
+    cpu = words.get("cpu")
+    if cpu is not None:
+        verdict = "slow: " if cpu >= BUSY else "idle: " if cpu < IDLE else ""
+        notes.append(f"{verdict}{100 * cpu:.0f} % of a core")
+    if words.get("throttled"):
+        notes.append("throttled")
+    if (words.get("temperature") or 0) >= HOT:
+        notes.append(f"{words['temperature']:.0f} °C")
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def blame(sightings: Sequence[Sighting]) -> str:
+    """One sentence on all ranks, those that the others wait for first."""
+    waiting = [sighting for sighting in sightings if sighting.waits]
+    if len(waiting) == len(sightings) > 1:
+        places = {where(sighting.words) for sighting in waiting}
+        seconds = min(float(sighting.words.get("phase_seconds", 0)) for sighting in waiting)
+        if len(places) == 1:
+            return (
+                f"all ranks have waited in {places.pop()} for {seconds:.0f} s: the network between them is "
+                "slow or cut"
+            )
+    dead = [sighting for sighting in sightings if sighting.is_dead]
+    others = [sighting for sighting in sightings if not sighting.waits and not sighting.is_dead]
+    # Who has been at it longest is who is waited for.
+    others.sort(key=lambda sighting: -float(sighting.words.get("phase_seconds", 0)))
+    return "; ".join(describe(sighting) for sighting in [*dead, *others, *waiting])
+
+
+def lost(sightings: Sequence[Sighting], fallback: str) -> str:
+    """The sentence for a collective that failed: who of the others is lost, and how; else `fallback`."""
+    dead = [sighting for sighting in sightings if sighting.is_dead]
+    if not dead:
+        return fallback
+    return "Lost " + "; ".join(f"{s.peer}: it {_death(s)}" for s in dead) + f". {_remedy(dead)}"
+
+
+def _remedy(dead: Sequence[Sighting]) -> str:
+    hosts = ", ".join(dict.fromkeys(sighting.peer.host for sighting in dead))
+    if all(sighting.how == GONE for sighting in dead):
+        return f"Its log on {hosts} has the reason; none there: it was killed, by hand or for want of memory."
+    if all(sighting.how == UNREACHABLE for sighting in dead):
+        return f"Look whether {hosts} is up, awake and on the network."
+    return f"Look whether {hosts} is stopped, suspended or starved of memory."
