@@ -7,7 +7,8 @@ python -m trainer again --run-dir runs/mine           # exit code 0: try again; 
 python -m trainer again --run-dir runs/mine --wait    # and sleeps first, longer after each fruitless attempt
 
 A run that was asked for anew (its outcome and heartbeats were taken away) starts without a wait, and its
-fruitless attempts are counted from there. Only the standard library is imported.
+fruitless attempts are counted from there. With --first-must-step its first attempt is not repeated unless it
+has made a step: who asked for it is there to be told why. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Verdict(NamedTuple):
     wait_seconds: float = 0.0
 
 
-def judge(run_dir: Path, limit: int = LIMIT) -> Verdict:
+def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> Verdict:
     """Whether another attempt at the run in `run_dir` makes sense. Reads only."""
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
     for kind in SETTLED:  # what one rank of this host knows to be final is so for all of them
@@ -53,6 +54,10 @@ def judge(run_dir: Path, limit: int = LIMIT) -> Verdict:
     if (killed := killed_attempt(run_dir)) is not None:
         lines.append(killed)
     fruitless, last = _fruitless(lines), lines[-1] if lines else {}
+    if first_must_step and last.get("asked_anew") and not has_stepped(run_dir):
+        return Verdict(
+            False, f"The first attempt made no step: {last.get('reason') or 'no reason was given'}"
+        )
     why = f"The last attempt: {last.get('reason') or 'no reason was given'}"
     if fruitless > limit:
         return Verdict(
@@ -98,6 +103,11 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 def is_asked_anew(run_dir: Path) -> bool:
     """Whether nothing is left of an attempt before that would want to be tried again."""
     return not any(run_dir.glob("outcome*.json")) and not any(run_dir.glob("heartbeat-*.json"))
+
+
+def has_stepped(run_dir: Path) -> bool:
+    """Whether a rank of this host has made a step in its last attempt."""
+    return any(_load(path).get("loss") is not None for path in run_dir.glob("heartbeat-*.json"))
 
 
 def begin(run_dir: Path) -> None:
@@ -182,13 +192,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="attempts in a row that came no further, after which it is no use (%(default)s)",
     )
+    parser.add_argument(
+        "--first-must-step", action="store_true", help="not after a first attempt that made no step"
+    )
     parser.add_argument("--wait", action="store_true", help="sleep as long as it is good to wait before it")
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Say the verdict; returns 0 where another attempt makes sense, 1 where it does not."""
-    verdict = judge(args.run_dir, args.limit)
+    verdict = judge(args.run_dir, args.limit, args.first_must_step)
     if args.json:
         print(json.dumps(verdict._asdict()), flush=True)
     elif verdict.again:

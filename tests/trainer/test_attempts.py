@@ -110,3 +110,15 @@ def test_damaged_files_do_not_stand_in_the_way(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "attempt.json").write_text("")
     assert main(["again", "--run-dir", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["fruitless"] == 1
+
+
+def test_a_first_attempt_that_made_no_step_may_be_the_last(tmp_path: Path) -> None:
+    """train.yml waits for the first step and says why there is none: nothing must go on behind its back."""
+    attempt(tmp_path, "retryable", 0, "The store did not answer.")
+    assert attempts.judge(tmp_path).again
+    refused = attempts.judge(tmp_path, first_must_step=True)
+    assert refused[:2] == (False, "The first attempt made no step: The store did not answer.")
+    (tmp_path / "heartbeat-0.json").write_text('{"loss": 5.0}')
+    assert attempts.judge(tmp_path, first_must_step=True).again
+    attempt(tmp_path, "retryable", 0)  # of the attempts that follow, none is the first
+    assert attempts.judge(tmp_path, first_must_step=True).again

@@ -40,6 +40,7 @@ transient_unit = load(ROLE / "library" / "transient_unit.py")
 run_state = load(ROLE / "library" / "run_state.py")
 launch = load(ROLE / "filter_plugins" / "launch.py")
 report = load(ROLE / "filter_plugins" / "launch_report.py")
+status = load(ROLE / "filter_plugins" / "launch_status.py")
 
 
 class LeftError(Exception):
@@ -357,7 +358,49 @@ def test_an_active_run_is_left_alone() -> None:
     assert made["action"] == "none"
     for part in ("active at step 3 of 20 on tower, laptop", "status.yml", "stop.yml -e run_id=a"):
         assert part in made["message"]
-    assert "missing on laptop" in plan({}, up, state())["message"]
+    assert made["ends"] == {}
+    ending = plan({}, {**up, "stepped": True}, state(**stored(), outcome={"outcome": "finished"}))
+    assert ending["action"] == "none", "laptop is only a little ahead"
+
+
+UNIT = "nanofleet-a.service"
+
+
+def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:
+    run_file = {**stored()["run_file"], "hosts": hosts}
+    return state(found=True, run_file=run_file, active_units=[UNIT], ended=False, **changes)
+
+
+def test_a_run_that_lacks_a_host_is_taken_over() -> None:
+    """A reboot took laptop's unit: tower's waits for it until its attempts are used up."""
+    waiting = up_on(
+        HOSTS, between=True, checkpoint="checkpoints/step_000003", outcome={"outcome": "retryable"}
+    )
+    made = plan({}, waiting, state(**stored()))
+    assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT]})
+    assert "waits on tower for laptop, where its unit is gone" in made["message"]
+
+
+def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
+    stuck = up_on(["tower", "attic"], between=True, checkpoint="checkpoints/step_000003")
+    made = plan({}, stuck, state())
+    assert (made["action"], made["ends"], made["file"]["hosts"]) == ("resume", {"tower": [UNIT]}, HOSTS)
+    training = up_on(["tower", "attic"], stepped=True, heartbeats=[beat()])
+    left = plan({}, training, state())
+    assert left["action"] == "none"
+    assert "The inventory now lists tower, laptop" in left["message"]
+    blamed = up_on(["tower", "attic"], stepped=True, heartbeats=[beat(blame="attic does not answer")])
+    assert plan({}, blamed, state())["action"] == "resume"
+
+
+def test_a_unit_of_a_run_that_was_stopped_while_its_host_was_away_is_ended() -> None:
+    tower = state(runs=[{"run_id": "b", "active": False, "outcome": "stopped"}])
+    laptop = state(active_units=["nanofleet-b.service"], runs=[{"run_id": "b", "active": True}])
+    made = plan({}, tower, laptop)
+    assert (made["action"], made["ends"]) == ("start", {"laptop": ["nanofleet-b.service"]})
+    assert "nanofleet-b.service on laptop is of a run that has ended elsewhere" in made["message"]
+    tower["runs"][0]["outcome"] = "retryable"
+    assert plan({}, tower, laptop)["action"] == "refuse", "that run may come back"
 
 
 def test_another_run_is_refused_by_name() -> None:
@@ -415,27 +458,60 @@ def test_skew_names_the_odd_host() -> None:
 
 def test_status_of_a_live_run_with_a_lost_host() -> None:
     up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
-               unit={"active_state": "active"}, checkpoint="checkpoints/step_000002")  # fmt: skip
-    said = report.launch_status(
+               unit={"active_state": "active"},
+               checkpoint="checkpoints/step_000002", checkpoint_time=0.5)  # fmt: skip
+    said = status.launch_status(
         {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
     )
     lines = said.splitlines()
-    assert lines[0] == "Run a"
+    assert lines[0] == "Run a: step 3 of 20 (15 %)"
     assert len({len(line.rstrip()) for line in lines[2:5]}) == 1, "the columns are aligned"
     for part in ("3/20", "5.0000", "1,235", "unreachable", "laptop did not answer", "2m34s", "http://tower:5000",
-                 "/runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
+                 "step 2, 1m40s ago: /runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
         assert part in said
+
+
+def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
+    now = {
+        "tok_per_s_average": 1200.4,
+        "sync_share": 0.124,
+        "temperature": 91.3,
+        "throttled": True,
+        "entered": 99.0,
+    }
+    blame = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
+    tower = state(**up, heartbeats=[beat(**now, blame=blame)], attempts=ended)
+    laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    for part in ("12 %", "91 °C throttled", "1,235 tok/s, 1,200 on average", f"Blame:       {blame}",
+                 "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
+                 "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
+        assert part in said
+    assert said.count(blame) == 1
+    assert "rank 0 on tower has not beaten" not in said
+
+
+def test_status_of_a_unit_between_two_attempts() -> None:
+    waits = {"active_state": "activating", "sub_state": "auto-restart"}
+    waiting = state(
+        **stored(), ended=False, between=True, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)]
+    )
+    said = status.launch_status({"tower": waiting}, "a")
+    assert "restarting" in said
+    assert "Frozen" not in said, "it is dead, and known to be"
 
 
 def test_what_a_log_says_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
-    said = report.launch_status({"tower": noisy}, "a")
+    said = status.launch_status({"tower": noisy}, "a")
     assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
 
 
 def test_status_when_nothing_ever_ran() -> None:
-    assert "Nothing ever ran" in report.launch_status({"tower": state(run_id="")})
-    assert "No run b here. Known runs: a" in report.launch_status(
+    assert "Nothing ever ran" in status.launch_status({"tower": state(run_id="")})
+    assert "No run b here. Known runs: a" in status.launch_status(
         {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
     )
 
@@ -462,6 +538,22 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
         "train.yml -e run_id=a",
     ):
         assert part in said
+
+
+def test_what_a_stop_takes_is_said_before() -> None:
+    up = state(
+        **stored(), ended=False, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000002"
+    )
+    said = report.launch_stop_expected({"tower": up, "laptop": up}, "a")
+    assert "is at step 3 of 20 and ends after one more step (1.5 s) and one save" in said
+    lost = report.launch_stop_expected({"tower": up, "laptop": {"unreachable": True}}, "a")
+    assert (
+        "Without laptop, which did not answer, that may fail: then the last checkpoint is that of step 2"
+        in lost
+    )
+    for waiting in ({**up, "between": True}, {**up, "stepped": False}):
+        assert "nothing to save" in report.launch_stop_expected({"tower": waiting, "laptop": up}, "a")
+    assert "within 15 s; the last" in report.launch_stop_expected({"tower": up}, "a", now=True)
 
 
 def test_expected_time_is_measured_where_a_like_run_exists() -> None:

@@ -17,7 +17,9 @@ from ansible.errors import AnsibleFilterError
 REPOSITORY = Path(__file__).resolve().parents[3]
 RESERVED = {"tracker", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""
+SETTLED = ("finished", "stopped", "final")
 State = Mapping[str, Any]
+Ends = dict[str, list[str]]
 
 
 def _config_module() -> Any:
@@ -50,7 +52,8 @@ def launch_plan(
     """Decide what to do about the run that was asked for.
 
     given: knobs as they came; run_id: as asked, empty for the default; states: of every host in rank order.
-    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message"}.
+    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message", "ends"}:
+    `ends` are the units to be ended first, by host, because no run can come of them any more.
     """
     trainer = _config_module()
     name = run_id
@@ -64,14 +67,20 @@ def launch_plan(
         # An existing run keeps its own values for every knob that is not given anew.
         config = trainer.RunConfig.from_strings({**((stored or {}).get("config") or {}), **given})
         run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256)
-        action, message = _decide(run_file, stored, states)
+        action, message, ends = _decide(run_file, stored, states)
     except (trainer.ConfigError, RefusedError) as error:
-        return {"run_id": name, "file": None, "action": "refuse", "message": str(error)}
-    return {"run_id": name, "file": run_file.to_dict(), "action": action, "message": message}
+        return {"run_id": name, "file": None, "action": "refuse", "message": str(error), "ends": {}}
+    return {
+        "run_id": name,
+        "file": run_file.to_dict(),
+        "action": action,
+        "message": message,
+        "ends": ends,
+    }
 
 
-def _decide(run_file: Any, stored: State | None, states: Sequence[State]) -> tuple[str, str]:
-    """The action and what to say about it. Raises RefusedError."""
+def _decide(run_file: Any, stored: State | None, states: Sequence[State]) -> tuple[str, str, Ends]:
+    """The action, what to say about it, and the units to be ended before. Raises RefusedError."""
     name, hosts = run_file.run_id, run_file.hosts
     if stored:
         _refuse_another_config(name, stored["config"], run_file.config.to_dict())
@@ -79,14 +88,24 @@ def _decide(run_file: Any, stored: State | None, states: Sequence[State]) -> tup
     active = [
         host for host, state in zip(hosts, states, strict=True) if unit in state.get("active_units", [])
     ]
+    ends: Ends = {}
+    message = ""
     if active:
-        return "none", _says_active(name, active, hosts, states)
-    _refuse_other_holders(hosts, states, unit)
+        message = _says_taken_over(run_file, stored or {}, active, states)
+        if not message:
+            return "none", _says_active(name, active, hosts, states, stored or {}), {}
+        ends = {host: [unit] for host in active}
+    for host, left in _left_by_ended_runs(hosts, states, unit).items():
+        ends[host] = ends.get(host, []) + left
+        message += (
+            f" {', '.join(left)} on {host} is of a run that has ended elsewhere: it is ended there too."
+        )
+    _refuse_other_holders(hosts, states, unit, ends)
     outcome = next((s["outcome"] for s in states if s.get("outcome") and s.get("run_id") == name), None)
-    if stored and outcome and outcome.get("outcome") == "finished":
-        return "none", _says_finished(name, outcome)
+    if stored and outcome and outcome.get("outcome") == "finished" and not active:
+        return "none", _says_finished(name, outcome), {}
     _refuse_lost_checkpoint(name, hosts, states)
-    return ("resume" if stored else "start"), ""
+    return ("resume" if stored else "start"), message.strip(), ends
 
 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
@@ -107,13 +126,73 @@ def _refuse_another_config(run_id: str, stored: Mapping[str, Any], config: Mappi
         )
 
 
-def _says_active(run_id: str, active: Sequence[str], hosts: Sequence[str], states: Sequence[State]) -> str:
+def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], states: Sequence[State]) -> str:
+    """Why the units that are up are ended and the run resumed, or an empty string where it is left alone.
+
+    A run that trains is left alone. One that lacks a host cannot train: its units wait for it in vain.
+    """
+    hosts = dict(zip(run_file.hosts, states, strict=True))
+    before = list(stored.get("hosts") or run_file.hosts)
+    missing = [host for host in before if host in hosts and host not in active]
+    ending = any(_is_settled(hosts[host].get("outcome") or {}) for host in missing)
+    if ending and all(hosts[host].get("stepped") and not hosts[host].get("between") for host in active):
+        return ""  # the others are about to end as well
+    if missing:
+        return (
+            f"The run {run_file.run_id} waits on {', '.join(active)} for {', '.join(missing)}, where its "
+            "unit is gone: it is taken over, and resumed on all hosts from its last checkpoint."
+        )
+    if before != list(run_file.hosts) and not all(_trains(hosts[host]) for host in active):
+        return (
+            f"The run {run_file.run_id} does not come further on {', '.join(before)}: it is taken over, and "
+            f"resumed on {', '.join(run_file.hosts)} from its last checkpoint."
+        )
+    return ""
+
+
+def _is_settled(outcome: State) -> bool:
+    """Whether nobody wants another attempt: a host that shuts down ends its ranks by SIGTERM, unasked."""
+    by_signal = str(outcome.get("reason") or "").startswith("Asked to end by SIGTERM")
+    return outcome.get("outcome") in SETTLED and not by_signal
+
+
+def _trains(state: State) -> bool:
+    """Whether the ranks of a host are at work: they have made a step in this attempt, not long ago."""
+    beats = state.get("heartbeats", [])
+    slow = max([float(beat.get("step_seconds") or 0) for beat in beats], default=0.0)
+    fresh = all(beat.get("age", 0.0) < max(30.0, 5 * slow) and not beat.get("blame") for beat in beats)
+    return bool(beats) and fresh and bool(state.get("stepped")) and not state.get("between")
+
+
+def _left_by_ended_runs(hosts: Sequence[str], states: Sequence[State], unit: str) -> Ends:
+    """Units that are up of runs that somebody stopped, or that ended for good, while their host was away."""
+    left: Ends = {}
+    for host, state in zip(hosts, states, strict=True):
+        for other in state.get("active_units", []):
+            run_id = other.removeprefix("nanofleet-").removesuffix(".service")
+            elsewhere = [
+                run for s in states if s is not state for run in s.get("runs", []) if run["run_id"] == run_id
+            ]
+            ended = any(_is_settled(run) for run in elsewhere)
+            if other != unit and ended and not any(run.get("active") for run in elsewhere):
+                left.setdefault(host, []).append(other)
+    return left
+
+
+def _says_active(
+    run_id: str, active: Sequence[str], hosts: Sequence[str], states: Sequence[State], stored: State
+) -> str:
     beats = [beat for state in states for beat in state.get("heartbeats", []) if beat.get("step") is not None]
     at = f" at step {beats[0]['step']} of {beats[0].get('num_iterations')}" if beats else ""
-    missing = [host for host in hosts if host not in active]
-    lost = f" Its unit is missing on {', '.join(missing)}: stop it and start it again." if missing else ""
+    before = list(stored.get("hosts") or hosts)
+    other = (
+        f" The inventory now lists {', '.join(hosts)}: to go on with these, stop it, which saves, and start "
+        "it again."
+        if before != list(hosts)
+        else ""
+    )
     return (
-        f"The run {run_id} is active{at} on {', '.join(active)}; nothing was changed.{lost} "
+        f"The run {run_id} is active{at} on {', '.join(active)}; nothing was changed.{other} "
         f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={run_id}"
     )
 
@@ -128,9 +207,11 @@ def _says_finished(run_id: str, outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: str) -> None:
+def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: str, ends: Ends) -> None:
     for host, state in zip(hosts, states, strict=True):
         for other in state.get("active_units", []):
+            if other in ends.get(host, []):
+                continue
             other_id = other.removeprefix("nanofleet-").removesuffix(".service")
             raise RefusedError(
                 f"{host} is busy with another run, {other_id} (unit {other}). "
@@ -138,7 +219,7 @@ def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: s
             )
     # Only the coordinator opens the store's port.
     for held in states[0].get("listeners", []):
-        if held.get("unit") == unit:
+        if held.get("unit") in (unit, *ends.get(hosts[0], [])):
             continue
         who = (
             f"process {held['pid']} of {held['user']} ({held['command']})"
@@ -215,6 +296,15 @@ def launch_outcome(state: State, kind: str, reason: str) -> dict[str, Any]:
     }
 
 
+def launch_count_cpus(cpus: str) -> int:
+    """How many processors a list such as 0-3,6 names; 0 for an empty one."""
+    named: set[int] = set()
+    for part in filter(None, str(cpus).split(",")):
+        first, _, last = part.partition("-")
+        named.update(range(int(first), int(last or first) + 1))
+    return len(named)
+
+
 class FilterModule:
     """Ansible's entry point."""
 
@@ -225,5 +315,7 @@ class FilterModule:
             "launch_outcome": launch_outcome,
             "launch_installed": launch_installed,
             "launch_skew": launch_skew,
+            "launch_settled": _is_settled,
+            "launch_count_cpus": launch_count_cpus,
             "launch_trainer_digest": lambda _ignored="": _config_module().code_digest(),
         }

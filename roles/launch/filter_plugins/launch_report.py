@@ -1,4 +1,7 @@
-"""What status.yml, stop.yml and a failed start show: plain text made from the module run_state's results."""
+"""What train.yml and stop.yml say about a run: plain text made from the module run_state's results.
+
+The words that status.yml shares with them stand here too; its screen is launch_status.py.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ from typing import Any
 
 State = Mapping[str, Any]
 
-HEADER = ("host", "unit", "rank", "phase", "step", "loss", "tok/s", "last step")
-NUMBERS = {"rank", "step", "loss", "tok/s", "last step"}
-STALE_SECONDS = 60.0
+NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
+"""Columns whose cells stand to the right."""
 GFLOPS_A_THREAD = 40
 """Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
 USUAL_VOCABULARY = 32_768
@@ -45,34 +47,24 @@ def answered(states: Mapping[str, State]) -> dict[str, State]:
     return {host: state for host, state in states.items() if not unreachable(state)}
 
 
+def is_over(state: State) -> bool:
+    """Whether the attempt is over, be it that the unit would try again."""
+    return bool(state["ended"] or state.get("between"))
+
+
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
     """Rank 0's heartbeat, else any, else an empty one."""
     beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
     return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
 
 
-def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
-    """The table's rows of one host: one a rank, or one that says why there is none."""
-    if unreachable(state):
-        return [[host, "unreachable", *["-"] * 6]]
-    if not state["found"]:
-        return [[host, "no such run" if run_id else "-", *["-"] * 6]]
-    unit, result = state["unit"]["active_state"], state["unit"].get("result")
+def unit_word(state: State) -> str:
+    """What the unit does, in a word or two."""
+    unit = state["unit"]
     if state["failed_unit"]:
-        unit = "failed" if result in ("success", "", None) else f"failed ({result})"
-    return [[host, unit, *_beat_cells(beat)] for beat in state["heartbeats"]] or [[host, unit, *["-"] * 6]]
-
-
-def _beat_cells(beat: Mapping[str, Any]) -> list[str]:
-    step = beat.get("step")
-    return [
-        str(beat.get("rank", "-")),
-        str(beat.get("phase") or "-"),
-        "-" if step is None else f"{step}/{beat.get('num_iterations')}",
-        "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
-        "-" if beat.get("tok_per_s") is None else f"{beat['tok_per_s']:,.0f}",
-        f"{duration(beat.get('age'))} ago",
-    ]
+        result = unit.get("result")
+        return "failed" if result in ("success", "", None) else f"failed ({result})"
+    return "restarting" if state.get("between") else str(unit["active_state"])
 
 
 def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
@@ -84,50 +76,23 @@ def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     return run_id or str(active[0] if active else newest["run_id"])
 
 
-def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
-    """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
-    reached = answered(states)
-    missing = [host for host in states if host not in reached]
-    found = {host: state for host, state in reached.items() if state["found"]}
+def standing(found: Mapping[str, State]) -> list[str]:
+    """What the run has come to: its last evaluation and its last checkpoint."""
     lines = []
-    if not found and run_id:
-        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
-        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
-    elif not found and reached:
-        lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
-    if found or missing:
-        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
-        lines += [*([f"Run {run_id}", ""] if found else []), *table(HEADER, rows), ""]
-    lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
-    lines += _about(found, tracker_uri) + _others_active(states, run_id) + launch_errors(found)
-    return screen(lines)
-
-
-def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
-    """What stands below the table: how far, how it ended, where things are."""
-    lines = []
-    ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
     evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
-    if any(not state["ended"] for state in found.values()):
-        if rank_zero(found).get("eta_seconds") is not None:
-            lines.append(f"Time left:   {duration(rank_zero(found)['eta_seconds'])}")
-        if ages and min(ages) > STALE_SECONDS:
-            lines.append(f"No rank has said anything for {duration(min(ages))}.")
-        if any(state["stop_requested"] for state in found.values()):
-            lines.append("Stop:        asked for; the run saves and ends after its current step")
     if evaluation:
         at = f"at step {evaluation.get('step')}"
         lines.append(f"Validation:  {evaluation['val_bpb']:.4f} bits per byte {at}")
     for host, state in found.items():
         if state["checkpoint"]:
-            lines.append(f"Checkpoint:  {state['run_dir']}/{state['checkpoint']} on {host}")
-    lines += _ending(found)
-    if tracker_uri and found:
-        lines.append(f"Tracker:     {tracker_uri}")
+            age = state["time"] - (state["checkpoint_time"] or state["time"])
+            step = int(state["checkpoint"].rsplit("_", 1)[1])
+            where = f"{state['run_dir']}/{state['checkpoint']} on {host}"
+            lines.append(f"Checkpoint:  step {step:,}, {duration(age)} ago: {where}")
     return lines
 
 
-def _ending(found: Mapping[str, State]) -> list[str]:
+def ending(found: Mapping[str, State]) -> list[str]:
     """How the run ended: once where all hosts agree on a good end, else by host."""
     ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
     words = {outcome["outcome"] for outcome in ended.values()}
@@ -139,7 +104,7 @@ def _ending(found: Mapping[str, State]) -> list[str]:
     ]
 
 
-def _others_active(states: Mapping[str, State], run_id: str) -> list[str]:
+def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
     """A line for every other run that is up."""
     up: dict[str, list[str]] = {}
     for host, state in answered(states).items():
@@ -168,12 +133,12 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     The hosts come in the order in which their units ended: the first of them is where to look.
     """
     never = float("inf")
-    ended = {host: (s["ended"] and s["unit"].get("since")) or never for host, s in answered(states).items()}
+    ended = {host: (is_over(s) and s["unit"].get("since")) or never for host, s in answered(states).items()}
     reached = {host: states[host] for host in sorted(ended, key=lambda host: ended[host])}
     odd = [host for host in states if host not in reached]
     waiting = [host for host, state in reached.items() if not state["stepped"]]
-    dead = [host for host in waiting if reached[host]["ended"]]
-    silent = [host for host in waiting if not reached[host]["ended"]]
+    dead = [host for host in waiting if is_over(reached[host])]
+    silent = [host for host in waiting if not is_over(reached[host])]
     phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has said anything"
     said = [f"{', '.join(odd)} did not answer"] if odd else []
@@ -186,7 +151,8 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     ]
     head = f"The run {run_id} did not start: {'; '.join(said) or 'a unit could not be started'}."
     again = f"When that is mended: ansible-playbook train.yml -e run_id={run_id}"
-    return screen([head, *reasons, *launch_errors(reached), "", again])
+    others = others_active(states, run_id)
+    return screen([head, *reasons, *others, *launch_errors(reached), "", again])
 
 
 def launch_started(states: Mapping[str, State], run_id: str) -> str:
@@ -217,15 +183,36 @@ def launch_idle(states: Mapping[str, State], run_id: str) -> str:
     return f"{what if run_id else 'Nothing runs'} on {', '.join(reached)}.{rest}"
 
 
-def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
-    """What a stop will take, said before it is asked for."""
+def launch_can_save(states: Mapping[str, State]) -> bool:
+    """Whether a run can be asked to save: its coordinator answers and has made a step in this attempt."""
+    return any(
+        ((state["run_file"] or {}).get("hosts") or [""])[0] == host
+        and state["stepped"]
+        and not is_over(state)
+        for host, state in answered(states).items()
+    )
+
+
+def launch_stop_expected(states: Mapping[str, State], run_id: str, now: bool = False) -> str:
+    """What a stop will take, said before it is asked for. now: nothing is to be saved."""
     beat = rank_zero(states)
+    lost = [host for host in states if host not in answered(states)]
+    kept = next((s["checkpoint"] for s in answered(states).values() if s["checkpoint"]), None)
+    last = (
+        f"the last checkpoint is that of step {int(kept.rsplit('_', 1)[1]):,}"
+        if kept
+        else "none was saved yet"
+    )
+    if now:
+        return f"The run {run_id} is ended within 15 s; {last}."
+    if not launch_can_save(states):
+        return f"The run {run_id} makes no steps at present, so there is nothing to save: {last}."
     took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
     at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
-    return (
-        f"The run {run_id}{at} ends after one more step{took} and one save. "
-        "Without saving, within 15 s: -e stop_now=true"
-    )
+    said = f"The run {run_id}{at} ends after one more step{took} and one save."
+    if lost:
+        said += f" Without {', '.join(lost)}, which did not answer, that may fail: then {last}."
+    return f"{said} Without saving, within 15 s: -e stop_now=true"
 
 
 def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str, Sequence[Any]]) -> str:
@@ -238,10 +225,11 @@ def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str,
         unit = str(state["unit"]["active_state"]) if state else "unreachable"
         rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
     lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
-    lines += _about({host: state for host, state in reached.items() if state["found"]})
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines += standing(found) + ending(found)
     if len(reached) == len(states):
         lines.append("No process of the run and no listener on its port is left.")
-    lines += _others_active(states, run_id)
+    lines += others_active(states, run_id)
     if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
         lines.append(f"Go on with it: ansible-playbook train.yml -e run_id={run_id}")
     return screen(lines)
@@ -301,13 +289,12 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
-            "launch_heartbeat_name": lambda beat: f"heartbeat-{beat['rank']}.json",
             "launch_expected": launch_expected,
             "launch_run_shown": launch_run_shown,
-            "launch_status": launch_status,
             "launch_failure": launch_failure,
             "launch_idle": launch_idle,
             "launch_started": launch_started,
+            "launch_can_save": launch_can_save,
             "launch_stop_expected": launch_stop_expected,
             "launch_stopped": launch_stopped,
         }

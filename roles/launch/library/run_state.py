@@ -2,6 +2,7 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: everything a host knows about a run, read from its unit and its run directory."""
 
+import contextlib
 import json
 import os
 import re
@@ -9,7 +10,7 @@ import time
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
-from ansible.module_utils.nanofleet_unit import find_unit, is_up, known_units, listeners
+from ansible.module_utils.nanofleet_unit import between_attempts, find_unit, is_up, known_units, listeners
 
 DOCUMENTATION = r"""
 module: run_state
@@ -32,7 +33,7 @@ options:
     type: int
     default: 20
   wait_for:
-    description: Return once a rank here has made a step, the unit has ended, or O(wait_seconds) are over.
+    description: Return once a rank here has made a step, the attempt is over, or O(wait_seconds) are over.
     type: str
     choices: [none, step, end]
     default: none
@@ -64,6 +65,10 @@ found:
 run_id: {description: The run, type: str, returned: always}
 run_dir: {description: Its directory, type: str, returned: always}
 ended: {description: Whether the unit is neither up nor about to be, type: bool, returned: always}
+between:
+  description: Whether an attempt is over and the unit waits for the next one.
+  type: bool
+  returned: always
 failed_unit:
   description: Whether the unit failed, or is gone and left no outcome of its last attempt.
   type: bool
@@ -76,7 +81,9 @@ unit:
   type: dict
   returned: always
 heartbeats:
-  description: Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time.
+  description: >-
+    Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time, and C(before), whether
+    it is of an earlier attempt than the one under way.
   type: list
   elements: dict
   returned: always
@@ -87,10 +94,22 @@ stop_requested: {description: Whether the file C(stop) is there, type: bool, ret
 log: {description: The log's last lines, type: list, elements: str, returned: always}
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
+leftovers:
+  description: Files that belong to one attempt alone, by name - outcomes, heartbeats, a request to stop.
+  type: list
+  elements: str
+  returned: always
 checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
+checkpoint_time: {description: When it was written, type: float, returned: always}
+attempts:
+  description: The last lines of attempts.jsonl - when each attempt ended, how, at which step and why.
+  type: list
+  elements: dict
+  returned: always
 time: {description: This host's clock, type: float, returned: always}
 runs:
-  description: The newest 20 - run_id, time, active, outcome, step, num_iterations, tok_per_s, hosts, config.
+  description: >-
+    The newest 20 - run_id, time, active, outcome, reason, step, num_iterations, tok_per_s, hosts, config.
   type: list
   elements: dict
   returned: always
@@ -104,6 +123,8 @@ listeners:
 """
 
 PREFIX = "nanofleet-"
+ATTEMPTS = 20
+LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|stop")
 NOT_A_RUN = (PREFIX + "tracker.service",)
 
 
@@ -129,11 +150,23 @@ def last_with(path, key):
     return None
 
 
-def heartbeats(run_dir, now):
+def attempts(path):
+    """The attempts the trainer has written down, oldest first."""
+    found = []
+    for line in tail(path)[-ATTEMPTS:]:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            found += [entry] if isinstance(entry, dict) else []
+    return found
+
+
+def heartbeats(run_dir, now, unit):
     found = []
     for name in sorted(os.listdir(run_dir)):
         beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
         if beat:
+            began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
+            beat["before"] = float(beat.get("time") or now) < began - 1
             beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)
             found.append(beat)
     return sorted(found, key=lambda beat: beat.get("rank") or 0)
@@ -146,6 +179,14 @@ def newest_checkpoint(run_dir):
         if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
             return "checkpoints/" + name
     return None
+
+
+def modified(path):
+    """When a file was written, or None where it has just been removed."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
 
 
 def last_sign(run_dir):
@@ -173,7 +214,10 @@ def known_runs(runs_dir, active):
                 "active": PREFIX + run_id + ".service" in active,
                 "hosts": described.get("hosts"),
                 "config": described.get("config"),
-                **{key: outcome.get(key) for key in ("outcome", "step", "num_iterations", "tok_per_s")},
+                **{
+                    key: outcome.get(key)
+                    for key in ("outcome", "reason", "step", "num_iterations", "tok_per_s")
+                },
             }
         )
     return runs
@@ -188,15 +232,17 @@ def choose(runs, active):
 
 def read_run(run_dir, unit, now, log_lines):
     """What the run directory holds."""
-    beats = heartbeats(run_dir, now)
+    beats = heartbeats(run_dir, now, unit)
     outcome = load_json(os.path.join(run_dir, "outcome.json"))
     metrics = os.path.join(run_dir, "metrics.jsonl")
     log = tail(os.path.join(run_dir, "train.log"))
     failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None)
-    bad = failed or (outcome or {}).get("outcome") in ("retryable", "final")
+    checkpoint = newest_checkpoint(run_dir)
+    bad = failed or (not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final"))
+    bad = bad or between_attempts(unit)
     return {
         "failed_unit": failed,
-        "stepped": any(beat.get("loss") is not None for beat in beats),
+        "stepped": any(beat.get("loss") is not None and not beat["before"] for beat in beats),
         "heartbeats": beats,
         "metrics": last_with(metrics, "loss"),
         "evaluation": last_with(metrics, "val_bpb"),
@@ -205,7 +251,10 @@ def read_run(run_dir, unit, now, log_lines):
         "log": log[-log_lines:],
         "error": first_error(attempt_of(log), log_lines) if bad else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
-        "checkpoint": newest_checkpoint(run_dir),
+        "checkpoint": checkpoint,
+        "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
+        "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
+        "attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
     }
 
 
@@ -221,6 +270,9 @@ NOTHING = {
     "error": [],
     "run_file": None,
     "checkpoint": None,
+    "checkpoint_time": None,
+    "leftovers": [],
+    "attempts": [],
 }
 
 
@@ -241,6 +293,7 @@ def read_state(params):
         "run_id": run_id,
         "run_dir": run_dir,
         "ended": not is_up(unit),
+        "between": between_attempts(unit),
         "unit": unit,
         "time": now,
         "runs": runs,
@@ -270,7 +323,7 @@ def main():
             state = read_state(params)
         except (OSError, RuntimeError) as error:
             module.fail_json(msg=f"The state of the runs in {params['state_dir']} cannot be read: {error}")
-        awaited = state["ended"] or (params["wait_for"] == "step" and state["stepped"])
+        awaited = state["ended"] or state["between"] or (params["wait_for"] == "step" and state["stepped"])
         if params["wait_for"] == "none" or awaited or time.monotonic() >= deadline:
             module.exit_json(changed=False, **state)
         time.sleep(0.5)

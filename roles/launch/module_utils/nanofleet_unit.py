@@ -90,6 +90,12 @@ def known_units(pattern):
     return found
 
 
+def between_attempts(unit):
+    """Whether an attempt is over and the unit waits to be started again, or to be told that it is not."""
+    waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
+    return unit["sub_state"] == "auto-restart" or waits
+
+
 def _read(path):
     try:
         with open(path, "rb") as file:

@@ -1,0 +1,170 @@
+"""What status.yml shows: one screen on a run, plain text made from the module run_state's results.
+
+Figures that a rank does not give (an older trainer, a host without sensors) are left out, never guessed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+State = Mapping[str, Any]
+Beat = Mapping[str, Any]
+
+HEADER = ("host", "unit", "rank", "phase", "step", "loss", "sync", "temp", "last beat")
+FROZEN_SECONDS = 10.0
+"""A rank beats every second from a thread of its own: one that is silent for so long does not run."""
+STALE_SECONDS = 60.0
+SHOWN_ATTEMPTS = 5
+
+
+def _sibling(name: str) -> Any:
+    """Another filter plugin of this role: Ansible loads each as a file of its own."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+text = _sibling("launch_report")
+
+
+def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
+    """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
+    reached = text.answered(states)
+    missing = [host for host in states if host not in reached]
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines = []
+    if not found and run_id:
+        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
+        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
+    elif not found and reached:
+        lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
+    if found or missing:
+        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
+        lines += [*([_title(found, run_id), ""] if found else []), *text.table(HEADER, rows), ""]
+    lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
+    lines += silences(found) + _about(found, tracker_uri) + text.others_active(states, run_id)
+    return str(text.screen(lines + text.launch_errors(found)))
+
+
+def _title(found: Mapping[str, State], run_id: str) -> str:
+    """The run, and how far it is."""
+    beat = text.rank_zero(found)
+    step, last = beat.get("step"), beat.get("num_iterations")
+    if step is None or not last:
+        return f"Run {run_id}"
+    return f"Run {run_id}: step {step:,} of {last:,} ({100 * step // last} %)"
+
+
+def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
+    """The table's rows of one host: one a rank, or one that says why there is none."""
+    blank = ["-"] * (len(HEADER) - 2)
+    if text.unreachable(state):
+        return [[host, "unreachable", *blank]]
+    if not state["found"]:
+        return [[host, "no such run" if run_id else "-", *blank]]
+    unit = text.unit_word(state)
+    beats = [
+        {**beat, "phase": "joining", "loss": None} if beat.get("before") else beat
+        for beat in state["heartbeats"]
+    ]
+    return [[host, unit, *_beat_cells(beat)] for beat in beats] or [[host, unit, *blank]]
+
+
+def _beat_cells(beat: Beat) -> list[str]:
+    step, share, warm = beat.get("step"), beat.get("sync_share"), beat.get("temperature")
+    return [
+        str(beat.get("rank", "-")),
+        str(beat.get("phase") or "-"),
+        "-" if step is None else f"{step}/{beat.get('num_iterations')}",
+        "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
+        "-" if share is None else f"{100 * share:.0f} %",
+        ("-" if warm is None else f"{warm:.0f} °C") + (" throttled" if beat.get("throttled") else ""),
+        f"{text.duration(beat.get('age'))} ago",
+    ]
+
+
+def silences(found: Mapping[str, State]) -> list[str]:
+    """A line for each rank that is blamed, and for each that should beat and does not."""
+    lines = []
+    for host, state in found.items():
+        if state["ended"]:
+            continue
+        for beat in state["heartbeats"]:
+            # Only a trainer whose heart beats on its own says when it entered its phase.
+            beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
+            if (
+                beats
+                and not beat.get("before")
+                and beat["age"] > FROZEN_SECONDS
+                and beat.get("phase") != "done"
+            ):
+                lines.append(
+                    f"Frozen:      rank {beat.get('rank')} on {host} has not beaten for "
+                    f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
+                    "its disk is full. See: ansible-playbook logs.yml"
+                )
+    said = [beat["blame"] for state in found.values() for beat in state["heartbeats"] if beat.get("blame")]
+    return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
+
+
+def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
+    """What stands below the table: how fast, how far, how it ended, where things are."""
+    lines = []
+    if any(not state["ended"] for state in found.values()):
+        beat = text.rank_zero(found)
+        lines += [] if beat.get("before") or beat.get("age", 0.0) > STALE_SECONDS else _pace(beat)
+        ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
+        if ages and min(ages) > STALE_SECONDS:
+            lines.append(f"No rank has said anything for {text.duration(min(ages))}.")
+        if any(state["stop_requested"] for state in found.values()):
+            lines.append("Stop:        asked for; the run saves and ends after its current step")
+    over = {host: state for host, state in found.items() if state["ended"]}
+    lines += text.standing(found) + _attempts(found) + text.ending(over)
+    if tracker_uri and found:
+        lines.append(f"Tracker:     {tracker_uri}")
+    return lines
+
+
+def _pace(beat: Beat) -> list[str]:
+    """Speed now and on average, and the time left."""
+    now, average, left = (beat.get(name) for name in ("tok_per_s", "tok_per_s_average", "eta_seconds"))
+    lines = []
+    if now is not None:
+        mean = f", {average:,.0f} on average" if average is not None else ""
+        lines.append(f"Speed:       {now:,.0f} tok/s{mean}")
+    if left is not None:
+        # By the host's clock, which is the one the heartbeat was read at.
+        at = time.strftime("%a %H:%M", time.localtime(float(beat.get("time") or time.time()) + left))
+        lines.append(f"Time left:   {text.duration(left)}, until {at}")
+    return lines
+
+
+def _attempts(found: Mapping[str, State]) -> list[str]:
+    """The attempts of the run so far and how each ended, as the first host in rank order keeps them."""
+    attempts: list[Mapping[str, Any]] = next((s["attempts"] for s in found.values() if s["attempts"]), [])
+    ended = [attempt for attempt in attempts if attempt.get("outcome")]
+    if not ended or (len(ended) == 1 and ended[0]["outcome"] in ("finished", "stopped")):
+        return []
+    lines = [
+        f"Attempts:    {len(ended)} ended" + (", the last ones:" if len(ended) > SHOWN_ATTEMPTS else ":")
+    ]
+    for attempt in ended[-SHOWN_ATTEMPTS:]:
+        moment = attempt.get("time")
+        at = time.strftime("%a %H:%M:%S", time.localtime(moment)) if moment else "-"
+        step = f" at step {attempt['step']}" if attempt.get("step") is not None else ""
+        lines.append(f"  {at}  {attempt['outcome']}{step}: {attempt.get('reason') or '-'}")
+    return lines
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"launch_status": launch_status}

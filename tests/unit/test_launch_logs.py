@@ -1,0 +1,154 @@
+"""logs.yml and fetch.yml: the journal of a host, lines merged by time, copies compared with their sums."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible.errors import AnsibleFilterError
+from test_launch import ROLE, call, load
+
+run_log = load(ROLE / "library" / "run_log.py")
+run_files = load(ROLE / "library" / "run_files.py")
+logs = load(ROLE / "filter_plugins" / "launch_logs.py")
+
+
+@pytest.fixture
+def journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A journalctl that prints a file, and a systemctl that knows no unit."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "journalctl").write_text(f"#!/bin/sh\necho $* > {tmp_path}/asked\ncat {tmp_path}/journal\n")
+    (tools / "systemctl").write_text("#!/bin/sh\necho ActiveState=inactive\n")
+    for tool in tools.iterdir():
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
+    (tmp_path / "journal").touch()
+    return tmp_path
+
+
+def entries(*messages: Any) -> str:
+    return "".join(
+        json.dumps({"MESSAGE": message, "__REALTIME_TIMESTAMP": str(at * 1_000_000), "__CURSOR": f"c{at}"})
+        + "\n"
+        for at, message in enumerate(messages, 1)
+    )
+
+
+def test_the_journal_is_read_with_times_and_ranks(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bytes_of = list("é [0m".encode())
+    (journal / "journal").write_text(
+        entries("=== nanofleet-a started", "OldError: x", "=== nanofleet-a started", "[rank 1] step 1/9",
+                "[rank 1] final: no rows", bytes_of)
+    )  # fmt: skip
+    read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal), since="-1h", lines=3)
+    assert [(line["time"], line["rank"], line["text"]) for line in read["lines"]] == [
+        (4.0, 1, "step 1/9"), (5.0, 1, "final: no rows"), (6.0, None, "é [0m"),
+    ]  # fmt: skip
+    assert (read["cursor"], read["source"], read["ended"]) == ("c6", "journal", True)
+    assert read["error"][0]["text"] == "final: no rows", "of the last attempt, not of one before"
+    assert "--unit=nanofleet-a.service" in (journal / "asked").read_text()
+    assert "--since=-1h" in (journal / "asked").read_text()
+
+
+def test_a_closed_journal_is_made_up_for_by_the_log(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (journal / "train.log").write_text("[rank 0] step 1/9\nall well\n")
+    read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal))
+    assert read["source"] == "file"
+    assert [line["text"] for line in read["lines"]] == ["step 1/9", "all well"]
+    assert read["error"] == []
+
+
+def line(text: str, time: float | None, rank: int | None = None) -> dict[str, Any]:
+    return {"text": text, "time": time, "rank": rank}
+
+
+def read(*lines: dict[str, Any], error: int | None = None, source: str = "journal") -> dict[str, Any]:
+    return {"lines": list(lines), "source": source, "error": [] if error is None else list(lines[error:])}
+
+
+def test_lines_are_merged_by_time_and_the_first_error_stands_first() -> None:
+    tower = read(line("step 1", 10.0, 0), line("Lost rank 1", 13.0, 0), error=1)
+    laptop = read(line("step 1", 11.0, 1), line("ValueError: no rows", 12.0, 1), error=1)
+    said = logs.launch_logs({"tower": tower, "laptop": laptop, "attic": {"unreachable": True}}, "a")
+    first, merged = said.split("Run a: 4 lines")
+    assert "ValueError: no rows" in first
+    assert "Lost rank 1" not in first
+    assert "attic did not answer" in first
+    order = [
+        merged.index(part) for part in ("tower:0  step", "laptop:1  step", "laptop:1  Value", "tower:0  Lost")
+    ]
+    assert order == sorted(order)
+
+
+def test_lines_without_a_time_keep_their_place() -> None:
+    said = logs.launch_logs({"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1)
+    assert said.splitlines()[-1] == "-------- tower  b"
+    assert "no times" in said
+
+
+@pytest.mark.parametrize(
+    ("given", "asked"),
+    [("", ""), ("10min", "-10min"), ("2h ago", "-2h"), ("-1 d", "-1d"), ("today", "today"),
+     ("2026-11-21T14:05", "2026-11-21 14:05"), ("14:05", "14:05")],
+)  # fmt: skip
+def test_since_is_a_span_or_a_moment(given: str, asked: str) -> None:
+    assert logs.launch_since(given) == asked
+
+
+def test_another_since_is_refused() -> None:
+    with pytest.raises(AnsibleFilterError, match="since=soon is no time"):
+        logs.launch_since("soon")
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    checkpoint = folder / "checkpoints" / "step_000002"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "model.pt").write_text("weights")
+    sums = {"model.pt": run_files.sha256_of(str(checkpoint / "model.pt"))}
+    (checkpoint / "meta.json").write_text(json.dumps({"sha256": sums}))
+    (folder / "metrics.jsonl").write_text("one\n")
+    return folder
+
+
+def test_copies_are_compared_with_what_was_listed(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = call(run_files, monkeypatch, path=str(run_dir), checkpoint="checkpoints/step_000002")
+    names = [file["name"] for file in listed["files"]]
+    assert names == ["metrics.jsonl", "checkpoints/step_000002/model.pt", "checkpoints/step_000002/meta.json"]
+
+    def faults() -> list[str]:
+        found: list[str] = call(run_files, monkeypatch, path=str(run_dir), expected=listed["files"])["faults"]
+        return found
+
+    (run_dir / "metrics.jsonl").write_text("one\ntwo\n")  # the run goes on
+    assert faults() == []
+    (run_dir / "metrics.jsonl").write_text("on")
+    (run_dir / "checkpoints" / "step_000002" / "model.pt").write_text("weighty")
+    assert faults() == [
+        "metrics.jsonl is not what its sha256 says",
+        "checkpoints/step_000002/model.pt is not what its sha256 says",
+    ]
+    (run_dir / "metrics.jsonl").unlink()
+    assert "metrics.jsonl is missing" in faults()
+
+
+def test_a_checkpoint_damaged_on_the_host_is_found_out(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (run_dir / "checkpoints" / "step_000002" / "model.pt").write_text("w?ights")
+    listed = call(run_files, monkeypatch, path=str(run_dir), checkpoint="checkpoints/step_000002")
+    compared = call(run_files, monkeypatch, path=str(run_dir), expected=listed["files"])
+    assert compared["faults"] == ["checkpoints/step_000002/model.pt is not what its sha256 says"]
+
+
+def test_a_checkpoint_that_was_dropped_meanwhile_is_told(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = call(run_files, monkeypatch, path=str(run_dir), checkpoint="checkpoints/step_000009")
+    assert gone["failed"]
+    assert "Fetch again" in gone["msg"]
