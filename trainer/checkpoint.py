@@ -99,6 +99,15 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     return target
 
 
+def drop_older(folder: Path) -> None:
+    """Make room: only the newest checkpoint stays, and the best one."""
+    remove_leftovers(folder)
+    spared = best(folder)
+    for old in checkpoints(folder)[1:]:
+        if old != spared:
+            _take_away(old)
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """The checkpoints under `folder`, newest first."""
     found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]

@@ -8,7 +8,6 @@ final      trying again cannot help: bad input, a loss that is not a number, ran
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import IO, Any
 from trainer import attempts
 from trainer.config import ConfigError
 from trainer.data import DataError
-from trainer.data.files import try_lock, write_whole
+from trainer.data.files import is_full, try_lock, write_whole
 from trainer.host.place import Place
 from trainer.host.voice import Voice
 
@@ -31,6 +30,7 @@ EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
 BAD_INPUT_EXIT_CODE = 2
 ENDING_SECONDS = 5.0  # for the attempt before to be gone
 PARENT_SECONDS = 0.5
+RESERVE_BYTES = 2**15  # held on the disk, so that there is room for the outcome when it is full
 
 
 class RunEnd(Exception):  # noqa: N818 - an end, not always an error
@@ -65,6 +65,7 @@ class Attempt:
     def __init__(self, run_dir: Path, place: Place) -> None:
         name = "outcome.json" if place.speaks_for_host else f"outcome-{place.rank}.json"
         self.path = run_dir / name
+        self._reserve = run_dir / f".{name}.reserve"
         self._place = place
         self._started = time.monotonic()
         self._lock = threading.Lock()
@@ -99,6 +100,7 @@ class Attempt:
                     f"{self.path.parent}. End it, or give another --run-dir."
                 )
             self._forget_the_one_before()
+            self._reserve.write_bytes(bytes(RESERVE_BYTES))
         except OSError as error:
             raise ConfigError(
                 f"The run directory {self.path.parent} cannot be used: {error.strerror}."
@@ -145,6 +147,7 @@ class Attempt:
                 "time": time.time(),
             }
             try:
+                self._reserve.unlink(missing_ok=True)
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
                 if self._place.speaks_for_host:
                     attempts.end(self.path.parent, content)
@@ -170,12 +173,9 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
             "in the run directory ends a run with one)."
         )
         return "stopped", reason, 128 + signal.SIGINT
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return (
-            "final",
-            f"No space is left on the disk of {error.filename or 'the run directory'}.",
-            EXIT_CODES["final"],
-        )
+    if is_full(error):
+        place = getattr(error, "filename", None) or "the run directory"
+        return "final", f"No space is left on the disk of {place}.", EXIT_CODES["final"]
     if _is_out_of_memory(error):
         return (
             "final",

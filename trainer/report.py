@@ -54,6 +54,7 @@ class Report:
         self.progress = Progress()
         self.durations: list[float] = []  # seconds of this attempt's steps
         self.sync_share: float | None = None  # of a step's seconds, smoothed
+        self.warning: str | None = None
         self._said = -LINE_EVERY_SECONDS
 
     @property
@@ -150,6 +151,12 @@ class Report:
             written = (run_dir / path).stat().st_mtime
             step = int(path.rpartition("_")[2])
             self.heartbeat.state(checkpoint={"step": step, "time": written, "path": path})
+
+    def warn(self, sentence: str | None) -> None:
+        """What the heartbeat tells a person to look after, though the run goes on; None when it is over."""
+        if sentence != self.warning:
+            self.warning = sentence
+            self.heartbeat.state(warning=sentence)
 
     def expected_time(self) -> None:
         """Say how long the rest will take."""

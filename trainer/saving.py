@@ -3,10 +3,14 @@
 saver = Saver(run_dir / "checkpoints", data_dir / "tokenizer", keep=2, say=print)
 saver.save(state)              # returns when the copy is taken; saver.saved names what is whole on the disk
 saver.save(state, last=True)   # the loop is over: no copy, returns when it is written
+
+A disk without room for one ends no training: older checkpoints make room, else it goes on, says so, and tries
+again. The last one waits for room for some minutes, since nothing comes after it.
 """
 
 from __future__ import annotations
 
+import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -17,15 +21,27 @@ from torch import Tensor
 
 from trainer import checkpoint
 from trainer.checkpoint import State
+from trainer.data.files import is_full
 from trainer.optim import ParameterState
+
+AGAIN_SECONDS = 60.0  # after which a checkpoint that found no room is tried again
+LOOK_SECONDS = 5.0  # between looks for room, by the last one
+LAST_SECONDS = 300.0  # that the last one waits for room
+REMIND_SECONDS = 600.0
+SLACK_BYTES = 2**18  # of a checkpoint's files beside its tensors
 
 
 class Saver:
-    """Writes one checkpoint at a time. `problem` is a sentence once one could not be written."""
+    """Writes one checkpoint at a time. `problem` is a sentence once one could not be written.
+
+    `shortage` is one while the disk has no room.
+    """
 
     def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, say: Callable[[str], None]) -> None:
         self.saved: Path | None = None
         self.problem: str | None = None
+        self.shortage: str | None = None
+        self._short_at = self._reminded_at = 0.0
         self.folder, self._tokenizer_dir, self._keep, self._say = folder, tokenizer_dir, keep, say
         self._copies: dict[str, Tensor] = {}  # reused, so that a save finds its memory mapped already
         self._writer: threading.Thread | None = None
@@ -35,11 +51,16 @@ class Saver:
         """Whether the checkpoint before is still being written."""
         return self._writer is not None and self._writer.is_alive()
 
+    @property
+    def wants_again(self) -> bool:
+        """Whether it is time to look for room again."""
+        return self.shortage is not None and time.monotonic() - self._short_at >= AGAIN_SECONDS
+
     def save(self, state: State, last: bool = False) -> None:
         """Save `state`, after the one before has been written. With `last` nothing changes it any more."""
         self.wait()
         if last:
-            self._write(state)
+            self._write(state, patience=LAST_SECONDS)
             return
         began = time.monotonic()
         copy = self._copy(state)
@@ -52,18 +73,54 @@ class Saver:
         if self._writer is not None:
             self._writer.join(seconds)
 
-    def _write(self, state: State, held: float | None = None) -> None:
+    def _write(self, state: State, held: float | None = None, patience: float = 0.0) -> None:
         began = time.monotonic()
         try:
+            while not self._fits(state):
+                if time.monotonic() - began >= patience:
+                    self.problem = self.shortage if patience else None
+                    return
+                time.sleep(LOOK_SECONDS)
+            began = time.monotonic()
             self.saved = checkpoint.save(self.folder, state, self._tokenizer_dir, self._keep)
         except Exception as error:  # in a thread: whatever it is, all ranks must be told
+            if is_full(error) and not patience:  # someone else has filled it meanwhile
+                self._fall_short(state)
+                return
             reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
                 f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}."
             )
             return
+        self.shortage = None
         beside = "" if held is None else f" beside the training, which waited {held:.2f} s"
         self._say(f"Saved {self.folder.name}/{self.saved.name} in {time.monotonic() - began:.1f} s{beside}.")
+
+    def _fits(self, state: State) -> bool:
+        """Whether there is room for `state`, which older checkpoints make if they must."""
+        needed = _size(state)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if shutil.disk_usage(self.folder).free < needed:
+            checkpoint.drop_older(self.folder)
+        if shutil.disk_usage(self.folder).free >= needed:
+            return True
+        self._fall_short(state)
+        return False
+
+    def _fall_short(self, state: State) -> None:
+        """Say that there is no room, now and then."""
+        now = self._short_at = time.monotonic()
+        there = checkpoint.checkpoints(self.folder)
+        newest = f"the newest stays {there[0].name}" if there else "there is none before it"
+        first = self.shortage is None
+        self.shortage = (
+            f"No room for the checkpoint of step {state.step}: it takes {_size(state) / 1e9:.3f} GB, "
+            f"{self.folder} has {shutil.disk_usage(self.folder).free / 1e9:.3f} GB free; {newest}. "
+            "Make room there."
+        )
+        if first or now - self._reminded_at >= REMIND_SECONDS:
+            self._reminded_at = now
+            self._say(f"warning: {self.shortage} It is tried again each minute.")
 
     def _copy(self, state: State) -> State:
         model = self._copies_of("model", state.model)
@@ -78,3 +135,9 @@ class Saver:
                 self._copies[place] = torch.empty_like(tensor, device="cpu")
             copies[name] = self._copies[place].copy_(tensor.detach())
         return copies
+
+
+def _size(state: State) -> int:
+    """Bytes that a checkpoint of `state` takes on the disk, or a little more."""
+    tensors = [*state.model.values(), *(t for kept in state.optim.values() for t in kept.values())]
+    return int(1.01 * sum(tensor.nbytes for tensor in tensors)) + SLACK_BYTES

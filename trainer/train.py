@@ -24,7 +24,7 @@ from trainer import checkpoint, schedule
 from trainer.begin import Beginning, Ready
 from trainer.blame import where
 from trainer.config import RunConfig, RunFile
-from trainer.data.files import write_whole
+from trainer.data.files import is_full, write_whole
 from trainer.data.loader import batch_rows, rank_rows
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
@@ -219,7 +219,7 @@ class Run:
         """Stop, save, trouble: what rank 0 wants of all at the end of step `step`, counted from 1."""
         minutes = (time.monotonic() - self._saved_at) / 60
         by_time = 0 < self.config.save_minutes <= minutes and not self.saver.busy
-        save = by_time or _due(step, self.config.save_every)
+        save = by_time or _due(step, self.config.save_every) or self.saver.wants_again
         return self.stop_file.exists(), save, self.saver.problem is not None
 
     @property
@@ -286,6 +286,7 @@ class Run:
             if path != self.report.progress.checkpoint:
                 self.report.progress.checkpoint = path
                 self.report.checkpoint(self.run_dir)
+        self.report.warn(self.saver.shortage)
         self.report.stand()
 
     def _meta(self) -> dict[str, Any]:
@@ -316,8 +317,13 @@ class Run:
             self.model, self.data.tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE
         )
         text = SAMPLE_PROMPT + "".join(pieces)
-        write_whole(self.run_dir / "sample.txt", (text + "\n").encode())
-        self.report.sample(text)
+        try:
+            write_whole(self.run_dir / "sample.txt", (text + "\n").encode())
+            self.report.sample(text)
+        except OSError as error:
+            if not is_full(error):
+                raise
+            self.say("warning: the disk has no room for a sample of text.", level="warning")
 
     def _part(self) -> None:
         self.heartbeat.enter("done")

@@ -5,19 +5,21 @@ The watchdog's minute is 3 seconds here; each test asserts on the sentence and o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import Rank, Start, losses
 
+from trainer import checkpoint
 from trainer.__main__ import main
 
 STALL_SECONDS = 3.0
@@ -160,6 +162,71 @@ def test_a_loss_that_is_no_number_ends_all_ranks_with_step_and_remedy(start: Sta
         assert "The loss of step 4 is nan: the run has diverged. Lower the rates" in last_line(said)
         assert rank.outcome()["outcome"] == "final"
     assert time.monotonic() - began < 8
+
+
+# -- a full disk -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[tuple[list[str], Path]]:
+    """A disk of 4 MB as run-0, in a mount namespace; the command that enters it, its path from outside."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "--mount", "true"], check=False).returncode:
+        pytest.skip("mount namespaces cannot be made here: that takes root")
+    (tmp_path / "run-0").mkdir()
+    mount = f"mount -t tmpfs -o size=4m tmpfs {tmp_path}/run-0 && echo ready && exec sleep 600"
+    holder = subprocess.Popen(["unshare", "--mount", "sh", "-c", mount], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "ready\n"
+    yield (
+        ["nsenter", "--target", str(holder.pid), "--mount", "--"],
+        Path(f"/proc/{holder.pid}/root{tmp_path}/run-0"),
+    )
+    holder.kill()
+    holder.communicate()
+
+
+def test_a_full_disk_is_told_and_the_run_goes_on(start: Start, small_disk: tuple[list[str], Path]) -> None:
+    """An older checkpoint makes room; then there is none, and then there is again: nothing is lost."""
+    enter, run_dir = small_disk
+    knobs = {"num_iterations": 100_000, "save_every": 20, "save_minutes": 0, "keep_checkpoints": 2}
+    (rank,) = start(1, within=[enter], **knobs)
+    outside = Rank(rank.process, run_dir)
+
+    def checkpoints() -> list[str]:
+        return sorted(path.name for path in (run_dir / "checkpoints").glob("step_*"))
+
+    def until(holds: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not holds():
+            assert rank.process.poll() is None, rank.process.communicate()[0]
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+    until(lambda: len(checkpoints()) == 2)
+    (run_dir / "ballast").write_bytes(bytes(shutil.disk_usage(run_dir).free))
+    until(lambda: len(checkpoints()) == 1)
+    newest = checkpoints()
+    (run_dir / "more").touch()
+    with open(run_dir / "more", "wb", buffering=0) as more, contextlib.suppress(OSError):
+        while more.write(bytes(4096)):
+            pass
+    until(lambda: bool(beat(outside)["warning"]))
+    full_at = beat(outside)["step"]
+    until(lambda: beat(outside)["step"] > full_at + 20)
+    assert shutil.disk_usage(run_dir).free < 4096
+    assert checkpoints()[-1] >= newest[-1]
+    assert checkpoint.load(run_dir / "checkpoints" / checkpoints()[-1]).step > 0
+    (run_dir / "ballast").unlink()
+    (run_dir / "more").unlink()
+    until(lambda: len(checkpoints()) == 2)
+    until(lambda: beat(outside)["warning"] is None)
+    (run_dir / "stop").touch()
+    code, said = rank.wait()
+    assert code == 0, said
+    assert "warning: No room for the checkpoint of step" in said
+    steps = outside.outcome()["step"]
+    assert len(losses(run_dir)) == steps > full_at
+    assert checkpoints()[-1] == f"step_{steps:06d}"
 
 
 # -- two hosts with a network between them -----------------------------------------------------------------

@@ -17,6 +17,11 @@ from trainer.data import DataError
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
+def is_full(error: BaseException) -> bool:
+    """Whether an error says that a disk has no room left."""
+    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
 def write_whole(path: Path, data: bytes) -> None:
     """Write `data` to `path` so that a reader sees all of it or the file as it was before."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

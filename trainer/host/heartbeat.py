@@ -6,6 +6,7 @@ thread beats on while the main thread waits or computes: the file's age says whe
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -82,6 +83,7 @@ class Heartbeat:
             "temperature": None,
             "throttled": None,
             "blame": None,
+            "warning": None,
         }
 
     def start(self, every_seconds: float = BEAT_SECONDS) -> None:
@@ -164,12 +166,19 @@ class Heartbeat:
         """Replace the file; not synced to the disk, since a sign of life need not outlive the machine."""
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self._lock:
-            content = {**self._state, "phase": self.phase, "time": time.time()}
+            content = json.dumps({**self._state, "phase": self.phase, "time": time.time()}).encode()
             try:
-                temporary.write_text(json.dumps(content), encoding="utf-8")
+                temporary.write_bytes(content)
                 os.replace(temporary, self.path)
-            except OSError:  # a full disk must not end a run for the sake of a sign of life
-                temporary.unlink(missing_ok=True)
+            except OSError:
+                with contextlib.suppress(OSError):  # no sign of life is worth the end of a run
+                    self._write_over(content, temporary)
+
+    def _write_over(self, content: bytes, temporary: Path) -> None:
+        """On a full disk, into the file that is there: its block can take it."""
+        temporary.unlink(missing_ok=True)
+        with open(self.path, "r+b", buffering=0) as file:
+            file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 class CpuClock:

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import sync_file, write_whole
+from trainer.data.files import is_full, sync_file, write_whole
 
 FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
 SAMPLES, PLOTS = "samples", "plots"
@@ -94,7 +94,10 @@ class Cursor:
 
 
 class JsonLines:
-    """A file of one JSON object a line, each in the file as soon as it is written."""
+    """A file of one JSON object a line, each in the file as soon as it is written.
+
+    While the disk is full, lines are kept, and written with the first one for which there is room.
+    """
 
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
         """Goes on after `last_step`: later lines belong to steps that will be done again and are dropped."""
@@ -108,12 +111,19 @@ class JsonLines:
             kept.flush()
             sync_file(kept.fileno())
         os.replace(temporary, path)
-        self._file = open(path, "a", encoding="utf-8", buffering=1)  # noqa: SIM115 - open as long as the run
+        self._kept = bytearray()
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Add a line. What is not a finite number becomes null, which JSON can hold."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._file.write(json.dumps({"step": step, **figures, "time": time}) + "\n")
+        self._kept += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
+        try:
+            while self._kept:
+                del self._kept[: self._file.write(self._kept)]
+        except OSError as error:
+            if not is_full(error):
+                raise
 
 
 class NewLines:
