@@ -31,6 +31,11 @@ class Dense:
             parts[owner].append(matrix.parameter)
         replicated = [p for name, p in model.named_parameters() if name not in self._owners]
         self._replicated_gradients = flatten_gradients(replicated)
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                module.sparse = (
+                    True  # backward adds rows to the gradient instead of a table
+                )
         self._owned_gradients = {owner: flatten_gradients(part) for owner, part in parts.items() if part}
         self._owned_weights = {owner: flatten_weights(part) for owner, part in parts.items() if part}
 
