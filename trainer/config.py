@@ -22,7 +22,7 @@ RUN_FILE_SCHEMA = 1
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
-SYNC_MODES = ("dense",)
+SYNC_MODES = ("dense", "exact", "fast")
 TRACKERS = ("mlflow", "none")
 
 

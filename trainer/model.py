@@ -23,13 +23,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from trainer.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
+
 VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
 SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 VE_GATE_CHANNELS = 12  # a value-embedding gate reads this many channels of its layer's input
 ROTARY_BASE = 100_000.0
 QK_SCALE = 1.2  # sharpens attention after q and k are normalised
-LOGIT_CAP = 15.0
-IGNORED_TARGET = -1
+WINDOW_BLOCK = 128  # queries of a short window are done so many at a time, each block with the keys it sees
 
 LossReduction = Literal["mean", "sum", "none"]
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
@@ -156,6 +157,35 @@ def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> 
     return (distance >= 0) & (distance <= window)
 
 
+def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
+    """Causal attention of the last positions' queries to the keys at most `window` behind them."""
+    n_query, n_key = q_BHTE.size(2), k_BHTE.size(2)
+    if n_query == n_key and window < n_key - 1 and q_BHTE.device.type == "cpu":
+        return _attend_in_blocks(q_BHTE, k_BHTE, v_BHTE, window, grouped)
+    mask = window_mask(n_query, n_key, window, q_BHTE.device)
+    return F.scaled_dot_product_attention(
+        q_BHTE, k_BHTE, v_BHTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+    )
+
+
+def _attend_in_blocks(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
+    """Block by block with the keys it sees: behind a mask a CPU computes what the mask then hides."""
+    q, k, v = (y[:, :, :window] for y in (q_BHTE, k_BHTE, v_BHTE))
+    blocks = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)]
+    mask = window_mask(WINDOW_BLOCK, window + WINDOW_BLOCK, window, q_BHTE.device)
+    assert mask is not None
+    for start in range(window, q_BHTE.size(2), WINDOW_BLOCK):
+        q_BHQE = q_BHTE[:, :, start : start + WINDOW_BLOCK]
+        keys = slice(start - window, start + WINDOW_BLOCK)
+        seen = mask[: q_BHQE.size(2), : window + q_BHQE.size(2)]
+        blocks.append(
+            F.scaled_dot_product_attention(
+                q_BHQE, k_BHTE[:, :, keys], v_BHTE[:, :, keys], attn_mask=seen, enable_gqa=grouped
+            )
+        )
+    return torch.cat(blocks, dim=2)
+
+
 class Linear(nn.Linear):
     """A matrix that multiplies in the number format of what it is given, and keeps its weight in its own."""
 
@@ -181,7 +211,7 @@ class Attention(nn.Module):
             self.ve_gate = Linear(VE_GATE_CHANNELS, config.n_kv_head)
 
     def forward(
-        self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Tensor | None, cache: KVCache | None
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).view(heads) for project in (self.c_q, self.c_k, self.c_v))
@@ -192,9 +222,7 @@ class Attention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        y_BHTE = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.grouped
-        )
+        y_BHTE = attend(q, k, v, window, self.grouped)
         return self.c_proj(y_BHTE.transpose(1, 2).reshape(x.shape))
 
 
@@ -217,11 +245,11 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, ve: Tensor | None, rotary: Rotary, mask: Tensor | None, cache: KVCache | None
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
     ) -> Tensor:
         """x (B, T, D) stays in its own format; the products between are in that of the rotary tables."""
         compute_dtype = rotary[0].dtype
-        x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, mask, cache)
+        x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
         return x + self.mlp(rms(x).to(compute_dtype))
 
 
@@ -311,16 +339,23 @@ class GPT(nn.Module):
         """Logits of tokens idx (B, T), or with targets (B, T) their cross-entropy in nats; -1 does not count.
 
         Returns logits (B, T, V) in float32 or better; or the losses' mean or sum; or with "none" all of
-        them, flat. With a cache, idx continues the rows it holds. ValueError for more than sequence_len
-        tokens, the cache's included.
+        them, flat, without gradients. With a cache, idx continues the rows it holds. ValueError for more
+        than sequence_len tokens, the cache's included.
         """
-        logits = self._logits(idx, cache)
+        x_BTD = self._body(idx, cache)
+        weight, vocab_size = self.lm_head.weight, self.config.vocab_size
         if targets is None:
-            return logits
-        flat = logits.flatten(0, 1), targets.flatten()
-        return F.cross_entropy(*flat, ignore_index=IGNORED_TARGET, reduction=loss_reduction)
+            logits = self.lm_head(x_BTD)[..., :vocab_size]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        flat = x_BTD.flatten(0, 1), weight, targets.flatten(), vocab_size
+        if loss_reduction == "none":
+            return token_losses(*flat)
+        loss = summed_loss(*flat)
+        return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
 
-    def _logits(self, idx: Tensor, cache: KVCache | None) -> Tensor:
+    def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
+        """What lm_head is given for tokens idx (B, T): (B, T, D), in the compute dtype."""
         config, compute_dtype = self.config, self.compute_dtype
         start = cache.length if cache else 0
         end = start + idx.size(1)
@@ -328,7 +363,6 @@ class GPT(nn.Module):
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} here")
         windows = config.windows()
-        masks = {window: window_mask(idx.size(1), end, window, idx.device) for window in set(windows)}
 
         x = rms(self.transformer["wte"](idx))
         rotary = (self.cos[start:end].to(compute_dtype), self.sin[start:end].to(compute_dtype))
@@ -344,16 +378,13 @@ class GPT(nn.Module):
             if config.has_value_embedding(layer):
                 ve = self.value_embeds[str(layer)](idx).to(compute_dtype)
             x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
-            x = block(x, ve, rotary, masks[windows[layer]], cache)
+            x = block(x, ve, rotary, windows[layer], cache)
             if layer == config.n_layer // 2:
                 backout = x
         if cache:
             cache.length = end
 
-        x = rms(x - self.backout_lambda * backout).to(compute_dtype)
-        logits = self.lm_head(x)[..., : config.vocab_size]
-        logits = logits.to(torch.promote_types(x.dtype, torch.float32))  # the softmax needs the digits
-        return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        return rms(x - self.backout_lambda * backout).to(compute_dtype)
 
     def param_counts(self) -> dict[str, int]:
         """Parameters by group, padded vocabulary included; scalars have the smear gate among them."""

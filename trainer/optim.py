@@ -30,6 +30,7 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
+GRAM_FROM = 2.0  # longer over shorter side; from 1.5 on it is fewer operations: 45 % fewer at 4
 ADAMW_EPS = 1e-10
 REFERENCE_WIDTH = 768  # the n_embd at which the rates of the tables were tuned
 SMEAR_LR = 0.2  # smear and backout; the one rate that does not go with the batch
@@ -53,6 +54,9 @@ def width_scale(n_embd: int) -> float:
 def polar_express(X: Tensor) -> Tensor:
     """X (rows, cols) of spectral norm below 1, brought near its orthogonal factor, on its shorter side."""
     tall = X.size(0) > X.size(1)
+    if goes_by_gram(X.size(0), X.size(1), X.dtype):
+        P = _polar_express_of_gram(X.mT @ X if tall else X @ X.mT)
+        return X @ P if tall else P @ X
     for a, b, c in POLAR_EXPRESS:
         A = X.mT @ X if tall else X @ X.mT
         B = torch.addmm(A, A, A, beta=b, alpha=c)
@@ -60,8 +64,27 @@ def polar_express(X: Tensor) -> Tensor:
     return X
 
 
-def polar_express_flops(rows: int, cols: int) -> int:
+def _polar_express_of_gram(A: Tensor) -> Tensor:
+    """What the steps multiply a matrix of Gram matrix A by, (side, side): polynomials in A, which commute."""
+    P = A
+    for step, (a, b, c) in enumerate(POLAR_EXPRESS):
+        Q = torch.addmm(A, A, A, beta=b, alpha=c)
+        Q.diagonal().add_(a)
+        P = Q @ P if step else Q
+        if step + 1 < len(POLAR_EXPRESS):
+            A = Q @ A @ Q
+    return P
+
+
+def goes_by_gram(rows: int, cols: int, dtype: torch.dtype) -> bool:
+    """Whether the Gram matrix is the shorter way. Not in narrow formats: it squares the condition number."""
+    return max(rows, cols) >= GRAM_FROM * min(rows, cols) and dtype in (torch.float32, torch.float64)
+
+
+def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> int:
     m, n = min(rows, cols), max(rows, cols)
+    if goes_by_gram(rows, cols, dtype):
+        return 4 * m * m * n + (4 * len(POLAR_EXPRESS) - 3) * 2 * m**3
     return len(POLAR_EXPRESS) * (4 * m * m * n + 2 * m**3)
 
 

@@ -11,7 +11,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +37,7 @@ from trainer.report import Report
 from trainer.sample import stream_text
 from trainer.saving import Saver
 from trainer.sync.digest import compare_parameters
-from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
+from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost, Pending
 from trainer.tracking.about import facts_of
 from trainer.tracking.tracker import Tracker
 
@@ -142,20 +142,23 @@ class Run:
             sent, started = self.group.bytes_sent, time.monotonic()
 
             self.heartbeat.enter("data")
-            idx_BT, targets_BT = self._batch(step)
-            self.sync.zero_grad()
+            idx_BT, targets_BT, touched = self._batch(step)
+            self.sync.begin_step(touched)
             loss_sum = self._accumulate(idx_BT, targets_BT)
 
             self.heartbeat.enter("sync")
-            agreed = self._agree(loss_sum, step + 1)
+            agreeing = self._start_agreeing(loss_sum, step + 1)
             self.sync.reduce_gradients(self.plan.total_batch_size)
 
             self.heartbeat.enter("optimizer")
             rate, lr = self._set_rates(step)
+            waited = self.group.seconds_waited
             self.sync.step()
+            self.heartbeat.move("optimizer", "sync", self.group.seconds_waited - waited)
 
             self.heartbeat.enter("sync")
             self.sync.hand_out()
+            agreed = self._agree(agreeing, step + 1)
             if _due(step + 1, config.digest_every):
                 compare_parameters(self.group, self.model, step + 1)
 
@@ -176,34 +179,42 @@ class Run:
                 return True
         return False
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """This rank's slice of the step's rows: inputs and targets, (rows, T) each."""
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        """This rank's slice of the step's rows: inputs and targets, (rows, T) each; all ranks' input ids."""
         rows = batch_rows(self.config.seed, step, self.plan.rows_per_step, len(self.data.train))
         mine = rank_rows(rows, self.plan.shares, self.place.rank)
         tokens = torch.from_numpy(self.data.train[mine].astype(np.int64))
         tokens = tokens.to(self.ready.numerics.device)
-        return tokens[:, :-1], tokens[:, 1:]
+        touched = torch.from_numpy(np.unique(self.data.train[rows][:, :-1]).astype(np.int64))
+        return tokens[:, :-1], tokens[:, 1:], touched.to(tokens.device)
 
     def _accumulate(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
         """Add up gradients of summed token losses over micro-batches; returns the sum of the losses."""
         total = 0.0
         size = self.config.device_batch_size
-        for idx, targets in zip(idx_BT.split(size), targets_BT.split(size), strict=True):
+        batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
+        for number, (idx, targets) in enumerate(batches, start=1):
             self.heartbeat.enter("forward")
             loss = self.model(idx, targets, loss_reduction="sum")
             self.heartbeat.enter("backward")
-            loss.backward()
+            with self.sync.last_backward() if number == len(batches) else nullcontext():
+                loss.backward()
             total += loss.item()
         return total
 
-    def _agree(self, loss_sum: float, step: int) -> Agreed:
-        """The mean loss of step `step` (counted from 1) over all ranks, and rank 0's wishes, in one message.
+    def _start_agreeing(self, loss_sum: float, step: int) -> tuple[Tensor, Pending]:
+        """Put this rank's losses, and rank 0's wishes, of step `step` (counted from 1) on their way."""
+        wishes = self._wishes(step) if self.place.coordinates else (False, False, False)
+        shared = torch.tensor([loss_sum, *map(float, wishes)], dtype=torch.float64)
+        return shared, self.group.start_sum(shared)
+
+    def _agree(self, agreeing: tuple[Tensor, Pending], step: int) -> Agreed:
+        """The mean loss of step `step` over all ranks, and what rank 0 wishes.
 
         A loss that is not a number, or a checkpoint that could not be written, ends the run on all ranks.
         """
-        wishes = self._wishes(step) if self.place.coordinates else (False, False, False)
-        shared = torch.tensor([loss_sum, *map(float, wishes)], dtype=torch.float64)
-        self.group.sum([shared])
+        shared, pending = agreeing
+        self.group.wait([pending])
         loss, *flags = shared.tolist()
         agreed = Agreed(loss / self.plan.total_batch_size, *(flag > 0 for flag in flags))
         if agreed.trouble:

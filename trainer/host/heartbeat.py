@@ -122,6 +122,11 @@ class Heartbeat:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
+    def move(self, phase: str, other: str, seconds: float) -> None:
+        """Count some of a phase's time as another's: what was waited for in its midst."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) - seconds
+        self._seconds[other] = self._seconds.get(other, 0.0) + seconds
+
     def state(self, **figures: Any) -> None:
         """Set figures such as step, loss, val_bpb and write them down."""
         unknown = figures.keys() - self._state.keys()

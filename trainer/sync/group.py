@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +42,9 @@ NCCL_RAISES = {
 }
 
 
+Pending = Callable[[], Any]  # what was started, to be waited for with Group.wait
+
+
 class PeerLost(Retryable):
     """A collective failed: a peer is gone, frozen or cut off."""
 
@@ -66,6 +70,7 @@ class Group:
         self.peers = peers
         self.bytes_sent = 0
         self.waits = False  # whether the main thread is in a collective
+        self.seconds_waited = 0.0
 
     @classmethod
     def open(
@@ -115,25 +120,32 @@ class Group:
 
     def sum(self, tensors: Iterable[Tensor]) -> None:
         """Replace each flat tensor by its sum over all ranks: the same bytes everywhere."""
-        self._all(self._start_sum(tensor) for tensor in tensors)
-
-    def sum_and_collect(self, sums: Iterable[Tensor], collected: Mapping[int, Tensor]) -> None:
-        """`sum` and `collect` at once, so that the wire is busy in both directions."""
-        works = [self._start_sum(tensor) for tensor in sums]
-        works += [self._start_collect(tensor, owner) for owner, tensor in collected.items()]
-        self._all(works)
+        self.wait([self.start_sum(tensor) for tensor in tensors])
 
     def hand_out(self, owned: Mapping[int, Tensor]) -> None:
         """Give every rank each owner's bytes."""
-        self._all([self._start_hand_out(tensor, owner) for owner, tensor in owned.items()])
+        self.wait([self.start_hand_out(tensor, owner) for owner, tensor in owned.items()])
 
-    def _start_sum(self, tensor: Tensor) -> Callable[[], Any]:
+    def wait(self, pending: Iterable[Pending]) -> list[Any]:
+        """Until all of these are done, whatever they return; the time it takes is counted.
+
+        What is started must be started in the same order on all ranks.
+        """
+        began = time.monotonic()
+        with self._naming_the_peer():
+            results = [wait() for wait in pending]
+        self.seconds_waited += time.monotonic() - began
+        return results
+
+    def start_sum(self, tensor: Tensor) -> Pending:
+        """Begin to replace a flat tensor by its sum over all ranks."""
         n = self.world_size
         return self._start(
             tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
         )
 
-    def _start_collect(self, tensor: Tensor, owner: int) -> Callable[[], Any]:
+    def start_collect(self, tensor: Tensor, owner: int) -> Pending:
+        """Begin to replace the owner's flat tensor by its sum over all ranks; the others' are spoilt."""
         n = self.world_size
         return self._start(
             tensor,
@@ -141,27 +153,34 @@ class Group:
             lambda part: dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, async_op=True),
         )
 
-    def _start_hand_out(self, tensor: Tensor, owner: int) -> Callable[[], Any]:
+    def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
+        """Begin to bring all flat tensors to the owner's `table`, (world_size, n), which others lack."""
+        rows = list(table.unbind()) if table is not None else None
+        return self._start(
+            tensor,
+            0.0 if self.rank == owner else 1.0,
+            lambda part: dist.gather(part, rows, dst=owner, async_op=True),
+            whole=True,
+        )
+
+    def start_hand_out(self, tensor: Tensor, owner: int) -> Pending:
+        """Begin to give every rank the owner's flat tensor."""
         return self._start(
             tensor,
             broadcast_sends((self.rank - owner) % self.world_size, self.world_size),
             lambda part: dist.broadcast(part, src=owner, async_op=True),
         )
 
-    def _start(self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any]) -> Callable[[], Any]:
+    def _start(
+        self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any], whole: bool = False
+    ) -> Pending:
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
         self.bytes_sent += round(copies * tensor.numel() * tensor.element_size())
-        parts = tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
+        parts = (tensor,) if whole else tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
         with self._naming_the_peer():
             works = [start(part) for part in parts]
         return lambda: [work.wait() for work in works]
-
-    def _all(self, waits: Iterable[Callable[[], Any]]) -> None:
-        waits = list(waits)
-        with self._naming_the_peer():
-            for wait in waits:
-                wait()
 
     # -- words -----------------------------------------------------------------------------------------
 

@@ -1,0 +1,176 @@
+"""The exact mode: what dense computes, with less on the wire, while the processor works.
+
+Of an embedding only the rows of the step's tokens have a gradient. A step's batch is known to every rank,
+so the rows' numbers need not travel: each rank packs the same rows, and their sums come back. All other
+gradients leave as soon as the last backward has finished them, the last layer's first; an owner steps a
+layer's matrices when their sums are there and sends the weights off while it steps the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optim import MuonAdamW
+from trainer.sync.group import Group, Pending
+from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
+
+
+@dataclass
+class Bucket:
+    """Gradients that leave together: lm_head's, or one owner's of one layer (then with its weights)."""
+
+    parameters: list[nn.Parameter]
+    gradients: Tensor  # flat; the parameters' gradients are its pieces
+    owner: int | None = None
+    weights: Tensor | None = None
+    unfinished: int = 0
+    pending: list[Pending] = field(default_factory=list)
+
+
+class Exact:
+    """Rows of embeddings, and buckets that leave in one order on all ranks."""
+
+    def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
+        self._group, self._optimizer = group, optimizer
+        self._owners = Owners(optimizer, group.world_size)
+        self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        self._touched = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
+        for table in self._tables:
+            table.grad = torch.zeros_like(table)
+        add_rows_alone(model)
+
+        apart = {id(table) for table in self._tables}
+        replicated = [p for name, p in model.named_parameters() if self._owners.of(name) is None]
+        large = max((p for p in replicated if id(p) not in apart), key=nn.Parameter.numel)  # lm_head
+        small = [p for p in replicated if id(p) not in apart and p is not large]
+        self._head = Bucket([large], flatten_gradients([large]))
+        self._small = flatten_gradients(small)
+        self._layers = self._make_layers(model)
+        self._buckets = [self._head, *self._layers]
+        self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
+        for p in self._bucket_of:
+            p.register_post_accumulate_grad_hook(self._finished)
+        self._next = len(self._buckets)  # the first bucket that has not left; none may leave yet
+        self._handed: list[Pending] = []
+
+    def _make_layers(self, model: nn.Module) -> list[Bucket]:
+        """One bucket for each owner and layer, the last layer's first, as backward finishes them."""
+        layer_of = {p: name.split(".")[2] for name, p in model.named_parameters() if ".h." in name}
+        buckets: dict[tuple[int, int], Bucket] = {}
+        for owner, part in self._owners.parts.items():
+            if not part:
+                continue
+            gradients, weights = flatten_gradients(part), flatten_weights(part)
+            start = 0
+            for layer in dict.fromkeys(layer_of[p] for p in part):
+                own = [p for p in part if layer_of[p] == layer]
+                end = start + sum(p.numel() for p in own)
+                buckets[int(layer), owner] = Bucket(own, gradients[start:end], owner, weights[start:end])
+                start = end
+        return [buckets[key] for key in sorted(buckets, key=lambda key: (-key[0], key[1]))]
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    def begin_step(self, touched: Tensor) -> None:
+        for table in self._tables:
+            assert table.grad is not None
+            table.grad.index_fill_(0, self._touched, 0)
+        self._touched = touched
+        self._small.zero_()
+        for bucket in self._buckets:
+            bucket.gradients.zero_()
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        for bucket in self._buckets:
+            bucket.unfinished = len(bucket.parameters)
+        self._next = 0
+        yield
+        while self._next < len(self._buckets):  # a parameter that this batch did not reach
+            self._leave()
+
+    def _finished(self, parameter: nn.Parameter) -> None:
+        """Backward has added to a gradient. In the last one its bucket may leave, after all before it."""
+        if self._next == len(self._buckets):
+            return
+        self._bucket_of[parameter].unfinished -= 1
+        while self._next < len(self._buckets) and self._buckets[self._next].unfinished == 0:
+            self._leave()
+
+    def _leave(self) -> None:
+        bucket = self._buckets[self._next]
+        self._next += 1
+        bucket.pending = [self._send(bucket)]
+
+    def reduce_gradients(self, tokens: int) -> None:
+        self._tokens = tokens
+        self._small_pending = [self._group.start_sum(self._small)]
+        self._rows = self._pack_rows()
+        self._rows_pending = [self._send_rows(self._rows)]
+
+    def step(self) -> None:
+        self._handed = []
+        self._head.pending = self._relay(self._head.pending)
+        for bucket in self._layers:
+            if bucket.owner == self._group.rank:
+                self._arrive(bucket)
+                self._step_layer(bucket)
+            self._handed.append(self._hand_out(bucket))
+        self._rows_pending = self._relay(self._rows_pending)
+        self._arrive(self._head)
+        self._group.wait(self._small_pending + self._rows_pending)
+        self._small.div_(self._tokens)
+        self._unpack_rows(self._rows.div_(self._tokens))
+        self._optimizer.step_adamw()
+
+    def hand_out(self) -> None:
+        for bucket in self._layers:
+            self._group.wait(bucket.pending)
+        self._group.wait(self._handed)
+
+    def owner_of(self, name: str) -> int | None:
+        return self._owners.of(name)
+
+    # -- rows of the embeddings ------------------------------------------------------------------------
+
+    def _pack_rows(self) -> Tensor:
+        """The touched rows of all tables in one flat tensor."""
+        return torch.cat([table.grad[self._touched].flatten() for table in self._tables])  # type: ignore[index]
+
+    def _unpack_rows(self, rows: Tensor) -> None:
+        sizes = [len(self._touched) * table.size(1) for table in self._tables]
+        for table, part in zip(self._tables, rows.split(sizes), strict=True):
+            assert table.grad is not None
+            table.grad[self._touched] = part.view(-1, table.size(1))
+
+    # -- what travels ----------------------------------------------------------------------------------
+
+    def _send(self, bucket: Bucket) -> Pending:
+        if bucket.owner is None:
+            return self._group.start_sum(bucket.gradients)
+        return self._group.start_collect(bucket.gradients, bucket.owner)
+
+    def _send_rows(self, rows: Tensor) -> Pending:
+        return self._group.start_sum(rows)
+
+    def _relay(self, pending: list[Pending]) -> list[Pending]:
+        """Where a sum takes two ways, begin the second."""
+        return pending
+
+    def _arrive(self, bucket: Bucket) -> None:
+        """Wait for a bucket's sums, and divide them."""
+        self._group.wait(bucket.pending)
+        bucket.gradients.div_(self._tokens)
+
+    def _step_layer(self, bucket: Bucket) -> None:
+        self._optimizer.step_muon(bucket.parameters)
+
+    def _hand_out(self, bucket: Bucket) -> Pending:
+        assert bucket.weights is not None
+        assert bucket.owner is not None
+        return self._group.start_hand_out(bucket.weights, bucket.owner)
