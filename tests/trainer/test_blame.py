@@ -81,8 +81,8 @@ def test_ranks_that_all_wait_blame_the_network() -> None:
     down = Sighting(LAPTOP, ANSWERS, words("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
     assert blame([WAITS, down]) == (
         "all ranks have waited in sync of step 812 for 90 s: the network between them is slow or cut: 12 "
-        "kB/s arrive at eno1 of rank 0 (tower), 0 kB/s arrive at wlan0 of rank 1 (laptop) (its interface wlan0 is "
-        "down)"
+        "kB/s arrive at eno1 of rank 0 (tower), 0 kB/s arrive at wlan0 of rank 1 (laptop) (its interface "
+        "wlan0 is down)"
     )
 
 
