@@ -113,7 +113,8 @@ class Beginning:
         ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
         self.say(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
         for record in records:
-            self.say(f"  {record}: {record.shown[kind]}")
+            wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
+            self.say(f"  {record}: {record.shown[kind]}{wire}")
 
     def _load_and_meet(self, options: Options) -> list[contract.Record]:
         """Read the data and agree with all ranks; what is wrong here is told to all of them."""
@@ -136,7 +137,7 @@ class Beginning:
         record = contract.make_record(
             self.place, self.run_file, options, info, hashes, str(problem or ""), self.watchdog.told
         )
-        return contract.meet(self.store, record, self.place.world_size)
+        return contract.meet(self.store, record, self.place.world_size, lives=self.watchdog.lives)
 
     def _build(self) -> None:
         """The model in the run's number format, its optimizer, and the way its gradients travel."""

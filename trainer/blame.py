@@ -52,7 +52,7 @@ def describe(sighting: Sighting) -> str:
     if sighting.is_dead:
         return f"{peer} {_death(sighting)}"
     if sighting.waits:
-        return f"{peer} waits in {where(words)}"
+        return f"{peer} waits in {where(words)}{_down(words)}"
     return f"{peer} has been in {where(words)} for {words.get('phase_seconds', 0):.0f} s{_effort(words)}"
 
 
@@ -68,6 +68,18 @@ def _death(sighting: Sighting) -> str:
 
 def _last_seen(sighting: Sighting) -> str:
     return f" last seen in {where(sighting.words)} {sighting.age:.0f} s ago"
+
+
+def _down(words: Mapping[str, Any]) -> str:
+    return f" (its interface {words['interface']} is down)" if words.get("up") is False else ""
+
+
+def _arrives(sighting: Sighting) -> str:
+    words = sighting.words
+    if words.get("received") is None:
+        return f"{sighting.peer}{_down(words)}"
+    rate = f"{words['received'] / 1000:,.0f} kB/s arrive at {words['interface']}"
+    return f"{rate} of {sighting.peer}{_down(words)}"
 
 
 def _effort(words: Mapping[str, Any]) -> str:
@@ -93,7 +105,7 @@ def blame(sightings: Sequence[Sighting]) -> str:
         if len(places) == 1:
             return (
                 f"all ranks have waited in {places.pop()} for {seconds:.0f} s: the network between them is "
-                "slow or cut"
+                f"slow or cut: {', '.join(map(_arrives, waiting))}"
             )
     dead = [sighting for sighting in sightings if sighting.is_dead]
     others = [sighting for sighting in sightings if not sighting.waits and not sighting.is_dead]

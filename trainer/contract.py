@@ -6,9 +6,12 @@ No collective is entered before this has passed, so ranks that differ end with a
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import platform
+import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +22,13 @@ from trainer.data.rows import RowsInfo
 from trainer.host.facts import host_facts
 from trainer.host.numerics import Options
 from trainer.host.place import Place
+from trainer.host.wire import Wire
 from trainer.outcome import Final, Retryable
 from trainer.sync.group import Peer
 from trainer.sync.store import wait_for_keys
 
-ARRIVAL_SECONDS = 60.0
+ARRIVAL_SECONDS = 45.0  # so that a rank says within a minute of its start who is missing
+LOADING_SECONDS = 1800.0  # for one that is there, but still packs its rows
 FAREWELL_SECONDS = 5.0
 
 Fields = dict[str, str]
@@ -87,18 +92,27 @@ def make_record(
             "train rows": rows.train_sha256[:16],
             "val rows": rows.val_sha256[:16],
         }
-    shown = options.shown() if options else {}
+    compared["run file"] = run_file.digest()[:16]
+    shown = {
+        "interface": Wire(place.address()).name,
+        "local rank": f"{place.local_rank} of {place.local_world_size}",
+        **(options.shown() if options else {}),
+    }
     return Record(place.rank, place.host, place.address(), compared, shown, problem, host_facts(), told)
 
 
 def meet(
-    store: dist.Store | None, mine: Record, world_size: int, arrival_seconds: float = ARRIVAL_SECONDS
+    store: dist.Store | None,
+    mine: Record,
+    world_size: int,
+    arrival_seconds: float = ARRIVAL_SECONDS,
+    lives: Callable[[int], bool] = lambda rank: False,
 ) -> list[Record]:
-    """Exchange records with all ranks, in rank order.
+    """Exchange records with all ranks, in rank order; those of whom `lives` knows are waited for longer.
 
     Raises Final, on every rank alike, when one cannot train or they differ; Retryable when one stays away.
     """
-    records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds)
+    records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, lives)
     problems = {record.problem for record in records}
     if problems != {""}:
         if len(problems) == 1:  # the same everywhere
@@ -107,14 +121,31 @@ def meet(
     differences = compare(records)
     if differences:
         raise Final(*explain(differences, records))
+    check_layout(records)
     return records
 
 
-def _exchange(store: dist.Store, mine: Record, world_size: int, arrival_seconds: float) -> list[Record]:
+def check_layout(records: list[Record]) -> None:
+    """Raise Final unless the ranks sit on the hosts that the run file names, in its order."""
+    named = records[0].compared.get("hosts", "").split()
+    found = [host for host, _ in itertools.groupby(record.host for record in records)]
+    if named and found != named:
+        raise Final(
+            f"The ranks are not on the hosts of the run file, in its order: it names {', '.join(named)}, and "
+            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or render it again."
+        )
+
+
+def _exchange(
+    store: dist.Store, mine: Record, world_size: int, arrival_seconds: float, lives: Callable[[int], bool]
+) -> list[Record]:
     keys = {rank: f"contract/{rank}" for rank in range(world_size)}
     try:
         store.set(keys[mine.rank], mine.to_json())
         missing = wait_for_keys(store, keys, arrival_seconds)
+        until = time.monotonic() + LOADING_SECONDS
+        while missing and all(map(lives, missing)) and time.monotonic() < until:
+            missing = wait_for_keys(store, {rank: keys[rank] for rank in missing}, 1.0)
         if missing:
             raise Retryable(
                 f"{_ranks(missing)} did not arrive within {arrival_seconds:.0f} s of {mine}. "
@@ -138,7 +169,10 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
     """The compared fields that are not equal everywhere: the value of each rank ("-" where it has none)."""
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
-    return {name: row for name, row in values.items() if len(set(row)) > 1}
+    differing = {name: row for name, row in values.items() if len(set(row)) > 1}
+    if len(differing) > 1:  # what is in the run file is named already
+        differing.pop("run file", None)
+    return differing
 
 
 def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -138,7 +139,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path)
 
 
 def test_ranks_that_differ_end_with_a_table(start: Start) -> None:
-    ranks = start(2, per_rank=[{}, {"seed": 43}])
+    ranks = start(2, per_rank=[{"shares": "2,3"}, {"seed": 43, "shares": "3,2"}])
     for rank in ranks:
         code, said = rank.wait(30)
         assert code == 1, said
@@ -147,7 +148,13 @@ def test_ranks_that_differ_end_with_a_table(start: Start) -> None:
         assert "config.seed  42" in said
         assert rank.outcome()["outcome"] == "final"
         assert "\n" not in rank.outcome()["reason"]
+        assert re.search(r"\n\[rank \d\]   shares +2,3 +3,2\n", said)
+        assert "run file" not in said
         assert rank.outcome()["step"] == 0
+    beats = [json.loads((rank.run_dir / f"heartbeat-{n}.json").read_text()) for n, rank in enumerate(ranks)]
+    assert [beat["phase"] for beat in beats] == ["load", "load"]  # no collective was entered
+    arrived = max(beat["entered"] for beat in beats)
+    assert max(rank.outcome()["time"] for rank in ranks) - arrived < 10
 
 
 def test_a_killed_peer_is_named_and_worth_a_retry(start: Start) -> None:

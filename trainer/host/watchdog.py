@@ -29,6 +29,7 @@ from trainer.host.listener import ANSWERS, ASK_SECONDS, GONE, Answer, Listener, 
 from trainer.host.place import Place
 from trainer.host.stacks import main_line, stacks
 from trainer.host.voice import Voice
+from trainer.host.wire import Wire
 from trainer.outcome import EXIT_CODES, Attempt, Final, Retryable, RunEnd
 from trainer.sync.board import Board
 from trainer.sync.group import Peer
@@ -65,6 +66,7 @@ class Watchdog:
         self._attempt, self._say = attempt, say
         self._stall = stall_seconds()
         self._me = Peer(place.rank, place.host, place.address())
+        self._wire = Wire(self._me.address)
         self._others = set(range(place.world_size)) - {place.rank}
         self._peers: dict[int, Peer] = {}
         self._told: dict[int, Told] = {}
@@ -102,6 +104,11 @@ class Watchdog:
         self._peers = {peer.rank: peer for peer in peers if peer.rank != self._me.rank}
         self._told = {rank: where for rank, text in told.items() if (where := Told.parse(text))}
 
+    def lives(self, rank: int) -> bool:
+        """Whether a rank has told of itself of late."""
+        seen = self._board.seen.get(rank) if self._board else None
+        return seen is not None and seen.age < 2 * FRESH_SECONDS and not seen.words.get("ended")
+
     def stop(self) -> None:
         """The run is over here. Whoever asks is answered as long as the process lives."""
         self._stopped.set()
@@ -110,7 +117,13 @@ class Watchdog:
             self._board.stop()
 
     def _words(self) -> dict[str, Any]:
-        return {**self._heartbeat.told(), "host": self._me.host, "told": self.told, "ended": self._own_end}
+        return {
+            **self._heartbeat.told(),
+            **self._wire.look(),
+            "host": self._me.host,
+            "told": self.told,
+            "ended": self._own_end,
+        }
 
     def _answer(self, with_stacks: bool) -> dict[str, Any]:
         """What a peer that asks is told."""
