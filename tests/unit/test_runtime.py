@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import importlib.util
+import json
 import shutil
 import sys
 import zipfile
@@ -42,11 +45,17 @@ def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] 
     metadata += "".join(f"Requires-Dist: {each}\n" for each in requires)
     files = {f"{name}.py": body, f"{info}/METADATA": metadata}
     files[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
-    record = "".join(f"{each},,\n" for each in [*files, f"{info}/RECORD"])
+    record = "".join(f"{each},{record_hash(text)},{len(text)}\n" for each, text in files.items())
+    record += f"{info}/RECORD,,\n"
     with zipfile.ZipFile(path, "w") as archive:
         for each, text in {**files, f"{info}/RECORD": record}.items():
             archive.writestr(each, text)
     return path
+
+
+def record_hash(text: str) -> str:
+    """A file's hash as a wheel's RECORD has it."""
+    return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
 
 
 INDEX = {
@@ -70,10 +79,10 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     (tree / "constraints.txt").write_text("# pins\n" + "".join(f"{n}=={v}\n" for n, (v, _) in INDEX.items()))
     asked: list[str] = []
 
-    def pip(self: Any, wanted: list[str], staging: Path, *options: str) -> None:
+    def pip(self: Any, wanted: list[str], staging: Path, index: str = "") -> None:
         asked.extend(wanted)
         for each in wanted:
-            name, version = each.split("==")
+            name, version = each.split(",")[0].split("==")
             make_wheel(staging, name, version, INDEX[name][1])
 
     def build(self: Any, staging: Path) -> None:
@@ -89,8 +98,9 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "project": True,
         "python_version": "3.11",
         "architecture": "x86_64",
-        "torch_build": "cpu",
+        "torch": "cpu",
         "torch_index": "",
+        "offline": False,
         "asked": asked,
     }
 
@@ -195,7 +205,7 @@ def test_every_dependency_of_the_project_is_pinned() -> None:
     ]
     pinned = pins.read_pins(ROOT / "constraints.txt")
     markers = pins.markers_of("3.11", "x86_64")
-    assert {name for name, _ in pins.needed(lines, markers)} <= pinned.keys()
+    assert {need.name for need in pins.needed(lines, markers)} <= pinned.keys()
 
 
 @pytest.fixture
@@ -273,14 +283,37 @@ def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None
     assert not Path(host["link"]).exists()
 
 
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_file_that_was_cut_off_is_named_and_mended(host: dict[str, Any], empty: bool) -> None:
+    """A power cut leaves files without their bytes; the recorded digests alone would not see it."""
+    first = locked_venv.run(host, False)
+    assert locked_venv.run(host, True)["flaws"] == []
+    module = next(Path(host["link"]).glob("lib/python*/site-packages/alpha.py"))
+    module.unlink()
+    if empty:
+        module.touch()
+    seen = locked_venv.run(host, True)
+    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is gone or cut off"])
+    assert locked_venv.run(host, False)["installed"] == first["installed"]
+    assert module.read_text() == "x = 1\n"
+
+
 def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
-    return {
-        name: {
-            "__runtime_probe": {"stdout": f'{{"kind": "{kind}"}}'},
-            "__runtime_asked": {"ready": True, "installed": installed, "versions": versions},
+    """By host: Python, and torch's build and index behind slashes; digest of what is installed; versions."""
+    found = {}
+    for name, (kind, installed, versions) in hosts.items():
+        python, torch, index = [*kind.split("/", 2), "", ""][:3]
+        seen = {"python": python, "machine": "x86_64", "torch": torch or "cpu", "index": index}
+        found[name] = {
+            "__runtime_probe": {"stdout": json.dumps(seen)},
+            "__runtime_asked": {
+                "ready": True,
+                "installed": installed,
+                "versions": versions,
+                "project": "p" * 64,
+            },
         }
-        for name, (kind, installed, versions) in hosts.items()
-    }
+    return found
 
 
 def test_the_odd_host_is_named() -> None:
@@ -289,8 +322,39 @@ def test_the_odd_host_is_named() -> None:
         a=("3.11", "x" * 64, torch), b=("3.11", "x" * 64, torch), c=("3.12", "z" * 64, {"torch": "2.0"})
     )
     assert filters.runtime_findings(["a", "b", "c"], same) == []
-    assert filters.runtime_kinds(["a", "b", "c"], same) == ["3.11", "3.12"]
+    assert [kind["name"] for kind in filters.runtime_kinds(["a", "b", "c"], same)] == [
+        "3.11-x86_64",
+        "3.12-x86_64",
+    ]
     odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
+    odd["d"]["__runtime_asked"]["project"] = "q" * 64
     found = filters.runtime_findings(["a", "b", "c", "d"], odd)
-    assert [sentence.split(":")[0].split()[0] for sentence in found] == ["d", "d"]
+    assert [sentence.split(":")[0].split()[0] for sentence in found] == ["d", "d", "d"]
     assert "torch 1.9, the others 2.0" in found[1]
+    assert "the trainer qqqqqqqqqqqq, the others pppppppppppp" in found[2]
+
+
+def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() -> None:
+    index = "https://download.pytorch.org/whl/cu126/"
+    mixed = hostvars(
+        a=("3.11", "x" * 64, {"torch": "2.13.0+cpu", "numpy": "2"}),
+        b=("3.11/cuda", "y" * 64, {"torch": "2.13.0", "numpy": "2", "triton": "3"}),
+        c=(f"3.11/cuda/{index}", "z" * 64, {"torch": "2.13.0+cu126", "numpy": "2", "triton": "3"}),
+    )
+    assert filters.runtime_findings(["a", "b", "c"], mixed) == []
+    kinds = filters.runtime_kinds(["a", "b", "c"], mixed)
+    assert [(kind["name"], kind["torch"], kind["index"]) for kind in kinds] == [
+        ("3.11-x86_64", "cpu", ""),
+        ("3.11-x86_64-cu126", "cuda", index),
+        ("3.11-x86_64-cuda", "cuda", ""),
+    ]
+    said = filters.runtime_summary(["a", "b", "c"], mixed)
+    assert "torch 2.13.0, the trainer pppppppppppp" in said
+    assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in said
+
+
+def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
+    bare = hostvars(a=("3.11", "", {}))
+    bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
+    assert filters.runtime_findings(["a"], bare) == []
+    assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."

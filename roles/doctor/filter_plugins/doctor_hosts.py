@@ -37,7 +37,7 @@ def host_findings(
 ) -> list[Finding]:
     """All findings about hosts by themselves.
 
-    options: min_free_gib, max_skew_s, data_dir, and trainer, this folder's digest of it.
+    options: min_free_gib, max_skew_s, and trainer, this folder's digest of it.
     """
     found: list[Finding] = []
     for host, of_host in measured.items():
@@ -168,12 +168,8 @@ def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
         said = (of_host["data"] or {}).get("findings") or []
         if not said or "manifest.json is missing" in said:
             continue
-        wrong = [each.split()[0] for each in said if " is missing" not in each]
-        paths = [name if "/" in name or name == "manifest.json" else f"shards/{name}" for name in wrong]
-        remove = " ".join(f"{options['data_dir']}/{path}" for path in paths)
-        first = f"sudo rm {remove}  (on {host}), then " if paths else ""
         problem = f"Its data are not the controller's: {'; '.join(said)}."
-        found.append(finding("data", host, problem, first + SETUP))
+        found.append(finding("data", host, problem, SETUP))
     return found
 
 
