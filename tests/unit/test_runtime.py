@@ -36,6 +36,7 @@ locked_venv = load(ROLE / "library" / "locked_venv.py")
 filters = load(ROLE / "filter_plugins" / "runtime.py")
 from ansible.module_utils import nanofleet_lock as locks  # type: ignore[attr-defined]  # noqa: E402
 from ansible.module_utils import nanofleet_pins as pins  # type: ignore[attr-defined]  # noqa: E402
+from ansible.module_utils import nanofleet_pip as pip  # type: ignore[attr-defined]  # noqa: E402
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), body: str = "") -> Path:
@@ -206,6 +207,141 @@ def test_every_dependency_of_the_project_is_pinned() -> None:
     pinned = pins.read_pins(ROOT / "constraints.txt")
     markers = pins.markers_of("3.11", "x86_64")
     assert {need.name for need in pins.needed(lines, markers)} <= pinned.keys()
+
+
+# Requires-Dist of torch 2.13.0's CUDA build, as the index has it, and part of its cuda-toolkit's.
+TORCH_CUDA = (
+    "filelock",
+    "typing-extensions>=4.10.0",
+    "setuptools>=77.0.3",
+    "sympy>=1.13.3",
+    "networkx>=2.5.1",
+    "jinja2",
+    "fsspec>=0.8.5",
+    "cuda-toolkit[cublas,cudart,nvjitlink]==13.0.3 ; sys_platform == 'linux'",
+    "cuda-bindings>=13.0.3,<14 ; python_full_version < '3.15' and sys_platform == 'linux'",
+    "nvidia-cudnn-cu13==9.20.0.48 ; sys_platform == 'linux'",
+    "nvidia-cusparselt-cu13==0.8.1 ; sys_platform == 'linux'",
+    "nvidia-nccl-cu13==2.29.7 ; sys_platform == 'linux'",
+    "nvidia-nvshmem-cu13==3.4.5 ; sys_platform == 'linux'",
+    "triton==3.7.1 ; python_full_version < '3.15' and sys_platform == 'linux'",
+    "pyyaml ; extra == 'pyyaml'",
+)
+ON_LINUX = (
+    "platform_machine == 'aarch64' and extra == '{0}' or platform_machine == 'x86_64' and extra == '{0}'"
+)
+TOOLKIT = tuple(
+    f"{what} ; {ON_LINUX.format(extra)}"
+    for what, extra in (
+        ("nvidia-cublas==13.1.1.3.*", "cublas"),
+        ("nvidia-cuda-runtime==13.0.96.*", "cudart"),
+        ("nvidia-nvjitlink>=13.0.88,<14", "nvjitlink"),
+        ("nvidia-npp==13.0.1.2.*", "npp"),
+    )
+)
+OTHER_CUDA = ("nvidia-cublas-cu12==12.6.4.1; platform_system == 'Linux'",)
+
+
+@pytest.fixture
+def cuda(house: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A wheelhouse with the real pins whose project needs torch; `indexes` is where pip was sent for what."""
+    (Path(house["source"]) / "pyproject.toml").write_text(
+        '[project]\nname = "nanofleet"\n[project.optional-dependencies]\ntrain = ["torch>=2.9"]\n'
+    )
+    indexes: dict[str, str] = {}
+
+    def pip(self: Any, wanted: list[str], staging: Path, index: str = "") -> None:
+        for each in wanted:
+            indexes[each] = index
+            name, version = each.split(",")[0].split("==")
+            requires = {"torch": OTHER_CUDA if index else TORCH_CUDA, "cuda-toolkit": TOOLKIT}.get(name, ())
+            label = "+" + index.rstrip("/").rsplit("/", 1)[-1] if index else ""
+            make_wheel(staging, name.replace("-", "_"), version + label, requires)
+
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_pip", pip)
+    return {**house, "constraints": str(ROOT / "constraints.txt"), "torch": "cuda", "indexes": indexes}
+
+
+def test_a_cuda_host_gets_every_pinned_package_of_the_cuda_build(cuda: dict[str, Any]) -> None:
+    wheelhouse.run(cuda, False)
+    pinned = pins.read_pins(ROOT / "constraints.txt")
+    lock = {wheel.name: wheel.version for wheel in locks.read_lock(Path(cuda["dest"]) / locks.REQUIREMENTS)}
+    assert {"nvidia-cublas", "nvidia-cuda-runtime", "nvidia-nvjitlink", "triton"} <= lock.keys()
+    assert "nvidia-npp" not in lock, "an extra that torch does not ask for"
+    assert all(lock[name] == pinned[name] for name in lock if name != "nanofleet")
+    # The configured indexes may hold a CPU build as well, and pip would prefer it for its label.
+    assert f"torch=={pinned['torch']},!={pinned['torch']}+cpu" in cuda["indexes"]
+    assert not wheelhouse.run(cuda, False)["changed"]
+
+
+def test_another_cuda_version_comes_from_its_index_with_the_packages_it_pins_itself(
+    cuda: dict[str, Any],
+) -> None:
+    index = "https://download.pytorch.org/whl/cu126"
+    wheelhouse.run({**cuda, "torch_index": index}, False)
+    lock = {wheel.name: wheel.version for wheel in locks.read_lock(Path(cuda["dest"]) / locks.REQUIREMENTS)}
+    assert lock["torch"].endswith("+cu126")
+    assert lock["nvidia-cublas-cu12"] == "12.6.4.1"
+    assert [asked for asked, where in cuda["indexes"].items() if where] == [
+        asked for asked in cuda["indexes"] if asked.startswith("torch==")
+    ]
+
+
+def test_a_cpu_host_names_its_build_and_asks_torchs_index_only_where_it_is_missing(
+    house: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def fetch(wanted: list[str], folder: Path, python: str, machine: str, index: str = "") -> None:
+        asked.append((wanted[0], index))
+        if wanted[0].startswith("torch") and not index:
+            raise wheelhouse.PipError("none there")
+        make_wheel(folder, *wanted[0].split("=="))
+
+    monkeypatch.undo()
+    monkeypatch.setattr(wheelhouse, "download", fetch)
+    made = wheelhouse.Wheelhouse({**house, "torch_index": "https://index", "extra": "train"})
+    made.versions = {"torch": "2.13.0", "beta": "2.0"}
+    made._fetch({"beta", "torch"}, Path(house["source"]))
+    assert asked == [("beta==2.0", ""), ("torch==2.13.0+cpu", ""), ("torch==2.13.0+cpu", "https://index")]
+
+
+def test_without_a_network_every_missing_wheel_is_named_with_how_to_make_it(house: dict[str, Any]) -> None:
+    offline = {**house, "offline": True}
+    with pytest.raises(wheelhouse.WheelhouseError) as refused:
+        wheelhouse.run(offline, False)
+    assert "lacks alpha==1.0, uv==0.1 (and what only these need)" in str(refused.value)
+    assert "scripts/wheelhouse.py --python 3.11 --machine x86_64, then bring" in str(refused.value)
+    assert house["asked"] == []
+
+    wheelhouse.run(house, False)
+    elsewhere = Path(house["dest"])
+    brought = elsewhere.parents[1] / "brought" / "train"
+    shutil.copytree(elsewhere, brought)
+    assert not wheelhouse.run({**offline, "dest": str(brought)}, False)["changed"]
+    # Sources that have changed need no index; a wheel that was lost on the way is named.
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 4\n")
+    next(brought.glob("speed-*")).unlink()
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"lacks speed==3\.0 "):
+        wheelhouse.run({**offline, "dest": str(brought)}, False)
+
+
+def test_a_pin_that_does_not_meet_a_requirement_is_a_sentence(house: dict[str, Any]) -> None:
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("beta==2.0", "beta==0.5"))
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"beta is needed .* pinned to 0\.5 instead of >=1"):
+        wheelhouse.run(house, False)
+
+
+def test_an_index_is_a_url_or_a_folder(tmp_path: Path) -> None:
+    assert pip.asked_at("") == []
+    assert pip.asked_at("https://index/whl/cu126") == ["--extra-index-url", "https://index/whl/cu126"]
+    assert pip.asked_at(str(tmp_path)) == ["--find-links", str(tmp_path)]
+
+
+def test_the_wheelhouse_script_asks_the_index_that_setup_asks() -> None:
+    defaults = (ROLE / "defaults" / "main.yml").read_text()
+    assert f"'{load(ROOT / 'scripts' / 'wheelhouse.py').CPU_INDEX}'" in defaults
 
 
 @pytest.fixture
