@@ -58,7 +58,7 @@ test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 
 .PHONY: test-full
 test-full: lab-tools lint ## everything
 	pytest -n 2 --dist worksteal -m "not lab"
-	scripts/molecule.sh default trixie network reset nosudo
+	scripts/molecule.sh default trixie network reset nosudo three upgrade
 	pytest -m lab
 
 .PHONY: clean

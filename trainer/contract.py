@@ -83,7 +83,8 @@ def make_record(
         "shares": ",".join(map(str, run_file.shares)) or "equal",
         "trainer code": code_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
-        **{name: importlib.metadata.version(name) for name in ("torch", "numpy")},
+        # Without the build: 2.13.0+cpu and 2.13.0+cu130 are one version.
+        **{name: importlib.metadata.version(name).split("+")[0] for name in ("torch", "numpy")},
         **(hashes or {}),
     }
     if rows is not None:

@@ -66,9 +66,11 @@ def short(data: Path) -> None:
 
 
 def altered(data: Path) -> None:
+    """With the size and the modification time it had: only the time of the last change of status differs."""
     path = data / "shards" / "shard_00002.parquet"
+    before = path.stat()
     path.write_bytes(b"\xff" * 100)
-    os.utime(path, (1, 1))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
 def tokenizer(data: Path) -> None:
@@ -112,17 +114,30 @@ def test_a_spoilt_memory_is_no_answer(data: Path) -> None:
     assert module.verify(data, "")["findings"] == []
 
 
-def test_hosts_are_named() -> None:
+def test_all_hosts_that_differ_are_named_at_once() -> None:
     hosts = {
-        "a": {"__dataset_verified": {"findings": []}},
-        "b": {"__dataset_verified": {"findings": ["x is missing"]}},
+        "a": {"__dataset_verified": {"findings": [], "manifest_sha256": "m" * 64}},
+        "b": {"__dataset_verified": {"findings": ["x is missing"], "manifest_sha256": "m" * 64}},
+        "c": {"__dataset_verified": {"findings": [], "manifest_sha256": "n" * 64}},
+        "d": {"__dataset_verified": {"skipped": True}},
     }
-    assert filters.dataset_findings(["a", "b"], {**hosts, "c": {}}) == ["b: x is missing."]
+    assert filters.dataset_findings(list(hosts), hosts) == [
+        "b: x is missing.",
+        "c: its manifest is nnnnnnnnnnnn, that of the others mmmmmmmmmmmm.",
+    ]
+    assert filters.dataset_findings(["d"], hosts) == []
+
+
+def test_an_emptied_folder_does_not_fill_the_screen() -> None:
+    phrases = [f"shard_{i:05d}.parquet is missing" for i in range(100)]
+    said = filters.dataset_phrases(phrases)
+    assert said.startswith("shard_00000.parquet is missing; ")
+    assert said.endswith("; and 95 more")
 
 
 def test_the_host_with_other_rows_is_named() -> None:
-    def packed(digest: str) -> dict[str, object]:
-        line = json.dumps({"digest": digest, "packed": True})
+    def packed(digest: str, train: str = "t" * 64) -> dict[str, object]:
+        line = json.dumps({"digest": digest, "train_sha256": train, "packed": True})
         return {"__dataset_packed": {"stdout": f"some words\n{line}\n"}}
 
     hosts = {
@@ -134,4 +149,6 @@ def test_the_host_with_other_rows_is_named() -> None:
     found = filters.dataset_rows_findings(list(hosts), hosts)
     assert len(found) == 1
     assert found[0].startswith("b packed rows bbbb")
+    other_bytes = {**hosts, "c": packed("a" * 64, "u" * 64), "b": packed("a" * 64)}
+    assert [said.split()[0] for said in filters.dataset_rows_findings(["a", "b", "c"], other_bytes)] == ["c"]
     assert filters.dataset_rows(packed("x")["__dataset_packed"])["packed"] is True  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def _check(args: argparse.Namespace) -> None:
 def _run_rows(args: argparse.Namespace) -> int:
     info = pack(args.data_dir, args.sequence_len, args.threads)
     if args.json:
-        keys = ("digest", "train_rows", "val_rows", "packed", "seconds")
+        keys = ("digest", "train_rows", "val_rows", "train_sha256", "val_sha256", "packed", "seconds")
         print(json.dumps({key: getattr(info, key) for key in keys}))
         return 0
     how = "packed" if info.packed else "reused"

@@ -1,8 +1,10 @@
 #!/usr/bin/python
 """Compare a data directory with its manifest: the shards and tokenizer it lists, by sha256, and no others.
 
-A file's hash is remembered with its size and modification time, so that a second look at gigabytes takes no
-time; the memory lies beside the data and is never sent to another machine.
+A file's hash is remembered with its size and the times of its last modification and last change of status, so
+that a second look at gigabytes takes no time; the memory lies beside the data and is never sent to another
+machine. Writing to a file changes the second time even where the first is set back. What a second look cannot
+see is what never went through the file system: a disk that returns other bytes than were written to it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MANIFEST, TOKENIZER, MEMORY = "manifest.json", "tokenizer/tokenizer.json", ".ver
 
 
 class Memory:
-    """What was hashed before, by name: [size, mtime in ns, sha256]."""
+    """What was hashed before, by name: [size, mtime in ns, ctime in ns, sha256]."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.hashed = folder / MEMORY, 0
@@ -47,14 +49,14 @@ class Memory:
 
     def sha256(self, name: str, path: Path) -> str:
         status = path.stat()
-        key = [status.st_size, status.st_mtime_ns]
+        key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         entry = self.known.get(name)
-        if not (isinstance(entry, list) and entry[:2] == key and len(entry) == 3):
+        if not (isinstance(entry, list) and entry[:3] == key and len(entry) == 4):
             with path.open("rb") as file:
                 entry = [*key, hashlib.file_digest(file, "sha256").hexdigest()]
             self.hashed += 1
         self.kept[name] = entry
-        return str(entry[2])
+        return str(entry[3])
 
     def save(self) -> None:
         if self.kept == self.known:

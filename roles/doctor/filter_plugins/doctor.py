@@ -9,7 +9,7 @@ Pure functions of what the tasks registered. `measured`, which the other filters
     active                   units of runs that are up
     ways, rates              of the module doctor_peers, by peer
     firewall                 of the module doctor_firewall, None where it was not read
-    installed, data          of launch's installed.py and dataset's verify_shards, None where not read
+    installed, data          of launch's installed.py and dataset's compare, None where not read
     rehearsal                of files/rehearse.py, None where it did not run
 """
 
@@ -187,7 +187,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "rates": _rates(variables.get("__doctor_rates") or []),
         "firewall": _firewall(result("__doctor_firewall")),
         "installed": last_json(result("__doctor_installed")),
-        "data": _data(result("__doctor_data")),
+        "data": variables.get("dataset_comparison"),
         "rehearsal": last_json(result("__doctor_rehearsed")),
     }
 
@@ -219,10 +219,6 @@ def _rates(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _firewall(result: Mapping[str, Any]) -> dict[str, Any] | None:
     return {name: result[name] for name in ("ufw", "rules", "allows")} if "rules" in result else None
-
-
-def _data(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    return {name: result[name] for name in ("findings", "manifest_sha256")} if "findings" in result else None
 
 
 def last_json(result: Mapping[str, Any]) -> dict[str, Any] | None:

@@ -37,7 +37,7 @@ def host_findings(
 ) -> list[Finding]:
     """All findings about hosts by themselves.
 
-    options: min_free_gib, max_skew_s, data_dir, and trainer, this folder's digest of it.
+    options: min_free_gib, max_skew_s, and trainer, this folder's digest of it.
     """
     found: list[Finding] = []
     for host, of_host in measured.items():
@@ -168,12 +168,8 @@ def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
         said = (of_host["data"] or {}).get("findings") or []
         if not said or "manifest.json is missing" in said:
             continue
-        wrong = [each.split()[0] for each in said if " is missing" not in each]
-        paths = [name if "/" in name or name == "manifest.json" else f"shards/{name}" for name in wrong]
-        remove = " ".join(f"{options['data_dir']}/{path}" for path in paths)
-        first = f"sudo rm {remove}  (on {host}), then " if paths else ""
         problem = f"Its data are not the controller's: {'; '.join(said)}."
-        found.append(finding("data", host, problem, first + SETUP))
+        found.append(finding("data", host, problem, SETUP))
     return found
 
 
@@ -186,17 +182,24 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
         problem = "The hosts hold another trainer than this folder: train.yml would refuse."
         found.append(finding("versions", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
-        # One environment is one lock's, and there is one for each Python and architecture.
+        # One environment is one lock's, and there is one for each Python, architecture and build of torch.
         kinds: dict[tuple[str, ...], dict[str, str]] = {}
+        odd = {each["host"] for each in found}
         for host, each in installed.items():
-            machine = str(measured[host]["facts"].get("machine"))
-            kind = (str(each.get("python")).rsplit(".", 1)[0], machine) if field == "environment" else ()
+            if host in odd:
+                continue
+            machine, build = (
+                str(measured[host]["facts"].get("machine")),
+                str(each.get("torch")).partition("+")[2],
+            )
+            python = str(each.get("python")).rsplit(".", 1)[0]
+            kind = (python, machine, build) if field == "environment" else ()
             kinds.setdefault(kind, {})[host] = str(each.get(field)).split("+")[0][:12]
         for values in kinds.values():
             usual = Counter(values.values()).most_common(1)[0][0]
             others = ", ".join(host for host, value in values.items() if value == usual)
             for host, value in values.items():
-                if value != usual and host not in {each["host"] for each in found}:
+                if value != usual:
                     problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
                     found.append(finding("versions", host, problem, SETUP))
     return found

@@ -12,6 +12,7 @@ print(
     json.dumps(
         {
             "environment": os.path.basename(os.path.realpath(sys.prefix)),
+            "machine": platform.machine(),
             "python": platform.python_version(),
             "torch": importlib.metadata.version("torch"),
             "trainer": code_digest(),

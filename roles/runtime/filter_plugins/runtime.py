@@ -7,14 +7,29 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+PROJECT = "nanofleet"
+
+
+def runtime_kind(probe: Mapping[str, str]) -> str:
+    """The name of a kind: what a wheel depends on, as in 3.11-x86_64, 3.11-x86_64-cuda, 3.12-x86_64-cu128."""
+    name = f"{probe['python']}-{probe['machine']}"
+    if probe["torch"] == "cpu":
+        return name
+    return f"{name}-{probe['index'].rstrip('/').split('/')[-1] or probe['torch']}"
+
 
 def probe(hostvars: Mapping[str, Any], host: str) -> dict[str, Any]:
     return dict(json.loads(hostvars[host]["__runtime_probe"]["stdout"]))
 
 
-def runtime_kinds(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """The kinds (Python version and architecture) among the hosts, each once."""
-    return sorted({str(probe(hostvars, host)["kind"]) for host in hosts})
+def runtime_kinds(hosts: list[str], hostvars: Mapping[str, Any]) -> list[dict[str, str]]:
+    """The kinds among the hosts, each once: its name, and what makes it."""
+    kinds = {}
+    for host in hosts:
+        seen = probe(hostvars, host)
+        name = runtime_kind(seen)
+        kinds[name] = {"name": name, **{key: seen[key] for key in ("python", "machine", "torch", "index")}}
+    return [kinds[name] for name in sorted(kinds)]
 
 
 def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
@@ -23,16 +38,19 @@ def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
     return asked if asked["ready"] else hostvars[host].get("__runtime_installed", asked)
 
 
+def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The environments there are, by host; none in a dry run before the first setup."""
+    found = {host: environment(hostvars, host) for host in hosts}
+    return {host: each for host, each in found.items() if each.get("installed")}
+
+
 def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
     """A sentence for each host whose installed files or versions differ from those of most others."""
     found = []
+    environments = installed(hosts, hostvars)
     by_kind: dict[str, dict[str, str]] = {}
-    versions: dict[str, dict[str, str]] = {}
-    for host in hosts:
-        env = environment(hostvars, host)
-        if env.get("installed"):
-            by_kind.setdefault(str(probe(hostvars, host)["kind"]), {})[host] = env["installed"]
-            versions[host] = env["versions"]
+    for host, each in environments.items():
+        by_kind.setdefault(runtime_kind(probe(hostvars, host)), {})[host] = each["installed"]
     for kind, digests in by_kind.items():
         usual = most(digests.values())
         found += [
@@ -41,7 +59,8 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
             for host, digest in digests.items()
             if digest != usual
         ]
-    for name in sorted({name for each in versions.values() for name in each} - {"nanofleet"}):
+    versions = {host: each["versions"] for host, each in environments.items()}
+    for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
         # A kind may need a package that another does not; whoever has it has the same, whatever the build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
         usual = most(have.values())
@@ -50,7 +69,31 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
             for host, version in have.items()
             if version != usual
         ]
+    trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
+    found += [
+        f"{host} has the trainer {digest[:12]}, the others {most(trainers.values())[:12]}: "
+        "run setup.yml for all hosts at once."
+        for host, digest in trainers.items()
+        if digest != most(trainers.values())
+    ]
     return found
+
+
+def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
+    """What is the same on all hosts, and the digest of each kind."""
+    environments = installed(hosts, hostvars)
+    if not environments:
+        return "No environment is installed yet."
+    first = next(iter(environments.values()))
+    torch = {each["versions"].get("torch", "").split("+")[0] for each in environments.values()} - {""}
+    same = [f"torch {version}" for version in sorted(torch)]
+    same += [f"the trainer {first['project'][:12]}"] if first.get("project") else []
+    same += [f"{len(first['versions'])} packages"]
+    by_kind: dict[str, list[str]] = {}
+    for host, each in environments.items():
+        by_kind.setdefault(f"{runtime_kind(probe(hostvars, host))} {each['installed'][:12]}", []).append(host)
+    kinds = "; ".join(f"{kind} on {', '.join(where)}" for kind, where in by_kind.items())
+    return f"The same on all hosts: {', '.join(same)}. Installed files by kind: {kinds}."
 
 
 def most(values: Any) -> str:
@@ -59,4 +102,9 @@ def most(values: Any) -> str:
 
 class FilterModule:
     def filters(self) -> dict[str, Any]:
-        return {"runtime_kinds": runtime_kinds, "runtime_findings": runtime_findings}
+        return {
+            "runtime_kind": runtime_kind,
+            "runtime_kinds": runtime_kinds,
+            "runtime_findings": runtime_findings,
+            "runtime_summary": runtime_summary,
+        }

@@ -10,6 +10,7 @@ unfinished or was changed by hand: it is made again.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import json
 import os
@@ -39,20 +40,27 @@ options:
 """
 RETURN = r"""
 ready: {description: Was it in place before the call?, type: bool, returned: always}
+flaws: {description: Why one that is there is made again., type: list, elements: str, returned: always}
 path: {description: The environment., type: str, returned: always}
 digest: {description: "sha256 of the lock it was made from.", type: str, returned: always}
 installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
 versions: {description: "Name and version of each package.", type: dict, returned: always}
+project: {description: "sha256 of the project's own wheel, or empty.", type: str, returned: always}
 removed: {description: Environments that were removed., type: list, elements: str, returned: always}
 """
 
 MARKER = "nanofleet-venv.json"
+PROJECT = "nanofleet"
 SCRIPTS = "../../../bin/"
 UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 
 
 class VenvError(Exception):
     """A sentence for the person who ran the playbook."""
+
+
+def records(venv: Path) -> list[Path]:
+    return sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
 
 
 def installed_digest(venv: Path) -> str:
@@ -62,15 +70,34 @@ def installed_digest(venv: Path) -> str:
     scripts in bin/ are left out: their first line names the environment's place, which may differ by host.
     """
     digest = hashlib.sha256()
-    records = sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
-    for record in records:
+    found = records(venv)
+    for record in found:
         lines = [
             line
             for line in record.read_text(encoding="utf-8").splitlines()
             if not line.split(",")[0].endswith((".pyc", *UNHASHED)) and not line.startswith(SCRIPTS)
         ]
         digest.update(f"{record.parent.name}\n{chr(10).join(sorted(lines))}\n".encode())
-    return digest.hexdigest() if records else ""
+    return digest.hexdigest() if found else ""
+
+
+def damaged(venv: Path) -> list[str]:
+    """Installed files that are gone or not as long as recorded, as a full disk or a power cut leaves them."""
+    found = []
+    for record in records(venv):
+        with record.open(encoding="utf-8", newline="") as lines:
+            for name, _, size in csv.reader(lines):
+                if not name.endswith(".pyc") and not is_whole(f"{record.parent.parent}/{name}", size):
+                    found.append(os.path.normpath(f"{record.parent.parent}/{name}"))
+    return found
+
+
+def is_whole(path: str, size: str) -> bool:
+    try:
+        length = os.stat(path).st_size
+    except OSError:
+        return False
+    return not size or length == int(size)
 
 
 def read_marker(venv: Path) -> dict[str, Any]:
@@ -81,15 +108,20 @@ def read_marker(venv: Path) -> dict[str, Any]:
     return marker if isinstance(marker, dict) else {}
 
 
-def is_good(venv: Path, digest: str, python: str) -> bool:
-    """Finished, made from this lock on this Python, and unchanged since."""
+def flaws(venv: Path, digest: str, python: str) -> list[str]:
+    """Why the environment of this lock has to be made: not finished, of another Python, or changed since."""
     marker = read_marker(venv)
+    if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():
+        return ["it was not finished" if venv.exists() else "it is not there"]
+    if marker.get("python") != os.path.realpath(python):
+        return [f"it was made on {marker.get('python')}"]
+    bad = damaged(venv)
+    if bad:
+        return [f"{path} is gone or cut off" for path in bad[:3]] + [f"{len(bad) - 3} more are"] * (
+            len(bad) > 3
+        )
     return (
-        bool(digest)
-        and marker.get("digest") == digest
-        and marker.get("python") == os.path.realpath(python)
-        and (venv / "bin" / "python").exists()
-        and marker.get("installed") == installed_digest(venv)
+        [] if marker.get("installed") == installed_digest(venv) else ["its packages are not those installed"]
     )
 
 
@@ -154,11 +186,13 @@ def build(p: dict[str, Any], venv: Path) -> None:
         # As root once, so that the bytecode is there for every later start; and a wheel that this CPU or
         # system cannot run is found now.
         command([f"{venv}/bin/python", "-c", f"import {name}"], f"{name} does not work on this host")
+    locked = read_lock(lock)
     marker = {
         "digest": p["digest"],
         "installed": installed_digest(venv),
         "python": os.path.realpath(p["python"]),
-        "versions": {wheel.name: wheel.version for wheel in read_lock(lock)},
+        "versions": {wheel.name: wheel.version for wheel in locked},
+        "project": "".join(wheel.sha256 for wheel in locked if wheel.name == PROJECT),
     }
     partial = venv / f"{MARKER}.partial"
     partial.write_text(json.dumps(marker, indent=1), encoding="utf-8")
@@ -172,13 +206,13 @@ def stale(p: dict[str, Any], venv: Path) -> list[Path]:
 
 def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     venv, link = Path(p["venvs"]) / p["digest"][:12], Path(p["link"])
-    good = is_good(venv, p["digest"], p["python"])
-    ready = good and points_at(link, venv)
+    found = flaws(venv, p["digest"], p["python"])
+    ready = not found and points_at(link, venv)
     removed: list[Path] = []
     before = read_marker(link).get("versions", {})
     if not check_mode and not ready:
         venv.parent.mkdir(parents=True, exist_ok=True)
-        if not good:
+        if found:
             build(p, venv)
         switch(link, venv)
         removed = stale(p, venv)
@@ -188,10 +222,12 @@ def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     return {
         "changed": not ready,
         "ready": ready,
+        "flaws": found if read_marker(venv) else [],
         "path": str(venv),
         "digest": marker.get("digest", ""),
         "installed": marker.get("installed", ""),
         "versions": marker.get("versions", {}),
+        "project": marker.get("project", ""),
         "removed": [str(path) for path in removed],
         "diff": {"before": listing(before), "after": listing(marker.get("versions", {}) or before)},
     }

@@ -23,13 +23,15 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.nanofleet_lock import (
     REQUIREMENTS,
     TOOLS,
+    Wheel,
     faults,
     normal,
     read_lock,
     wheel_of,
     write_lock,
 )
-from ansible.module_utils.nanofleet_pins import markers_of, needed, read_pins, requires_of
+from ansible.module_utils.nanofleet_pins import Need, markers_of, needed, read_pins, requires_of
+from ansible.module_utils.nanofleet_pip import PipError, download, is_build, torch_request
 
 DOCUMENTATION = r"""
 module: wheelhouse
@@ -45,8 +47,9 @@ options:
   project: {description: Take in the project's own wheel and base dependencies., type: bool, default: true}
   python_version: {description: "The hosts' Python, as 3.11.", type: str, required: true}
   architecture: {description: "The hosts' machine, as x86_64.", type: str, required: true}
-  torch_build: {description: "Torch's build, as cpu; empty for the index's own.", type: str, default: cpu}
-  torch_index: {description: Asked where pip's own indexes lack that build., type: str, default: ""}
+  torch: {description: "Torch's build.", type: str, choices: [cpu, cuda], default: cpu}
+  torch_index: {description: "Asked for torch: an index's URL or a folder.", type: str, default: ""}
+  offline: {description: Ask no index; name what is missing., type: bool, default: false}
 """
 RETURN = r"""
 digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
@@ -57,7 +60,6 @@ fetched: {description: Wheels that were fetched or built., type: list, elements:
 
 STAMP = "made-from.json"
 TOOL = "uv"
-OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
 SOURCES = ("pyproject.toml", "LICENSE", "trainer", "fleet")
 
 
@@ -86,8 +88,9 @@ class Wheelhouse:
         self.pins = read_pins(Path(params["constraints"]))
         self.markers = markers_of(params["python_version"], params["architecture"])
         self.roots = self._roots()
+        self.versions: dict[str, str] = {}
         self.fetched: list[str] = []
-        kind = [params["python_version"], params["architecture"], params["torch_build"], params["extra"]]
+        kind = [params[name] for name in ("python_version", "architecture", "torch", "torch_index", "extra")]
         pins = sorted(self.pins.items())
         self.stamp = {
             "packages": hashlib.sha256(json.dumps([kind, pins, sorted(self.roots)]).encode()).hexdigest(),
@@ -138,24 +141,27 @@ class Wheelhouse:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _fill(self, staging: Path) -> None:
-        kept = self._kept(staging)
+        kept = self._kept()
         wheels: dict[str, Path] = {}
         todo = set(needed([*self.roots, TOOL], self.markers))
         seen = set(todo)
         while todo:
-            names = {name for name, _ in todo} - wheels.keys()
-            self._fetch({name for name in names if name not in kept}, staging)
-            here = {wheel_name(path): path for path in staging.glob("*.whl")}
+            for need in sorted(todo):
+                self._choose(need)
+            names = {need.name for need in todo} - wheels.keys()
+            again = {name for name in names & kept.keys() if self._is_wanted(name, kept[name].version)}
+            for name in again:
+                link_or_copy(self.dest / kept[name].file, staging / kept[name].file)
+            self._fetch(names - again, staging)
+            here = {normal(path.name.split("-")[0]): path for path in staging.glob("*.whl")}
             wheels |= {name: here[name] for name in names}
             todo = {
-                need
-                for name, extras in todo
-                for need in needed(requires_of(wheels[name]), self.markers, extras)
-                if need not in seen
+                further
+                for need in todo
+                for further in needed(requires_of(wheels[need.name]), self.markers, need.extras)
+                if further not in seen
             }
             seen |= todo
-        for path in set(staging.glob("*.whl")) - set(wheels.values()):
-            path.unlink()
         if self.p["project"]:
             self._build(staging)
         locked = [wheel_of(path) for path in sorted(staging.glob("*.whl"))]
@@ -165,68 +171,59 @@ class Wheelhouse:
         for path in staging.iterdir():
             path.chmod(0o644)
 
-    def _version(self, name: str) -> str:
-        if name not in self.pins:
+    def _choose(self, need: Need) -> None:
+        """The pinned version; a build of torch for another CUDA pins packages of its own, exactly."""
+        chosen = self.versions.get(need.name, "")
+        known = chosen or self.pins.get(need.name, "")
+        version = known if known and need.allows(known) else "" if chosen else need.exact()
+        if not version:
+            what = f"pinned to {known} instead of {need.versions}" if known else "not pinned"
             raise WheelhouseError(
-                f"{name} is needed ({self.p['extra'] or 'base'}) but not pinned in {self.p['constraints']}: "
+                f"{need.name} is needed ({self.p['extra'] or 'base'}) but {what} in {self.p['constraints']}: "
                 "renew that file as its first lines say."
             )
-        build = self.p["torch_build"] if name == "torch" else ""
-        return self.pins[name] + (f"+{build}" if build else "")
+        self.versions[need.name] = version
 
-    def _kept(self, staging: Path) -> set[str]:
-        """Link in what the old wheelhouse already has in the wanted version; only the rest is fetched."""
+    def _is_wanted(self, name: str, version: str) -> bool:
+        return is_build(version, self.versions[name], self.p["torch"] if name == "torch" else None)
+
+    def _kept(self) -> dict[str, Wheel]:
+        """What the old wheelhouse has whole, by name; what is wanted of it is not fetched again."""
         try:
             old = read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS)
         except ValueError:
-            return set()
-        kept = set()
-        for wheel in old:
-            path = self.dest / wheel.file
-            wanted = wheel.name in self.pins and wheel.version == self._version(wheel.name)
-            if wanted and path.is_file() and wheel_of(path) == wheel:
-                link_or_copy(path, staging / wheel.file)
-                kept.add(wheel.name)
-        return kept
+            return {}
+        here = {wheel.name: wheel for wheel in old if (self.dest / wheel.file).is_file()}
+        return {name: wheel for name, wheel in here.items() if wheel_of(self.dest / wheel.file) == wheel}
 
     def _fetch(self, names: set[str], staging: Path) -> None:
-        wanted = [f"{name}=={self._version(name)}" for name in sorted(names)]
-        plain = [each for each in wanted if not each.startswith("torch==")]
-        if plain:
-            self._pip(plain, staging)
-        for torch in set(wanted) - set(plain):
-            try:
-                self._pip([torch], staging)
-            except WheelhouseError:
-                if not self.p["torch_index"]:
-                    raise
-                self._pip([torch], staging, "--extra-index-url", self.p["torch_index"])
-        self.fetched += wanted
-
-    def _pip(self, wanted: list[str], staging: Path, *options: str) -> None:
-        version, machine = self.p["python_version"], self.p["architecture"]
-        platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(OLDEST_GLIBC, 4, -1)]
-        platforms += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--dest", str(staging), "--implementation", "cp", "--python-version", version]
-        command += ["--retries", "2", "--timeout", "30", "--disable-pip-version-check", "--no-input"]
-        command += [f"--platform={platform}" for platform in platforms] + list(options) + wanted
-        result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
-        if result.returncode == 0:
-            return
-        if "No module named pip" in result.stderr:
-            raise WheelhouseError(f"{sys.executable} has no pip; on the controller run: make venv")
-        errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")] or [
-            result.stderr[-500:]
-        ]
-        missing = errors[-1].removeprefix("ERROR: No matching distribution found for ")
-        if missing != errors[-1]:
-            looked = f" and {self.p['torch_index']}" if options else ""
+        plain = [f"{name}=={self.versions[name]}" for name in sorted(names - {"torch"})]
+        torch = [torch_request(self.versions["torch"], self.p["torch"])] if "torch" in names else []
+        if (plain or torch) and self.p["offline"]:
+            kind = f"--python {self.p['python_version']} --machine {self.p['architecture']}"
+            kind += " --torch cuda" if self.p["torch"] == "cuda" else ""
             raise WheelhouseError(
-                f"{missing} has no wheel for Python {version} on {machine} in pip's indexes{looked}. "
-                "Use hosts whose Python has one, or give pip (or runtime_torch_index) an index that holds it."
+                f"{self.dest} lacks {', '.join(plain + torch)} (and what only these need), and with "
+                "runtime_offline no index is asked. On a machine with a network, in the same checkout: "
+                f"python scripts/wheelhouse.py {kind}, then bring its folder."
             )
-        raise WheelhouseError(f"pip could not fetch {', '.join(wanted)}: {errors[0].removeprefix('ERROR: ')}")
+        self._pip(plain, staging)
+        try:
+            # A CPU build is asked for by name, at torch's own index only where pip's own have none.
+            self._pip(torch, staging, "" if self.p["torch"] == "cpu" else self.p["torch_index"])
+        except WheelhouseError:
+            if self.p["torch"] != "cpu" or not self.p["torch_index"]:
+                raise
+            self._pip(torch, staging, self.p["torch_index"])
+        self.fetched += plain + torch
+
+    def _pip(self, wanted: list[str], staging: Path, index: str = "") -> None:
+        if not wanted:
+            return
+        try:
+            download(wanted, staging, self.p["python_version"], self.p["architecture"], index)
+        except PipError as error:
+            raise WheelhouseError(str(error)) from None
 
     def _build(self, staging: Path) -> None:
         command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(staging)]
@@ -236,10 +233,6 @@ class Wheelhouse:
             reason = (result.stderr.strip() or result.stdout.strip() or "no reason given").splitlines()[-1]
             raise WheelhouseError(f"The project's wheel could not be built from {self.source}: {reason}")
         self.fetched.append("nanofleet")
-
-
-def wheel_name(path: Path) -> str:
-    return normal(path.name.split("-")[0])
 
 
 def link_or_copy(source: Path, target: Path) -> None:
@@ -288,8 +281,9 @@ def main() -> None:
             "project": {"type": "bool", "default": True},
             "python_version": {"type": "str", "required": True},
             "architecture": {"type": "str", "required": True},
-            "torch_build": {"type": "str", "default": "cpu"},
+            "torch": {"type": "str", "default": "cpu", "choices": ["cpu", "cuda"]},
             "torch_index": {"type": "str", "default": ""},
+            "offline": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )

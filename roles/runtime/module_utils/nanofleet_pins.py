@@ -11,9 +11,27 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from email.parser import Parser
 from pathlib import Path
+from typing import NamedTuple
 
 from ansible.module_utils.nanofleet_lock import normal
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+
+class Need(NamedTuple):
+    """A requirement that holds for a host: whose, of what, and which versions would do."""
+
+    name: str
+    extras: frozenset[str]
+    versions: str
+
+    def exact(self) -> str:
+        """The one version that would do; empty where there is more than one."""
+        only = [each for each in SpecifierSet(self.versions) if each.operator == "=="]
+        return only[0].version if only and not only[0].version.endswith(".*") else ""
+
+    def allows(self, version: str) -> bool:
+        return SpecifierSet(self.versions).contains(version, prereleases=True)
 
 
 def read_pins(path: Path) -> dict[str, str]:
@@ -46,15 +64,13 @@ def markers_of(python_version: str, architecture: str) -> dict[str, str]:
     }
 
 
-def needed(
-    lines: Iterable[str], markers: dict[str, str], extras: Iterable[str] = ()
-) -> Iterator[tuple[str, frozenset[str]]]:
-    """(name, extras) of those requirement lines that hold for these markers and extras."""
+def needed(lines: Iterable[str], markers: dict[str, str], extras: Iterable[str] = ()) -> Iterator[Need]:
+    """Those requirement lines that hold for these markers and extras."""
     for line in lines:
         requirement = Requirement(line)
         worlds = [{**markers, "extra": extra} for extra in ["", *extras]]
         if requirement.marker is None or any(requirement.marker.evaluate(world) for world in worlds):
-            yield normal(requirement.name), frozenset(requirement.extras)
+            yield Need(normal(requirement.name), frozenset(requirement.extras), str(requirement.specifier))
 
 
 def requires_of(wheel: Path) -> list[str]:

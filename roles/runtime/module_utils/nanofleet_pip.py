@@ -1,0 +1,59 @@
+"""Named wheels for another machine than this one, by this Python's pip; what went wrong, in a sentence."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
+
+
+class PipError(Exception):
+    """A sentence for the person who ran the playbook."""
+
+
+def torch_request(version: str, build: str) -> str:
+    """How pip is asked for a build. A bare version would take any, and pip prefers those with a label."""
+    return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
+
+
+def is_build(version: str, wanted: str, build: str | None) -> bool:
+    """Is `version` the wanted one, for torch (`build` cpu or cuda) in that build?"""
+    if build is None:
+        return version == wanted
+    release, _, label = version.partition("+")
+    return release == wanted and (label == "cpu") == (build == "cpu")
+
+
+def asked_at(index: str) -> list[str]:
+    """pip's options to look there too: a folder of wheels, or an index's URL."""
+    if not index:
+        return []
+    return ["--find-links" if Path(index).is_dir() else "--extra-index-url", index]
+
+
+def download(wanted: list[str], folder: Path, python_version: str, machine: str, index: str = "") -> None:
+    """Fetch just these `name==version`, as wheels for CPython on Linux, into a folder. Or PipError."""
+    platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(OLDEST_GLIBC, 4, -1)]
+    platforms += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    command += ["--dest", str(folder), "--implementation", "cp", "--python-version", python_version]
+    command += ["--retries", "2", "--timeout", "30", "--disable-pip-version-check", "--no-input"]
+    command += [f"--platform={platform}" for platform in platforms] + asked_at(index) + wanted
+    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    if result.returncode == 0:
+        return
+    if "No module named pip" in result.stderr:
+        raise PipError(f"{sys.executable} has no pip; on the controller run: make venv")
+    errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
+    last = (errors or [result.stderr[-500:]])[-1]
+    missing = last.removeprefix("ERROR: No matching distribution found for ")
+    if missing != last:
+        looked = f" and {index}" if index else ""
+        raise PipError(
+            f"{missing} has no wheel for Python {python_version} on {machine} in pip's indexes{looked}. "
+            "Use hosts whose Python has one, or give pip (or runtime_torch_index) an index that holds it; "
+            "if there is no network here, bring a wheelhouse made elsewhere (roles/runtime/README.md)."
+        )
+    raise PipError(f"pip could not fetch {', '.join(wanted)}: {last.removeprefix('ERROR: ')}")

@@ -1,0 +1,89 @@
+"""Make the wheelhouses of one kind of host without having a host: for a controller that has no network.
+
+    python scripts/wheelhouse.py --python 3.11 --machine x86_64              the CPU build of torch
+    python scripts/wheelhouse.py --python 3.12 --machine x86_64 --torch cuda
+
+Type it on a machine with a network, in the same checkout and after `make venv`; copy what it has made into
+.wheelhouse/ of the controller, and set up with `-e runtime_offline=true`. What is there already is not
+fetched again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import platform
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import ansible.module_utils
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLE = ROOT / "roles" / "runtime"
+CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+SETS = {
+    "train": True,
+    "tracker": False,
+}  # extras that setup.yml installs, with the project's own wheel or without
+
+
+def load(path: Path) -> ModuleType:
+    """A module or plugin of the role, which lies on no import path."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} cannot be loaded")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="wheelhouse.py", description=(__doc__ or "").splitlines()[0])
+    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
+    parser.add_argument("--python", default=here, help="the hosts' Python (%(default)s)")
+    parser.add_argument("--machine", default=platform.machine(), help="as uname -m has it (%(default)s)")
+    parser.add_argument("--torch", choices=("cpu", "cuda"), default="cpu", help="torch's build (cpu)")
+    parser.add_argument("--torch-index", help="URL or folder asked for torch, for another CUDA version")
+    parser.add_argument("--out", type=Path, default=ROOT / ".wheelhouse", help="where to (%(default)s)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = parse(argv)
+    ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
+    wheelhouse, filters = (
+        load(ROLE / "library" / "wheelhouse.py"),
+        load(ROLE / "filter_plugins" / "runtime.py"),
+    )
+    index = args.torch_index or (CPU_INDEX if args.torch == "cpu" else "")
+    for extra, project in SETS.items():
+        # The tracker has no torch, and so its kind is that of a CPU host.
+        torch = {"torch": args.torch, "index": index} if project else {"torch": "cpu", "index": CPU_INDEX}
+        kind = filters.runtime_kind({"python": args.python, "machine": args.machine, **torch})
+        wanted: dict[str, Any] = {
+            "source": str(ROOT),
+            "dest": str(args.out.resolve() / kind / extra),
+            "constraints": str(ROOT / "constraints.txt"),
+            "extra": extra,
+            "project": project,
+            "python_version": args.python,
+            "architecture": args.machine,
+            "torch": torch["torch"],
+            "torch_index": torch["index"],
+            "offline": False,
+        }
+        try:
+            made = wheelhouse.run(wanted, False)
+        except (wheelhouse.WheelhouseError, ValueError, OSError) as error:
+            print(f"wheelhouse: {error}", file=sys.stderr)
+            return 1
+        state = "made" if made["changed"] else "unchanged"
+        print(f"{wanted['dest']}: {made['wheels']} wheels, {made['bytes'] / 1e6:.0f} MB, {state}")
+        print(f"  sha256 of its lock: {made['digest']}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
