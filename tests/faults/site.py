@@ -35,6 +35,11 @@ def slack() -> float:
     return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
 
 
+def _heed_interrupts() -> None:
+    """A playbook hears Ctrl-C as in a terminal, though whoever runs the tests may not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 @dataclass
 class Row:
     """A line of docs/faults.md."""
@@ -101,7 +106,7 @@ class Site:
         with open(log, "w") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment,
-                start_new_session=True, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+                start_new_session=True, preexec_fn=_heed_interrupts,
             )  # fmt: skip
         return Play(process, log)
 
@@ -178,7 +183,7 @@ class Site:
 
     @contextmanager
     def hears(self, run_id: str, *words: str, host: int = 1, seconds: float = 60) -> Iterator[Said]:
-        """Within the block a fault is planted; after it, the first line of the log with all words is waited for."""
+        """Within the block a fault is planted; after it, the log's first line with all words is waited for."""
         before = self.log_size(host, run_id)
         said = Said(time.monotonic())
         yield said

@@ -78,7 +78,8 @@ def test_stop_with_a_dead_host_names_it_and_ends_the_rest(site: Site, run: str) 
 def test_a_held_port_is_named_with_its_process(site: Site) -> None:
     site.inside(
         COORDINATOR,
-        "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500; sleep 1; ss -Htln | grep 29500",
+        "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500"
+        " && sleep 1 && ss -Htln | grep 29500",
     )
     try:
         started = time.monotonic()
