@@ -183,7 +183,7 @@ class Site:
 
     @contextmanager
     def hears(self, run_id: str, *words: str, host: int = 1, seconds: float = 60) -> Iterator[Said]:
-        """Within the block a fault is planted; after it, the log's first line with all words is waited for."""
+        """Within the block a fault is planted; after it, its line in the log is waited for."""
         before = self.log_size(host, run_id)
         said = Said(time.monotonic())
         yield said
