@@ -1,7 +1,4 @@
-"""Six faults of a running training that make test plants: what is said, how soon, what becomes of the run.
-
-The others are in test_all.py (make test-faults).
-"""
+"""Six faults of a running training (make test-faults): what is said, how soon, what becomes of the run."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import pytest
 
 from .site import STATE, Site
 
-pytestmark = [pytest.mark.lab, pytest.mark.faults]
+pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow]
 
 WORKER, COORDINATOR = 2, 1
 
@@ -20,8 +17,9 @@ WORKER, COORDINATOR = 2, 1
 @pytest.fixture(scope="module")
 def run(site: Site) -> str:
     """A run that trains; its faults are those it recovers from."""
-    site.train("quick")
-    return "quick"
+    name = f"quick-{int(time.time())}"  # a lab that is used again may have finished one of the name
+    site.train(name)
+    return name
 
 
 def test_a_killed_rank_comes_back_and_the_run_goes_on(site: Site, run: str) -> None:
