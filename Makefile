@@ -61,6 +61,10 @@ test-full: lab-tools lint ## everything
 	scripts/molecule.sh default trixie network reset nosudo three upgrade
 	pytest -m lab
 
+.PHONY: test-faults
+test-faults: lab-tools venv ## break running trainings on a lab and look at what is said and what becomes of them
+	pytest -m faults
+
 .PHONY: clean
 clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts

@@ -1,0 +1,235 @@
+"""A lab whose runs are broken on purpose: what is planted, what was said to it, how soon, what is left.
+
+Times are taken from the moment of planting to the moment a line appears in a run's log on a host, in a
+playbook's output, or in what systemd shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from e2e.conftest import ROOT, Fleet
+
+STATE = "/var/lib/nanofleet"
+TINY = {
+    "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 1024,
+    "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024, "eval_every": 0, "sample_every": 0,
+    "save_every": 25, "steps": 100_000, "doctor": "never",
+}  # fmt: skip
+"""A model that makes some steps a second on a core that others want too."""
+POLL_SECONDS = 0.25
+
+
+def slack() -> float:
+    """How many times longer things may take while other work keeps this machine busy."""
+    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+
+
+def _heed_interrupts() -> None:
+    """A playbook hears Ctrl-C as in a terminal, though whoever runs the tests may not."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@dataclass
+class Row:
+    """A line of docs/faults.md."""
+
+    fault: str
+    seconds: float
+    said: str
+    then: str
+
+
+@dataclass
+class Play:
+    """A playbook at work, as a person started it in a terminal of its own."""
+
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def output(self) -> str:
+        return self.log.read_text()
+
+    def end(self, seconds: float = 240) -> int:
+        return self.process.wait(seconds)
+
+    def signal(self, number: int) -> None:
+        """To the whole terminal, as Ctrl-C is."""
+        os.killpg(self.process.pid, number)
+
+
+@dataclass
+class Site:
+    """Two hosts, set up, and the data they train on."""
+
+    fleet: Fleet
+    data: Path
+    names: list[str]
+    addresses: list[str]
+    rows: list[Row] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, fleet: Fleet, data: Path) -> Site:
+        assert fleet.inventory is not None
+        text = fleet.inventory.read_text()
+        names = re.findall(r"^    (\S+-\d+):$", text, re.MULTILINE)
+        return cls(fleet, data, names, re.findall(r"ansible_host: [\"']?([0-9.]+)", text))
+
+    # -- what a person does ----------------------------------------------------------------------------
+
+    def play(self, verb: str, run_id: str, *, fails: bool = False, **knobs: Any) -> str:
+        """Run a playbook to its end; returns what it said."""
+        return self.fleet.play(verb, fails=fails, run_id=run_id, data_dir=self.data, **knobs).stdout
+
+    def train(self, run_id: str, *, fails: bool = False, **knobs: Any) -> str:
+        return self.play("train.yml", run_id, fails=fails, **{**TINY, **knobs})
+
+    def begin(self, verb: str, run_id: str, folder: Path, **knobs: Any) -> Play:
+        """Start a playbook and go on."""
+        log = folder / f"{verb}-{run_id}.log"
+        words = {**(TINY if verb == "train.yml" else {}), **knobs, "run_id": run_id, "data_dir": self.data}
+        command = ["ansible-playbook", "-i", str(self.fleet.inventory), verb]
+        for name, value in words.items():
+            command += ["-e", f"{name}={value}"]
+        environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        with open(log, "w") as output:
+            process = subprocess.Popen(
+                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment,
+                start_new_session=True, preexec_fn=_heed_interrupts,
+            )  # fmt: skip
+        return Play(process, log)
+
+    # -- what is there ---------------------------------------------------------------------------------
+
+    def inside(self, host: int, command: str, check: bool = True) -> str:
+        """What a shell command says on host 1 or 2 as root; not over SSH, which may be what is broken."""
+        argv = ["podman", "exec", self.names[host - 1], "sh", "-c", command]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        assert not check or done.returncode == 0, f"{self.names[host - 1]}: {command}: {done.stderr}"
+        return done.stdout.strip()
+
+    def outside(self, command: str, host: int) -> None:
+        """A shell command on the lab's machine; {name} is the host's container, {gateway} its way out."""
+        gateway = self.addresses[host - 1].rsplit(".", 1)[0] + ".1"
+        words = {"{name}": self.names[host - 1], "{gateway}": gateway}
+        for word, value in words.items():
+            command = command.replace(word, value)
+        lab = self.names[0].rsplit("-", 1)[0]
+        environment = {**os.environ, "CONTAINERS_CONF": str(ROOT / ".lab" / lab / "containers.conf")}
+        done = subprocess.run(
+            ["sh", "-c", command], env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, f"{command}: {done.stderr}"
+
+    def json(self, host: int, run_id: str, name: str) -> dict[str, Any]:
+        text = self.inside(host, f"cat {STATE}/runs/{run_id}/{name} 2>/dev/null || true")
+        found: dict[str, Any] = json.loads(text or "{}")
+        return found
+
+    def step(self, run_id: str) -> int:
+        """The step rank 0 has made in the attempt under way; -1 before its first."""
+        beat = self.json(1, run_id, "heartbeat-0.json")
+        return int(beat["step"]) if beat.get("loss") is not None else -1
+
+    def pid(self, host: int, run_id: str, what: str = "rank") -> int:
+        """The process of the rank, or of its torchrun, on a host."""
+        pattern = {"rank": "-u -m trainer train .*{}", "torchrun": "-m torch.distributed.run .*{}"}[what]
+        pids = self.inside(host, f"pgrep -u nanofleet -f -- '^[^ ]*python {pattern.format(run_id)}/'").split()
+        assert len(pids) == 1, pids
+        return int(pids[0])
+
+    def unit(self, host: int, run_id: str) -> dict[str, str]:
+        """ActiveState, SubState, NRestarts, Result of the run's unit."""
+        out = self.inside(host, f"systemctl show nanofleet-{run_id} -p ActiveState,SubState,NRestarts,Result")
+        return dict(line.split("=", 1) for line in out.splitlines())
+
+    def log_size(self, host: int, run_id: str) -> int:
+        path = f"{STATE}/runs/{run_id}/train.log"
+        return int(self.inside(host, f"stat -c %s {path} 2>/dev/null || echo 0"))
+
+    # -- waiting ---------------------------------------------------------------------------------------
+
+    def until(self, what: Callable[[], Any], seconds: float, why: str) -> float:
+        """Wait for something to be true; returns the seconds it took."""
+        started = time.monotonic()
+        limit = seconds * slack()
+        while not what():
+            assert time.monotonic() - started < limit, f"{why}: not within {limit:.0f} s"
+            time.sleep(POLL_SECONDS)
+        return time.monotonic() - started
+
+    def trains(self, run_id: str, beyond: int = 0, seconds: float = 90) -> float:
+        """Wait until rank 0 has made a step beyond one."""
+        return self.until(lambda: self.step(run_id) > beyond, seconds, f"{run_id} beyond step {beyond}")
+
+    def ended(self, run_id: str, seconds: float, hosts: tuple[int, ...] = (1, 2)) -> float:
+        """Wait until the run's units are gone and nothing will start them again."""
+        return self.until(
+            lambda: all(self.unit(host, run_id)["ActiveState"] in ("inactive", "failed") for host in hosts),
+            seconds,
+            f"the end of {run_id}",
+        )
+
+    @contextmanager
+    def hears(self, run_id: str, *words: str, host: int = 1, seconds: float = 60) -> Iterator[Said]:
+        """Within the block a fault is planted; after it, its line in the log is waited for."""
+        before = self.log_size(host, run_id)
+        said = Said(time.monotonic())
+        yield said
+        path = f"{STATE}/runs/{run_id}/train.log"
+
+        def found() -> bool:
+            log = self.inside(host, f"tail -c +{before + 1} {path} 2>/dev/null || true")
+            hits = [line for line in log.splitlines() if all(word in line for word in words)]
+            said.line = hits[0] if hits else ""
+            said.log = log
+            return bool(hits)
+
+        try:
+            self.until(found, seconds, f"{words} in {path} of host {host}")
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{said.log[-4000:]}") from None
+        said.seconds = time.monotonic() - said.planted
+
+    # -- afterwards ------------------------------------------------------------------------------------
+
+    def stop(self, run_id: str) -> None:
+        self.play("stop.yml", run_id, stop_now="true")
+
+    def nothing_is_left(self, hosts: tuple[int, ...] = (1, 2)) -> None:
+        """No process of a run, no unit, no held port, no half checkpoint."""
+        for host in hosts:
+            assert (
+                self.inside(host, "pgrep -u nanofleet -af 'trainer [t]rain|[t]orch.distributed' || true")
+                == ""
+            )
+            units = self.inside(host, "systemctl list-units --all --plain --no-legend 'nanofleet-*.service'")
+            left = [line for line in units.splitlines() if "tracker" not in line and " loaded active" in line]
+            assert left == []
+            assert ":29500 " not in self.inside(host, "ss -Htln")
+            assert self.inside(host, f"find {STATE}/runs -path '*/checkpoints/.*.tmp' -type d") == ""
+
+    def note(self, fault: str, seconds: float, said: str, then: str) -> None:
+        """Keep a row for docs/faults.md."""
+        self.rows.append(Row(fault, seconds, said, then))
+
+
+@dataclass
+class Said:
+    """A line that was waited for."""
+
+    planted: float
+    line: str = ""
+    log: str = ""
+    seconds: float = 0.0
