@@ -195,9 +195,10 @@ class Watchdog:
         sentence = blame(sightings)
         dead = {sighting.peer.rank: sighting.how for sighting in sightings if sighting.is_dead}
         if blaming.wants_to_say(dead, late_by):
+            where_exactly = self._lines(sightings) if first else ""
             self._heartbeat.state(blame=sentence)
             self._say(
-                f"{_capital(sentence)}.{self._lines(sightings) if first else ''}",
+                f"{_capital(sentence)}.{where_exactly}",
                 event="blame",
                 level="warning",
                 figures={"blame": sentence, "late_seconds": late_by},
