@@ -114,7 +114,15 @@ def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest
     assert "(reused)" in capsys.readouterr().out
     assert run(*rows, "--json") == 0
     result = json.loads(capsys.readouterr().out)
-    assert set(result) == {"digest", "train_rows", "val_rows", "packed", "seconds"}
+    assert set(result) == {
+        "digest",
+        "train_rows",
+        "val_rows",
+        "train_sha256",
+        "val_sha256",
+        "packed",
+        "seconds",
+    }
     assert result["packed"] is False
 
 
