@@ -550,6 +550,12 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
         assert part in said
 
 
+def test_a_start_that_somebody_stops_says_so() -> None:
+    ended = state(**stored(), stop_requested=True)
+    said = report.launch_failure({"tower": ended, "laptop": ended}, "a")
+    assert said.startswith("The run a did not start: stop.yml has asked it to end; its unit ended on tower,")
+
+
 def test_what_a_stop_takes_is_said_before() -> None:
     up = state(
         **stored(), ended=False, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000002"
