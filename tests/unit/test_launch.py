@@ -537,6 +537,15 @@ def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
     assert report.launch_run_shown({"tower": old, "laptop": new}, "c") == "c"
 
 
+def test_status_shows_what_a_rank_warns_of() -> None:
+    short = "No room for the checkpoint of step 30: it takes 1.400 GB."
+    beats = [beat(warning=short)]
+    up = {"tower": state(**stored(), ended=False, heartbeats=beats), "laptop": state(**stored(), ended=False)}
+    assert f"Warning:     {short}" in status.launch_status(up, "a")
+    over = {"tower": state(**stored(), heartbeats=beats)}
+    assert short not in status.launch_status(over, "a")
+
+
 def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
     dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
     slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])
@@ -548,6 +557,12 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
         "train.yml -e run_id=a",
     ):
         assert part in said
+
+
+def test_a_start_that_somebody_stops_says_so() -> None:
+    ended = state(**stored(), stop_requested=True)
+    said = report.launch_failure({"tower": ended, "laptop": ended}, "a")
+    assert said.startswith("The run a did not start: stop.yml has asked it to end; its unit ended on tower,")
 
 
 def test_what_a_stop_takes_is_said_before() -> None:

@@ -141,7 +141,9 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     silent = [host for host in waiting if not is_over(reached[host])]
     phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has said anything"
-    said = [f"{', '.join(odd)} did not answer"] if odd else []
+    stopped = any(state["stop_requested"] for state in reached.values())
+    said = ["stop.yml has asked it to end"] if stopped else []
+    said += [f"{', '.join(odd)} did not answer"] if odd else []
     said += [f"its unit ended on {', then on '.join(dead)} before the first step"] if dead else []
     said += [f"no step was made on {', '.join(silent)} ({last})"] if silent else []
     reasons = [

@@ -91,7 +91,7 @@ def _beat_cells(beat: Beat) -> list[str]:
 
 
 def silences(found: Mapping[str, State]) -> list[str]:
-    """A line for each rank that is blamed, and for each that should beat and does not."""
+    """A line for each rank that is blamed or warns, and for each that should beat and does not."""
     lines = []
     for host, state in found.items():
         if state["ended"]:
@@ -110,6 +110,8 @@ def silences(found: Mapping[str, State]) -> list[str]:
                     f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
                     "its disk is full. See: ansible-playbook logs.yml"
                 )
+    up = [beat for state in found.values() if not state["ended"] for beat in state["heartbeats"]]
+    lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
     said = [beat["blame"] for state in found.values() for beat in state["heartbeats"] if beat.get("blame")]
     return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
 
