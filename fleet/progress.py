@@ -19,11 +19,14 @@ from rich.table import Table
 from rich.text import Text
 
 from fleet.playbooks import Failure, Stage
-from fleet.runview import Rank, RunView
+from fleet.runview import RunView
 from fleet.text import curve, duration, number, spark
 
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 """Without a terminal: how often a view is said when it changes, and when only time has passed."""
+
+_ODD = ("Rebooted:", "Frozen:", "Blame:", "Stop:", "No rank")
+"""How lines of the screen begin that are to be seen first."""
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
@@ -80,32 +83,27 @@ def run_plain(view: RunView) -> str:
 
 
 def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
-    """A run while it trains: progress, loss and its curve, and a line for every rank."""
+    """A run while it trains: progress, loss and its curve, and what status.yml says of its hosts."""
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
     head = Text.assemble((view.title, "bold"), (f"  {view.plan}", "dim"))
     total = view.num_iterations or 1
     step = view.step or 0
     wide = max(10, min(60, width - 4))
-    numbers = Text.assemble(
-        (f"step {step}/{view.num_iterations or '?'}", "bold"),
-        f"   {100 * step // total} %   ",
-        (f"eta {duration(view.eta_seconds)}", "cyan"),
-    )
     facts = Text.assemble(
-        "loss ",
+        (f"step {step}/{view.num_iterations or '?'}", "bold"),
+        f"   {100 * step // total} %   loss ",
         (number(view.loss, 4), "bold"),
         (f" (first {number(view.first_loss, 4)})", "dim"),
-        f"   {number(view.tok_per_s)} tok/s   {number(view.step_seconds, 2)} s a step",
+        f"   {number(view.step_seconds, 2)} s a step",
     )
     bar = Table.grid()  # a bar alone ends no line
     bar.add_row(ProgressBar(total=total, completed=step, width=wide))
-    parts: list[RenderableType] = [head, bar, numbers, facts]
+    parts: list[RenderableType] = [head, bar, facts]
     if len(view.losses) > 1:
         parts.append(Text(spark([loss for _, loss in view.curve], wide), style="green"))
-    parts.append(ranks_table(view.ranks))
-    if view.stop_requested:
-        parts.append(Text("asked to stop: saving after this step", style="yellow"))
+    parts.append(Text())
+    parts += [Text(line, style="yellow" if line.startswith(_ODD) else "") for line in view.screen]
     parts += [Text(line, style="yellow") for line in lost_lines(view)]
     if trouble:
         parts.append(Text(trouble, style="yellow"))
@@ -115,24 +113,6 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 def lost_lines(view: RunView) -> list[str]:
     """A line for each host that cannot be reached."""
     return [f"{host} cannot be reached: {why.splitlines()[0]}" for host, why in sorted(view.lost.items())]
-
-
-def ranks_table(ranks: Sequence[Rank]) -> Table:
-    """One line a rank: its host's unit, what it is doing, its step, and when it was last heard of."""
-    table = Table(box=None, padding=(0, 3, 0, 0), header_style="dim")
-    for column in ("host", "rank", "unit", "phase", "step", "last beat"):
-        table.add_column(column, justify="right" if column in ("rank", "step", "last beat") else "left")
-    for one in ranks:
-        late = one.age is not None and one.age > max(30.0, 5 * (one.step_seconds or 0))
-        table.add_row(
-            one.host,
-            number(one.rank),
-            one.unit or "-",
-            one.phase or "-",
-            number(one.step),
-            Text("-" if one.age is None else f"{duration(one.age)} ago", style="yellow" if late else ""),
-        )
-    return table
 
 
 def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
@@ -151,7 +131,7 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
                     Text(f"\n{host}:", style="bold"),
                     Text("\n".join(f"  {line}" for line in ending.errors)),
                 ]
-    parts += [Text(line, style="yellow") for line in lost_lines(view)]
+    parts += [Text(line, style="yellow") for line in [*lost_lines(view), *view.reboots]]
     lines = curve(view.curve)
     if lines:
         parts.append(Text("\n" + "\n".join(lines), style="green", no_wrap=True))

@@ -1,13 +1,31 @@
 """What is known of a run: its hosts' reports folded into one state. No terminal here."""
 
+import importlib.util
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from fleet.text import Point, number
 
 ENDED = ("finished", "stopped", "retryable", "final")
+
+
+def _status_screen() -> ModuleType:
+    """The words of status.yml, whose role keeps them: the console shows the same."""
+    name = "launch_status"
+    path = Path(__file__).resolve().parent.parent / "roles" / "launch" / "filter_plugins" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+status = _status_screen()
 
 
 def is_report(result: object) -> bool:
@@ -17,15 +35,12 @@ def is_report(result: object) -> bool:
 
 @dataclass
 class Rank:
-    """One rank, or a host that has none to show yet. ``age`` is seconds since its last heartbeat."""
+    """One rank, or a host that has none to show yet."""
 
     host: str
     rank: int | None = None
-    unit: str = ""
     phase: str = ""
     step: int | None = None
-    step_seconds: float | None = None
-    age: float | None = None
 
 
 @dataclass
@@ -43,11 +58,12 @@ class Ending:
 class RunView:
     """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
 
-    ``lost`` are the hosts that cannot be reached, and why.
+    ``lost`` are the hosts that cannot be reached, and why; ``states`` what each host reported last.
     """
 
     run_id: str = ""
     plan: str = ""
+    states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[Rank] = field(default_factory=list)
     endings: dict[str, Ending] = field(default_factory=dict)
     coordinator: str = ""
@@ -61,7 +77,6 @@ class RunView:
     sample: str = ""
     checkpoint: str = ""
     run_dir: str = ""
-    stop_requested: bool = False
     lost: dict[str, str] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
 
@@ -91,6 +106,31 @@ class RunView:
         return any(ending.found for ending in self.endings.values())
 
     @property
+    def rebooted(self) -> dict[str, float]:
+        """Hosts that came up again without the unit of this run, and when."""
+        found = {host: state for host, state in self.states.items() if state.get("found")}
+        hosts: dict[str, float] = status.rebooted(found)
+        return {host: moment for host, moment in hosts.items() if host not in self.lost}
+
+    @property
+    def reboots(self) -> list[str]:
+        """A line for each of them, with what puts it back."""
+        lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
+        return lines
+
+    @property
+    def screen(self) -> list[str]:
+        """What status.yml says of the hosts and the run, below its title."""
+        order = [rank.host for rank in self.ranks] + list(self.states)
+        states = {
+            host: {"unreachable": True} if host in self.lost else self.states[host]
+            for host in [*order, *self.lost]
+            if host in self.lost or host in self.states
+        }
+        lines: list[str] = status.hosts_and_facts(states, self.run_id)
+        return lines
+
+    @property
     def ended(self) -> bool:
         """Whether the run is over on every host that has reported and has not been lost since."""
         heard = [ending for host, ending in self.endings.items() if host not in self.lost]
@@ -114,6 +154,7 @@ class RunView:
     def fold(self, host: str, state: dict[str, Any]) -> None:
         """Take one host's report into account."""
         self.endings[host] = _ending(state)
+        self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
             return
@@ -121,12 +162,10 @@ class RunView:
         run_file = state.get("run_file") or {}
         hosts = run_file.get("hosts") or []
         self.plan = plan(run_file.get("config") or {}) or self.plan
-        self.stop_requested = bool(state.get("stop_requested"))
-        unit = (state.get("unit") or {}).get("active_state") or ""
         beats = state.get("heartbeats") or []
-        own = [_rank(host, unit, beat) for beat in beats]
+        own = [Rank(host, beat.get("rank"), beat.get("phase") or "", beat.get("step")) for beat in beats]
         if not own:
-            own = [Rank(host, hosts.index(host) if host in hosts else None, unit)]
+            own = [Rank(host, hosts.index(host) if host in hosts else None)]
         self.ranks = [rank for rank in self.ranks if rank.host != host] + own
         self.ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host))
         if own[0].rank == 0:
@@ -181,11 +220,6 @@ def plan(config: dict[str, Any]) -> str:
     if config.get("sequence_len"):
         parts.append(f"rows of {number(int(config['sequence_len']))}")
     return " · ".join(parts)
-
-
-def _rank(host: str, unit: str, beat: dict[str, Any]) -> Rank:
-    known = {key: beat.get(key) for key in ("rank", "step", "step_seconds", "age")}
-    return Rank(host, unit=unit, phase=beat.get("phase") or "", **known)
 
 
 def _ending(state: dict[str, Any]) -> Ending:

@@ -1,4 +1,7 @@
-"""Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run."""
+"""Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run.
+
+A host that was rebooted is put back by train.yml, as a person would do it.
+"""
 
 import tempfile
 import threading
@@ -12,7 +15,7 @@ from rich.text import Text
 from fleet.playbooks import CancelledError, Event, Job, message
 from fleet.progress import Screen, lost_lines, run_panel, run_plain
 from fleet.runview import RunView, is_report
-from fleet.stages import failed
+from fleet.stages import failed, run_playbook
 
 FINISHED, FAILED, STOPPED = 0, 1, 3
 """Exit codes of a followed run."""
@@ -24,6 +27,12 @@ _RETRY_SECONDS = (2, 5, 10, 20, 30)
 _TRIES, _OVER_TRIES = 20, 3
 """How often nobody may answer; and how often a lost host is asked for its end when the others have ended."""
 _SNAPSHOT_AT = 0.6
+_ASK_ANEW_SECONDS = 20.0
+"""How long the hosts that still answer are followed before the one that has left is asked for again."""
+
+
+class _AskAnewError(Exception):
+    """Ends one look at the run: a host that left it is to be asked for again, or put back."""
 
 
 @dataclass
@@ -38,6 +47,9 @@ class Follower:
     snapshot: RenderableType | None = None
     trouble: str = ""
     _reports: int = 0
+    _began: float = 0.0
+    _lives: bool = False
+    _put_back: set[tuple[str, float]] = field(default_factory=set)
     _history: threading.Thread | None = None
 
     def follow(self) -> int:
@@ -45,17 +57,21 @@ class Follower:
         silent = 0
         while True:
             job = self._job("watch", playbook=WATCH, args=self.args)
-            before = self._reports
+            before, self._began = self._reports, time.monotonic()
             self._show()
             try:
                 good = job.follow(self._tick, self._fold)
+            except _AskAnewError:
+                self._put_hosts_back()
+                continue
             finally:
                 self.screen.clear()
+            self._put_hosts_back()
             self.view.lost = {one.host: one.message for one in job.stage.failures if one.unreachable}
             if not (good or self.view.lost or _ran_out(job)):
                 self.screen.say(failed(job))
                 return FAILED
-            over = self.view.ended
+            over = self.view.ended and not self._away
             silent = silent + 1 if over or self._reports == before else 0
             if over and (not self.view.lost or silent >= _OVER_TRIES):
                 return self._conclude()
@@ -64,6 +80,22 @@ class Follower:
                 return FAILED
             if self.view.lost:
                 self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)])
+
+    @property
+    def _away(self) -> dict[str, float]:
+        """Rebooted hosts that are still to be put back into a run which was seen alive."""
+        rebooted = self.view.rebooted if self._lives else {}
+        return {host: at for host, at in rebooted.items() if (host, at) not in self._put_back}
+
+    def _put_hosts_back(self) -> None:
+        """What a person would type, once every host of the run answers."""
+        hosts = self._away
+        if not hosts or self.view.lost:
+            return
+        self._put_back |= set(hosts.items())
+        self.screen.say(Text("\n".join([*self.view.reboots, "Doing that."]), style="yellow"))
+        args = [*self.args, "-e", f"run_id={self.view.run_id}"]
+        run_playbook(self.screen, self._job("train", playbook="train.yml", args=args))
 
     def _conclude(self) -> int:
         if not self.view.found:
@@ -90,6 +122,7 @@ class Follower:
         self._reports += 1
         self.trouble = ""
         self.view.fold(data.get("host", ""), data["res"])
+        self._lives = self._lives or not data["res"].get("ended", True)
         step, total = self.view.step or 0, self.view.num_iterations or 1
         if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
             self.snapshot = run_panel(self.view)
@@ -118,6 +151,11 @@ class Follower:
 
     def _tick(self) -> None:
         self.screen.plain(lambda: run_plain(self.view))
+        if self._away and not self.view.lost:
+            raise _AskAnewError
+        some = self.view.lost or any(ending.ended for ending in self.view.endings.values())
+        if some and not self.view.ended and time.monotonic() - self._began > _ASK_ANEW_SECONDS:
+            raise _AskAnewError
 
     def _wait(self, seconds: int) -> None:
         """Says who was lost, and lets some seconds pass with the view still there."""

@@ -8,7 +8,8 @@ python -m trainer again --run-dir runs/mine --wait    # and sleeps first, longer
 
 A run that was asked for anew (its outcome and heartbeats were taken away) starts without a wait, and its
 fruitless attempts are counted from there. With --first-must-step its first attempt is not repeated unless it
-has made a step: who asked for it is there to be told why. Only the standard library is imported.
+has made a step: who asked for it is there to be told why. Where --wait finds that there will be no other one,
+outcome.json says so: `settled` is true there. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -129,7 +130,18 @@ def begin(run_dir: Path) -> None:
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:
     """Note how the attempt under way ended. Raises OSError."""
     under_way = _load(run_dir / UNDER_WAY)
-    names = ("run_id", "rank", "outcome", "reason", "step", "loss", "checkpoint", "seconds", "time")
+    names = (
+        "run_id",
+        "rank",
+        "outcome",
+        "reason",
+        "step",
+        "loss",
+        "checkpoint",
+        "seconds",
+        "time",
+        "settled",
+    )
     line = {name: outcome.get(name) for name in names}
     _add(run_dir, {**line, "began": under_way.get("began"), "asked_anew": under_way.get("asked_anew", False)})
     (run_dir / UNDER_WAY).unlink(missing_ok=True)
@@ -161,6 +173,17 @@ def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
         "began": began,
         "asked_anew": under_way.get("asked_anew", False),
     }
+
+
+def settle(run_dir: Path) -> None:
+    """Write into outcome.json that nothing follows; an attempt that was killed gets its outcome here."""
+    ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
+    known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
+    outcome = (known or ends or [killed_attempt(run_dir) or {}])[0]
+    if outcome and not outcome.get("settled"):
+        with contextlib.suppress(OSError):
+            content = json.dumps({**outcome, "settled": True}, indent=1) + "\n"
+            write_whole(run_dir / "outcome.json", content.encode())
 
 
 def _add(run_dir: Path, line: dict[str, Any]) -> None:
@@ -195,7 +218,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--first-must-step", action="store_true", help="not after a first attempt that made no step"
     )
-    parser.add_argument("--wait", action="store_true", help="sleep as long as it is good to wait before it")
+    parser.add_argument(
+        "--wait", action="store_true", help="sleep as long as is good before it; note where it is the end"
+    )
     parser.add_argument("--json", action="store_true", help="answer as one JSON object")
 
 
@@ -208,6 +233,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"Again in {verdict.wait_seconds:g} s. {verdict.reason}", flush=True)
     else:
         print(f"Not again. {verdict.reason}", flush=True)
-    if verdict.again and args.wait:
+    if args.wait and verdict.again:
         time.sleep(verdict.wait_seconds)
+    elif args.wait:
+        settle(args.run_dir)
     return 0 if verdict.again else 1

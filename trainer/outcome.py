@@ -4,6 +4,9 @@ finished   every step was done
 stopped    somebody asked for it
 retryable  trying again can help: a peer left, the store did not answer
 final      trying again cannot help: bad input, a loss that is not a number, ranks that disagree
+
+`settled` is whether nobody wants another attempt. A host that shuts down ends its ranks by SIGTERM, unasked,
+so what that stopped is not.
 """
 
 from __future__ import annotations
@@ -132,7 +135,7 @@ class Attempt:
     def step(self) -> int:
         return int(self._figures["step"])
 
-    def end(self, outcome: str, reason: str, hurry: bool = False) -> bool:
+    def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
         """Write the outcome; only the first end of an attempt counts. Returns whether this was it."""
         with self._lock:
             if self._ended:
@@ -142,6 +145,7 @@ class Attempt:
                 **self._figures,
                 "outcome": outcome,
                 "reason": reason,
+                "settled": outcome in attempts.SETTLED if settled is None else settled,
                 "rank": self._place.rank,
                 "seconds": round(time.monotonic() - self._started, 3),
                 "time": time.time(),
@@ -232,7 +236,7 @@ def heed_sigterm(attempt: Attempt, say: Voice) -> None:
     def wait() -> None:
         info = signal.sigwaitinfo({signal.SIGTERM})
         outcome, reason = _terminated(info.si_pid == os.getppid(), attempt)
-        if attempt.end(outcome, reason, hurry=True):
+        if attempt.end(outcome, reason, hurry=True, settled=False):
             say.ended(outcome, reason)
         os._exit(128 + signal.SIGTERM)
 

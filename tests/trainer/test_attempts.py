@@ -122,3 +122,31 @@ def test_a_first_attempt_that_made_no_step_may_be_the_last(tmp_path: Path) -> No
     assert attempts.judge(tmp_path, first_must_step=True).again
     attempt(tmp_path, "retryable", 0)  # of the attempts that follow, none is the first
     assert attempts.judge(tmp_path, first_must_step=True).again
+
+
+def test_an_outcome_says_whether_nobody_wants_another_attempt(tmp_path: Path) -> None:
+    """Who asks for a stop means it; a host that shuts down ends its ranks by SIGTERM, unasked."""
+    for outcome, settled in (("finished", None), ("stopped", None), ("stopped", False), ("retryable", None)):
+        one = Attempt(tmp_path, Place())
+        one.begin()
+        one.end(outcome, "as it was", settled=settled)
+    assert [line["settled"] for line in attempts.history(tmp_path)] == [True, True, False, False]
+
+
+def test_giving_up_is_written_down(tmp_path: Path) -> None:
+    for _ in range(3):
+        attempt(tmp_path, "retryable", 3)
+    assert main(["again", "--run-dir", str(tmp_path), "--limit", "2"]) == 1
+    assert not json.loads((tmp_path / "outcome.json").read_text())["settled"], "it was only asked"
+    assert main(["again", "--run-dir", str(tmp_path), "--limit", "2", "--wait"]) == 1
+    given_up = json.loads((tmp_path / "outcome.json").read_text())
+    assert (given_up["outcome"], given_up["settled"]) == ("retryable", True)
+
+
+def test_one_that_was_killed_once_too_often_gets_an_outcome(tmp_path: Path) -> None:
+    (tmp_path / "heartbeat-0.json").write_text('{"pid": 1, "step": 3, "phase": "sync"}')
+    (tmp_path / "attempt.json").write_text('{"pid": 1, "asked_anew": true}')
+    assert main(["again", "--run-dir", str(tmp_path), "--first-must-step", "--wait"]) == 1
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["settled"]
+    assert outcome["reason"].startswith("Killed without a word")

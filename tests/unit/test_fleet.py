@@ -51,7 +51,15 @@ def state(rank: int, step: int | None = 12, **more: object) -> dict[str, object]
         "run_id": "d4-1a2b3c4d",
         "run_dir": "/var/lib/nanofleet/runs/d4-1a2b3c4d",
         "ended": False,
-        "unit": {"active_state": "active"},
+        "between": False,
+        "failed_unit": False,
+        "rebooted": None,
+        "unit": {"active_state": "active", "sub_state": "running"},
+        "time": 1000.0,
+        "runs": [],
+        "active_units": [],
+        "past_attempts": [],
+        "checkpoint_time": None,
         "heartbeats": [beat] if step is not None else [],
         "metrics": None,
         "evaluation": None,
@@ -212,8 +220,8 @@ class TestRunView:
             "run d4-1a2b3c4d",
             "step 12/100",
             "12 %",
-            "eta 2m34s",
-            "2,346 tok/s",
+            "Speed:       2,346 tok/s",
+            "Time left:   2m34s",
             "depth 4",
             "backward",
         ):
@@ -226,7 +234,7 @@ class TestRunView:
     def test_before_the_first_heartbeat_the_hosts_are_there(self) -> None:
         view = RunView()
         view.fold("b", state(1, step=None))
-        assert [(rank.host, rank.rank, rank.unit) for rank in view.ranks] == [("b", 1, "active")]
+        assert [(rank.host, rank.rank) for rank in view.ranks] == [("b", 1)]
         assert "waiting for the first step" in progress.run_plain(view)
         assert "step 0/?" in drawn(progress.run_panel(view))
 
@@ -235,13 +243,33 @@ class TestRunView:
         view.fold("a", state(0))
         assert "step 12/100" in drawn(progress.run_panel(view, 40), 40)
 
-    def test_a_rank_not_heard_of_stands_out(self) -> None:
+    def test_the_screen_is_the_one_of_status(self) -> None:
         view = RunView()
-        late = state(0)
-        late["heartbeats"][0]["age"] = 95.0  # type: ignore[index]
+        beat = {"entered": 1.0, "tok_per_s_average": 2000.0, "sync_share": 0.125, "temperature": 91.0}
+        late = state(0, checkpoint="checkpoints/step_000010", checkpoint_time=940.0)
+        late["heartbeats"][0].update(beat, age=34.0, throttled=True, blame="rank 1 (b) waits")  # type: ignore[index]
         view.fold("a", late)
-        cells = progress.ranks_table(view.ranks).columns[-1]._cells
-        assert [(cell.plain, cell.style) for cell in cells] == [("1m35s ago", "yellow")]  # type: ignore[union-attr]
+        view.lost["b"] = "No route to host"
+        panel = drawn(progress.run_panel(view), 140)
+        for piece in (
+            "12 %", "91 °C throttled", "Blame:       rank 1 (b) waits", "2,000 on average",
+            "Frozen:      rank 0 on a has not beaten for 34 s", "step 10, 1m00s ago", "b did not answer",
+        ):  # fmt: skip
+            assert piece in panel
+        assert "unreachable" in panel
+
+    def test_a_rebooted_host_and_what_puts_it_back(self) -> None:
+        view = RunView()
+        view.fold("a", state(0))
+        view.fold(
+            "b", state(1, ended=True, rebooted=1000.0, outcome={"outcome": "stopped", "settled": False})
+        )
+        assert view.rebooted == {"b": 1000.0}
+        assert "Put it back: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
+            progress.run_panel(view), 200
+        )
+        view.fold("a", state(0, ended=True, outcome={"outcome": "stopped", "settled": True}))
+        assert not view.rebooted, "somebody has stopped it"
 
     def test_ends_when_every_host_has(self) -> None:
         view = RunView()
@@ -471,15 +499,21 @@ mark = os.path.join(module.params["folder"], "calls-%d" % module.params["rank"])
 with open(mark, "a") as file:
     file.write("x")
 step = os.path.getsize(mark)
-ended = step >= 3
-beat = {"rank": module.params["rank"], "phase": "done" if ended else "forward", "step": step,
+folder, rank = module.params["folder"], module.params["rank"]
+there = os.listdir(folder)
+waits = "reboots" in there and "trained" not in there
+rebooted = 1000.0 if waits and rank == 1 and step >= 2 else None
+ended = bool(rebooted) if waits else step >= 3
+beat = {"rank": rank, "phase": "done" if ended else "forward", "step": step,
         "num_iterations": 3, "loss": 9.0 - step, "tok_per_s": 100.0, "eta_seconds": 1.0, "age": 0.1}
 outcome = {"outcome": "finished", "reason": "All 3 steps were taken.", "step": 3, "loss": 6.0}
-with open(os.path.join(module.params["folder"], "metrics.jsonl"), "w") as file:
+with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
     file.write('{"step": 1, "loss": 8.5}\\n')
-module.exit_json(changed=False, found=True, run_id="t", run_dir=module.params["folder"], ended=ended,
-                 error=[], unit={"active_state": "active"}, heartbeats=[beat],
-                 outcome=outcome if ended else None)
+module.exit_json(changed=False, found=True, run_id="t", run_dir=folder, ended=ended, between=False,
+                 error=[], unit={"active_state": "active"}, heartbeats=[beat], failed_unit=False,
+                 rebooted=rebooted, time=time.time(), runs=[], active_units=[], past_attempts=[],
+                 checkpoint=None, checkpoint_time=None, evaluation=None, stop_requested=False,
+                 run_file=None, outcome=outcome if ended and not rebooted else None)
 """
 
 
@@ -530,6 +564,20 @@ class TestThroughAnsibleRunner:
         assert (view.step, view.loss, view.outcome, view.coordinator) == (3, 6.0, "finished", "a")
         assert 2 in view.losses  # a retry on the way was heard
         assert (fake / "cache" / "logs" / "watch.log").exists()
+
+    def test_a_rebooted_host_is_put_back(self, fake: Path) -> None:
+        (fake / "reboots").touch()
+        train = {"name": "Train", "hosts": "coordinator", "gather_facts": False}
+        train["tasks"] = [{"name": "Start", "ansible.builtin.copy": {
+            "dest": str(fake / "trained"), "content": "{{ run_id }} {{ depth }}", "mode": "0644"}}]  # type: ignore[assignment]  # fmt: skip
+        (fake / "train.yml").write_text(json.dumps([train]))
+        screen = progress.Screen(Console(file=io.StringIO(), width=200))
+        follower = watch.Follower(screen, str(fake / "hosts.yml"), ["-e", "depth=4"])
+        assert follower.follow() == watch.FINISHED
+        assert (fake / "trained").read_text() == "t 4"
+        said = screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert said.count("Rebooted:    b at ") == 1
+        assert "Put it back: ansible-playbook train.yml -e run_id=t\nDoing that." in said
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))

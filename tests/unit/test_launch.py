@@ -36,6 +36,7 @@ def load(path: Path, name: str | None = None) -> ModuleType:
 
 unit_facts = load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
 log = load(ROLE / "module_utils" / "nanofleet_log.py", "ansible.module_utils.nanofleet_log")
+run_dir_facts = load(ROLE / "module_utils" / "nanofleet_run.py", "ansible.module_utils.nanofleet_run")
 transient_unit = load(ROLE / "library" / "transient_unit.py")
 run_state = load(ROLE / "library" / "run_state.py")
 launch = load(ROLE / "filter_plugins" / "launch.py")
@@ -300,6 +301,34 @@ def test_a_unit_gone_without_an_outcome_has_failed(
     assert not call(run_state, monkeypatch, state_dir=str(systemd))["failed_unit"]
 
 
+def test_a_host_that_was_rebooted_has_not_failed(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unit went with it: be it that the ranks were killed, or told to end as it shut down."""
+    now = time.time()
+    (run_dir / "heartbeat-0.json").write_text(json.dumps({"rank": 0, "time": now - 900, "loss": 5.0}))
+    (run_dir / "attempt.json").write_text(json.dumps({"pid": 7, "began": now - 1000}))
+    asked = {"state_dir": str(systemd), "run_id": "a"}
+    monkeypatch.setattr(run_dir_facts, "booted", lambda _now: now - 60)
+    cut = call(run_state, monkeypatch, **asked)
+    assert (cut["rebooted"], cut["failed_unit"], cut["error"]) == (now - 60, False, [])
+    shut_down = {"outcome": "stopped", "settled": False, "time": now - 100}
+    (run_dir / "outcome.json").write_text(json.dumps(shut_down))
+    assert call(run_state, monkeypatch, **asked)["rebooted"] == now - 60
+    (run_dir / "outcome.json").write_text(json.dumps({**shut_down, "settled": True}))
+    assert call(run_state, monkeypatch, **asked)["rebooted"] is None, "somebody had stopped it before"
+    (run_dir / "outcome.json").unlink()
+    monkeypatch.setattr(run_dir_facts, "booted", lambda _now: now - 2000)
+    killed = call(run_state, monkeypatch, **asked)
+    assert (killed["rebooted"], killed["failed_unit"]) == (None, True), "the host was up all the time"
+
+
+def test_when_a_host_came_up_is_told_by_its_first_process() -> None:
+    up_since = unit_facts.booted(time.time())
+    assert up_since is not None
+    assert 0 < up_since < time.time()
+
+
 # -- what train.yml decides ------------------------------------------------------------------------------
 
 HOSTS = ["tower", "laptop"]
@@ -359,8 +388,12 @@ def test_an_active_run_is_left_alone() -> None:
     for part in ("active at step 3 of 20 on tower, laptop", "status.yml", "stop.yml -e run_id=a"):
         assert part in made["message"]
     assert made["ends"] == {}
-    ending = plan({}, {**up, "stepped": True}, state(**stored(), outcome={"outcome": "finished"}))
+    ending = plan(
+        {}, {**up, "stepped": True}, state(**stored(), outcome={"outcome": "finished", "settled": True})
+    )
     assert ending["action"] == "none", "laptop is only a little ahead"
+    shut_down = {"outcome": "stopped", "settled": False, "reason": "Asked to end by SIGTERM after step 3."}
+    assert plan({}, {**up, "stepped": True}, state(**stored(), outcome=shut_down))["action"] == "resume"
 
 
 UNIT = "nanofleet-a.service"
@@ -394,12 +427,12 @@ def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
 
 
 def test_a_unit_of_a_run_that_was_stopped_while_its_host_was_away_is_ended() -> None:
-    tower = state(runs=[{"run_id": "b", "active": False, "outcome": "stopped"}])
+    tower = state(runs=[{"run_id": "b", "active": False, "outcome": "stopped", "settled": True}])
     laptop = state(active_units=["nanofleet-b.service"], runs=[{"run_id": "b", "active": True}])
     made = plan({}, tower, laptop)
     assert (made["action"], made["ends"]) == ("start", {"laptop": ["nanofleet-b.service"]})
     assert "nanofleet-b.service on laptop is of a run that has ended elsewhere" in made["message"]
-    tower["runs"][0]["outcome"] = "retryable"
+    tower["runs"][0] |= {"outcome": "retryable", "settled": False}
     assert plan({}, tower, laptop)["action"] == "refuse", "that run may come back"
 
 
@@ -492,7 +525,7 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     blame = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
     up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
     ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
-    tower = state(**up, heartbeats=[beat(**now, blame=blame)], attempts=ended)
+    tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
     laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
     said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
     for part in ("12 %", "91 °C throttled", "1,235 tok/s, 1,200 on average", f"Blame:       {blame}",
@@ -511,6 +544,18 @@ def test_status_of_a_unit_between_two_attempts() -> None:
     said = status.launch_status({"tower": waiting}, "a")
     assert "restarting" in said
     assert "Frozen" not in said, "it is dead, and known to be"
+
+
+def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
+    waits = {"active_state": "activating", "sub_state": "auto-restart"}
+    tower = state(**stored(), ended=False, between=True, unit=waits, outcome={"outcome": "retryable"})
+    laptop = state(**stored(), rebooted=1000.0)
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "laptop  rebooted" in said
+    assert "Rebooted:    laptop at " in said
+    assert "Put it back: ansible-playbook train.yml -e run_id=a" in said
+    tower["outcome"] = {"outcome": "stopped", "settled": True}
+    assert "Put it back" not in status.launch_status({"tower": tower, "laptop": laptop}, "a")
 
 
 def test_what_a_log_says_does_not_spoil_the_screen() -> None:

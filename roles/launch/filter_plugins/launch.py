@@ -17,7 +17,6 @@ from ansible.errors import AnsibleFilterError
 REPOSITORY = Path(__file__).resolve().parents[3]
 RESERVED = {"tracker", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""
-SETTLED = ("finished", "stopped", "final")
 State = Mapping[str, Any]
 Ends = dict[str, list[str]]
 
@@ -151,9 +150,8 @@ def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], states
 
 
 def _is_settled(outcome: State) -> bool:
-    """Whether nobody wants another attempt: a host that shuts down ends its ranks by SIGTERM, unasked."""
-    by_signal = str(outcome.get("reason") or "").startswith("Asked to end by SIGTERM")
-    return outcome.get("outcome") in SETTLED and not by_signal
+    """Whether nobody wants another attempt: a host that shuts down ends its ranks unasked."""
+    return bool(outcome.get("settled"))
 
 
 def _trains(state: State) -> bool:
@@ -299,6 +297,7 @@ def launch_outcome(state: State, kind: str, reason: str) -> dict[str, Any]:
         "run_id": state["run_id"],
         "outcome": kind,
         "reason": reason,
+        "settled": kind == "stopped",
         **{name: beat.get(name) for name in known},
         "first_loss": None,
         "checkpoint": state.get("checkpoint"),

@@ -64,6 +64,8 @@ def unit_word(state: State) -> str:
     if state["failed_unit"]:
         result = unit.get("result")
         return "failed" if result in ("success", "", None) else f"failed ({result})"
+    if state.get("rebooted"):
+        return "rebooted"
     return "restarting" if state.get("between") else str(unit["active_state"])
 
 
@@ -128,7 +130,7 @@ def launch_errors(states: Mapping[str, State]) -> list[str]:
 
 
 def launch_failure(states: Mapping[str, State], run_id: str) -> str:
-    """Why a start failed, in a sentence that names the host, then every host's first error.
+    """Why a start failed: every host's first error, then the cause in a sentence that names the host.
 
     The hosts come in the order in which their units ended: the first of them is where to look.
     """
@@ -154,7 +156,8 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     head = f"The run {run_id} did not start: {'; '.join(said) or 'a unit could not be started'}."
     again = f"When that is mended: ansible-playbook train.yml -e run_id={run_id}"
     others = others_active(states, run_id)
-    return screen([head, *reasons, *others, *launch_errors(reached), "", again])
+    errors = launch_errors(reached)[1:]
+    return screen([*errors, *([""] if errors else []), head, *reasons, *others, "", again])
 
 
 def launch_started(states: Mapping[str, State], run_id: str) -> str:

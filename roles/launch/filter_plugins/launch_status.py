@@ -1,4 +1,4 @@
-"""What status.yml shows: one screen on a run, plain text made from the module run_state's results.
+"""What status.yml and the console show: one screen on a run, plain text made from run_state's results.
 
 Figures that a rank does not give (an older trainer, a host without sensors) are left out, never guessed.
 """
@@ -37,7 +37,6 @@ text = _sibling("launch_report")
 def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
     """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
     reached = text.answered(states)
-    missing = [host for host in states if host not in reached]
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
     if not found and run_id:
@@ -45,12 +44,24 @@ def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: st
         lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
     elif not found and reached:
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
+    if found:
+        lines += [_title(found, run_id), ""]
+    lines += hosts_and_facts(states, run_id, tracker_uri)
+    return str(text.screen(lines + text.launch_errors(found)))
+
+
+def hosts_and_facts(states: Mapping[str, State], run_id: str, tracker_uri: str = "") -> list[str]:
+    """The screen without its title: a row for each rank, who is lost or blamed, how fast, how far."""
+    reached = text.answered(states)
+    missing = [host for host in states if host not in reached]
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines = []
     if found or missing:
         rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
-        lines += [*([_title(found, run_id), ""] if found else []), *text.table(HEADER, rows), ""]
+        lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
-    lines += silences(found) + _about(found, tracker_uri) + text.others_active(states, run_id)
-    return str(text.screen(lines + text.launch_errors(found)))
+    lines += reboots(found, run_id) + silences(found) + _about(found, tracker_uri)
+    return lines + text.others_active(states, run_id)
 
 
 def _title(found: Mapping[str, State], run_id: str) -> str:
@@ -87,6 +98,22 @@ def _beat_cells(beat: Beat) -> list[str]:
         "-" if share is None else f"{100 * share:.0f} %",
         ("-" if warm is None else f"{warm:.0f} °C") + (" throttled" if beat.get("throttled") else ""),
         f"{text.duration(beat.get('age'))} ago",
+    ]
+
+
+def rebooted(found: Mapping[str, State]) -> dict[str, float]:
+    """The hosts that came up again without the unit of a run that somebody still wants, and when."""
+    if any((state["outcome"] or {}).get("settled") for state in found.values()):
+        return {}
+    return {host: state["rebooted"] for host, state in found.items() if state.get("rebooted")}
+
+
+def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
+    """A line for each such host, with what puts it back."""
+    return [
+        f"Rebooted:    {host} at {time.strftime('%a %H:%M:%S', time.localtime(moment))}, which took the "
+        f"run's unit away there. Put it back: ansible-playbook train.yml -e run_id={run_id}"
+        for host, moment in rebooted(found).items()
     ]
 
 
@@ -150,7 +177,9 @@ def _pace(beat: Beat) -> list[str]:
 
 def _attempts(found: Mapping[str, State]) -> list[str]:
     """The attempts of the run so far and how each ended, as the first host in rank order keeps them."""
-    attempts: list[Mapping[str, Any]] = next((s["attempts"] for s in found.values() if s["attempts"]), [])
+    attempts: list[Mapping[str, Any]] = next(
+        (s["past_attempts"] for s in found.values() if s["past_attempts"]), []
+    )
     ended = [attempt for attempt in attempts if attempt.get("outcome")]
     if not ended or (len(ended) == 1 and ended[0]["outcome"] in ("finished", "stopped")):
         return []

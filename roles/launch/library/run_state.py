@@ -2,14 +2,11 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: everything a host knows about a run, read from its unit and its run directory."""
 
-import contextlib
-import json
 import os
-import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
+from ansible.module_utils.nanofleet_run import NOTHING, PREFIX, known_runs, read_run
 from ansible.module_utils.nanofleet_unit import between_attempts, find_unit, is_up, known_units, listeners
 
 DOCUMENTATION = r"""
@@ -73,6 +70,10 @@ failed_unit:
   description: Whether the unit failed, or is gone and left no outcome of its last attempt.
   type: bool
   returned: always
+rebooted:
+  description: When this host came up, if that took an attempt's unit away that nobody had ended; else null.
+  type: float
+  returned: always
 stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
 unit:
   description: >-
@@ -101,7 +102,7 @@ leftovers:
   returned: always
 checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
 checkpoint_time: {description: When it was written, type: float, returned: always}
-attempts:
+past_attempts:
   description: The last lines of attempts.jsonl - when each attempt ended, how, at which step and why.
   type: list
   elements: dict
@@ -109,7 +110,8 @@ attempts:
 time: {description: This host's clock, type: float, returned: always}
 runs:
   description: >-
-    The newest 20 - run_id, time, active, outcome, reason, step, num_iterations, tok_per_s, hosts, config.
+    The newest 20 - run_id, time, active, outcome, reason, settled, step, num_iterations, tok_per_s, hosts,
+    config.
   type: list
   elements: dict
   returned: always
@@ -122,105 +124,7 @@ listeners:
   returned: always
 """
 
-PREFIX = "nanofleet-"
-ATTEMPTS = 20
-LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|stop")
 NOT_A_RUN = (PREFIX + "tracker.service",)
-
-
-def load_json(path):
-    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def last_with(path, key):
-    """The last JSON line of a file that holds `key`."""
-    for line in reversed(tail(path)):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and key in entry:
-            return entry
-    return None
-
-
-def attempts(path):
-    """The attempts the trainer has written down, oldest first."""
-    found = []
-    for line in tail(path)[-ATTEMPTS:]:
-        with contextlib.suppress(ValueError):
-            entry = json.loads(line)
-            found += [entry] if isinstance(entry, dict) else []
-    return found
-
-
-def heartbeats(run_dir, now, unit):
-    found = []
-    for name in sorted(os.listdir(run_dir)):
-        beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
-        if beat:
-            began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
-            beat["before"] = float(beat.get("time") or now) < began - 1
-            beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)
-            found.append(beat)
-    return sorted(found, key=lambda beat: beat.get("rank") or 0)
-
-
-def newest_checkpoint(run_dir):
-    """The newest checkpoint with a meta.json, which is written last."""
-    folder = os.path.join(run_dir, "checkpoints")
-    for name in sorted(os.listdir(folder), reverse=True) if os.path.isdir(folder) else []:
-        if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
-            return "checkpoints/" + name
-    return None
-
-
-def modified(path):
-    """When a file was written, or None where it has just been removed."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
-
-
-def last_sign(run_dir):
-    """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
-    names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
-    return max(os.stat(os.path.join(run_dir, name)).st_mtime for name in names)
-
-
-def known_runs(runs_dir, active):
-    """The runs of this host, the last to give a sign of life first; at most 20."""
-    found = []
-    for entry in os.scandir(runs_dir) if os.path.isdir(runs_dir) else []:
-        run_file = os.path.join(entry.path, "run.json")
-        if os.path.exists(run_file):
-            found.append((last_sign(entry.path), entry.name))
-    runs = []
-    for moment, run_id in sorted(found, reverse=True)[:20]:
-        run_dir = os.path.join(runs_dir, run_id)
-        outcome = load_json(os.path.join(run_dir, "outcome.json")) or {}
-        described = load_json(os.path.join(run_dir, "run.json")) or {}
-        runs.append(
-            {
-                "run_id": run_id,
-                "time": moment,
-                "active": PREFIX + run_id + ".service" in active,
-                "hosts": described.get("hosts"),
-                "config": described.get("config"),
-                **{
-                    key: outcome.get(key)
-                    for key in ("outcome", "reason", "step", "num_iterations", "tok_per_s")
-                },
-            }
-        )
-    return runs
 
 
 def choose(runs, active):
@@ -228,52 +132,6 @@ def choose(runs, active):
     if active:
         return active[0][len(PREFIX) : -len(".service")]
     return runs[0]["run_id"] if runs else ""
-
-
-def read_run(run_dir, unit, now, log_lines):
-    """What the run directory holds."""
-    beats = heartbeats(run_dir, now, unit)
-    outcome = load_json(os.path.join(run_dir, "outcome.json"))
-    metrics = os.path.join(run_dir, "metrics.jsonl")
-    log = tail(os.path.join(run_dir, "train.log"))
-    failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None)
-    checkpoint = newest_checkpoint(run_dir)
-    bad = failed or (not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final"))
-    bad = bad or between_attempts(unit)
-    return {
-        "failed_unit": failed,
-        "stepped": any(beat.get("loss") is not None and not beat["before"] for beat in beats),
-        "heartbeats": beats,
-        "metrics": last_with(metrics, "loss"),
-        "evaluation": last_with(metrics, "val_bpb"),
-        "outcome": outcome,
-        "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
-        "log": log[-log_lines:],
-        "error": first_error(attempt_of(log), log_lines) if bad else [],
-        "run_file": load_json(os.path.join(run_dir, "run.json")),
-        "checkpoint": checkpoint,
-        "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
-        "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
-        "attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
-    }
-
-
-NOTHING = {
-    "failed_unit": False,
-    "stepped": False,
-    "heartbeats": [],
-    "metrics": None,
-    "evaluation": None,
-    "outcome": None,
-    "stop_requested": False,
-    "log": [],
-    "error": [],
-    "run_file": None,
-    "checkpoint": None,
-    "checkpoint_time": None,
-    "leftovers": [],
-    "attempts": [],
-}
 
 
 def read_state(params):

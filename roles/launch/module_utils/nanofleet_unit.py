@@ -96,6 +96,15 @@ def between_attempts(unit):
     return unit["sub_state"] == "auto-restart" or waits
 
 
+def booted(now):
+    """When this host came up (a container: when it was started): the start of process 1. None if closed."""
+    try:
+        started = int(_read("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return round(now - float(_read("/proc/uptime").split()[0]) + started, 1)
+    except (IndexError, ValueError):
+        return None
+
+
 def _read(path):
     try:
         with open(path, "rb") as file:

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: MIT
+"""What a run's directory on this host holds: heartbeats, metrics, outcome, checkpoints, the runs there are.
+
+Read-only, standard library only. Used on the hosts by the module run_state.
+"""
+
+import contextlib
+import json
+import os
+import re
+
+from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
+from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_up
+
+PREFIX = "nanofleet-"
+ATTEMPTS = 20
+LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|stop")
+
+
+def load_json(path):
+    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def last_with(path, key):
+    """The last JSON line of a file that holds `key`."""
+    for line in reversed(tail(path)):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and key in entry:
+            return entry
+    return None
+
+
+def attempts(path):
+    """The attempts the trainer has written down, oldest first."""
+    found = []
+    for line in tail(path)[-ATTEMPTS:]:
+        with contextlib.suppress(ValueError):
+            entry = json.loads(line)
+            found += [entry] if isinstance(entry, dict) else []
+    return found
+
+
+def heartbeats(run_dir, now, unit):
+    found = []
+    for name in sorted(os.listdir(run_dir)):
+        beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
+        if beat:
+            began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
+            beat["before"] = float(beat.get("time") or now) < began - 1
+            beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)
+            found.append(beat)
+    return sorted(found, key=lambda beat: beat.get("rank") or 0)
+
+
+def newest_checkpoint(run_dir):
+    """The newest checkpoint with a meta.json, which is written last."""
+    folder = os.path.join(run_dir, "checkpoints")
+    for name in sorted(os.listdir(folder), reverse=True) if os.path.isdir(folder) else []:
+        if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
+            return "checkpoints/" + name
+    return None
+
+
+def rebooted_since(run_dir, unit, beats, outcome, now):
+    """When the host came up, if the last attempt was before and its unit went with the host, unasked."""
+    under_way = load_json(os.path.join(run_dir, "attempt.json")) or {}
+    signs = [*(beat.get("time") for beat in beats), outcome.get("time"), under_way.get("began")]
+    last = max((float(sign) for sign in signs if sign), default=None)
+    up_since = booted(now)
+    gone = not is_up(unit) and unit["active_state"] != "failed" and not outcome.get("settled")
+    return up_since if gone and last and up_since and last < up_since else None
+
+
+def modified(path):
+    """When a file was written, or None where it has just been removed."""
+    try:
+        return os.stat(path).st_mtime
+    except OSError:
+        return None
+
+
+def last_sign(run_dir):
+    """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
+    names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
+    return max(os.stat(os.path.join(run_dir, name)).st_mtime for name in names)
+
+
+def known_runs(runs_dir, active):
+    """The runs of this host, the last to give a sign of life first; at most 20."""
+    found = []
+    for entry in os.scandir(runs_dir) if os.path.isdir(runs_dir) else []:
+        run_file = os.path.join(entry.path, "run.json")
+        if os.path.exists(run_file):
+            found.append((last_sign(entry.path), entry.name))
+    runs = []
+    for moment, run_id in sorted(found, reverse=True)[:20]:
+        run_dir = os.path.join(runs_dir, run_id)
+        outcome = load_json(os.path.join(run_dir, "outcome.json")) or {}
+        described = load_json(os.path.join(run_dir, "run.json")) or {}
+        runs.append(
+            {
+                "run_id": run_id,
+                "time": moment,
+                "active": PREFIX + run_id + ".service" in active,
+                "hosts": described.get("hosts"),
+                "config": described.get("config"),
+                **{
+                    key: outcome.get(key)
+                    for key in ("outcome", "reason", "settled", "step", "num_iterations", "tok_per_s")
+                },
+            }
+        )
+    return runs
+
+
+def read_run(run_dir, unit, now, log_lines):
+    """What the run directory holds."""
+    beats = heartbeats(run_dir, now, unit)
+    outcome = load_json(os.path.join(run_dir, "outcome.json"))
+    metrics = os.path.join(run_dir, "metrics.jsonl")
+    log = tail(os.path.join(run_dir, "train.log"))
+    rebooted = rebooted_since(run_dir, unit, beats, outcome or {}, now)
+    failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None and not rebooted)
+    checkpoint = newest_checkpoint(run_dir)
+    bad = failed or (not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final"))
+    bad = (bad and not rebooted) or between_attempts(unit)
+    return {
+        "failed_unit": failed,
+        "rebooted": rebooted,
+        "stepped": any(beat.get("loss") is not None and not beat["before"] for beat in beats),
+        "heartbeats": beats,
+        "metrics": last_with(metrics, "loss"),
+        "evaluation": last_with(metrics, "val_bpb"),
+        "outcome": outcome,
+        "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
+        "log": log[-log_lines:],
+        "error": first_error(attempt_of(log), log_lines) if bad else [],
+        "run_file": load_json(os.path.join(run_dir, "run.json")),
+        "checkpoint": checkpoint,
+        "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
+        "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
+        "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
+    }
+
+
+NOTHING = {
+    "failed_unit": False,
+    "rebooted": None,
+    "stepped": False,
+    "heartbeats": [],
+    "metrics": None,
+    "evaluation": None,
+    "outcome": None,
+    "stop_requested": False,
+    "log": [],
+    "error": [],
+    "run_file": None,
+    "checkpoint": None,
+    "checkpoint_time": None,
+    "leftovers": [],
+    "past_attempts": [],
+}
