@@ -152,6 +152,7 @@ class Rehearsal(Run):
             "limit_seconds": work.seconds(rates),
             "limit_seconds_of_done": work.seconds_of_done(rates),
             "interface": self.interface,
+            "link_mbit": link_mbit(self.interface),
             "counted": _median([b.counted - a.counted for a, b in spans]),
             "counted_mean": _mean([b.counted - a.counted for a, b in spans]),
             "sent": _median(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
@@ -219,6 +220,12 @@ def interface_bytes(name: str) -> tuple[int | None, int | None]:
     """Sent and received so far, by the counters of the interface; None where it is not known."""
     counters = psutil.net_io_counters(pernic=True).get(name) if name else None
     return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
+
+
+def link_mbit(name: str) -> int | None:
+    """What the network card says of its rate in Mbit/s; None where it does not (WiFi, virtual ones)."""
+    known = psutil.net_if_stats().get(name) if name else None
+    return known.speed or None if known else None
 
 
 def peak_rss() -> int:
