@@ -65,6 +65,10 @@ test-full: lab-tools lint ## everything
 test-faults: lab-tools venv ## break running trainings on a lab and look at what is said and what becomes of them
 	pytest -m faults
 
+.PHONY: bench
+bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list")
+	@python -m benchmarks.lab $(ARGS)
+
 .PHONY: clean
 clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts

@@ -2,6 +2,7 @@
 
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
+python -m trainer bench --depth 4 8
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
@@ -16,13 +17,19 @@ import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer import attempts
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data import DataError
 from trainer.host.voice import flush_streams
+
+if TYPE_CHECKING:
+    from trainer.host.place import Place
+    from trainer.host.voice import Voice
+    from trainer.outcome import Attempt
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -59,6 +66,11 @@ def make_parser() -> argparse.ArgumentParser:
         flag = "--" + knob.name.replace("_", "-")
         help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
         knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+
+    command = commands.add_parser("bench", allow_abbrev=False, help="what a step takes, and of what parts")
+    from trainer.bench import cli as bench_cli
+
+    bench_cli.add_arguments(command)
 
     command = commands.add_parser("track", allow_abbrev=False, help="send a run to its tracker after the run")
     from trainer.tracking import sender
@@ -110,7 +122,27 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
     from trainer.host.place import Place
-    from trainer.host.voice import Voice, set_up_streams
+    from trainer.host.voice import Voice
+
+    place = Place.from_environment()
+
+    def start(run_file: RunFile, attempt: Attempt, say: Voice) -> str:
+        from trainer.train import train as train_run
+
+        return train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
+
+    return one_attempt(args.run_dir, place, Voice(place, args.json), lambda: run_file_from(args), start)
+
+
+def one_attempt(
+    run_dir: Path,
+    place: Place,
+    say: Voice,
+    make: Callable[[], RunFile],
+    start: Callable[[RunFile, Attempt, Voice], str],
+) -> int:
+    """Make the run file, start what it says, write the outcome; returns the exit code."""
+    from trainer.host.voice import set_up_streams
     from trainer.outcome import (
         BAD_INPUT_EXIT_CODE,
         EXIT_CODES,
@@ -122,9 +154,7 @@ def train(args: argparse.Namespace) -> int:
     )
 
     set_up_streams()
-    place = Place.from_environment()
-    attempt = Attempt(args.run_dir, place)
-    say = Voice(place, args.json)
+    attempt = Attempt(run_dir, place)
     try:
         attempt.begin()
     except ConfigError as error:  # the outcome in the directory, if there is one, is another's
@@ -134,10 +164,7 @@ def train(args: argparse.Namespace) -> int:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         heed_torchrun(attempt, say)
     try:
-        run_file = run_file_from(args)
-        from trainer.train import train as train_run
-
-        reason = train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
+        reason = start(make(), attempt, say)
         outcome, code, detail = "finished", EXIT_CODES["finished"], ""
     except BaseException as error:
         if not is_expected(error):
@@ -161,6 +188,12 @@ def prepare(args: argparse.Namespace) -> int:
     return prepare.run(args)
 
 
+def bench(args: argparse.Namespace) -> int:
+    from trainer.bench import cli
+
+    return cli.run(args)
+
+
 def track(args: argparse.Namespace) -> int:
     from trainer.tracking import sender
 
@@ -182,6 +215,7 @@ def import_(args: argparse.Namespace) -> int:
 COMMANDS = {
     "prepare": prepare,
     "train": train,
+    "bench": bench,
     "track": track,
     "again": attempts.run,
     "sample": sample,

@@ -116,6 +116,9 @@ class Beginning:
             wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
             self.say(f"  {record}: {record.shown[kind]}{wire}")
 
+    def open_data(self) -> Dataset:
+        return Dataset.open(self.data_dir, self.config.sequence_len)
+
     def _load_and_meet(self, options: Options) -> list[contract.Record]:
         """Read the data and agree with all ranks; what is wrong here is told to all of them."""
         self.store = None
@@ -125,7 +128,7 @@ class Beginning:
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
         try:
-            self.data = Dataset.open(self.data_dir, self.config.sequence_len)
+            self.data = self.open_data()
             info, hashes = self.data.info, self.data.hashes
             self.plan = make_plan(self.config, info.vocab_size, self.place.world_size, self.run_file.shares)
             if self.run_file.trainer_digest not in ("", code_digest()):

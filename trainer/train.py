@@ -62,6 +62,8 @@ class Agreed(NamedTuple):
 class Run:
     """One attempt at a run on this rank. `go` raises RunEnd, or returns the sentence it ended with."""
 
+    beginning = Beginning
+
     def __init__(
         self, run_file: RunFile, data_dir: Path, run_dir: Path, place: Place, attempt: Attempt, say: Voice
     ) -> None:
@@ -84,7 +86,7 @@ class Run:
         self.watchdog.start()
         if self.place.coordinates:
             self.stop_file.unlink(missing_ok=True)  # asked of an earlier attempt
-        way = Beginning(
+        way = self.beginning(
             self.run_file, self.data_dir, self.run_dir, self.place, self.heartbeat, self.watchdog, self.say
         )
         self._take(way.ready())

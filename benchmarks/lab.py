@@ -1,0 +1,435 @@
+"""The project's speed on one machine: a lab of two hosts of one core each, and the machine itself.
+
+    make bench                              everything; what was measured before is kept
+    make bench ARGS="--quick"               one host, and exact against solo at 4,096 tokens
+    make bench ARGS="--only exact-4096"     the stages whose names begin so (and --again: measured anew)
+    make bench ARGS="--list"                the stages, and about how long each takes
+
+Depth 8, rows of 1,024 tokens. Says how long it will take, measures stage after stage by `bench.yml`, keeps
+the figures of each in OUT/GROUP/stages as they come, and writes OUT/bars.md, bars.json and a report a group.
+Nothing else should run on the machine: the tables say what share of their cores the processes had.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fleet import corpus
+from trainer.bench.report import compare
+from trainer.bench.words import markdown, percent
+from trainer.config import code_digest
+
+ROOT = Path(__file__).resolve().parents[1]
+DEPTH, LENGTH, VOCAB_SIZE = 8, 1024, 32_768
+LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
+A_THIRD = 0.33  # of a core, for the slow host of the uneven pair
+STAGE_SECONDS = 45.0  # to start, measure the limits and take away
+HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # of it a host has to reach; in bfloat16 with AMX
+MOST_MEMORY = 4.5e9
+
+
+@dataclass(frozen=True)
+class Group:
+    """Stages that are measured on one state of the lab. `takes` are solo stages of the first group."""
+
+    name: str
+    link: str
+    stages: tuple[str, ...]
+    takes: tuple[str, ...] = ()
+    slow_second: bool = False
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a stage has to reach: times solo, share of its bound, MB that a host sends in a step."""
+
+    group: str
+    stage: str
+    ratio: float | None = None
+    bound: float | None = None
+    payload: float | None = None
+
+
+SOLO = ("solo-4096-float32", "solo-16384-float32")
+GROUPS = (
+    Group(
+        "1gbit",
+        "1gbit",
+        (
+            "solo-2048-float32",
+            "solo-4096-float32",
+            "exact-4096-float32",
+            "dense-4096-float32",
+            "solo-2048-bfloat16",
+            "solo-4096-bfloat16",
+            "fast-4096-bfloat16",
+            "fast-4096-float32",
+            "solo-8192-bfloat16",
+            "solo-16384-bfloat16",
+            "fast-16384-bfloat16",
+            "solo-8192-float32",
+            "solo-16384-float32",
+            "exact-16384-float32",
+        ),
+    ),
+    Group("100mbit", "100mbit", ("local-8192-float32",), SOLO),
+    Group(
+        "uneven",
+        "1gbit",
+        ("solo-4096-float32-on-{slow}", "exact-16384-float32-12.4", "exact-16384-float32-8.8"),
+        SOLO,
+        slow_second=True,
+    ),
+)
+BARS = (
+    Bar("1gbit", "exact-4096-float32", ratio=1.7, bound=0.85, payload=190),
+    Bar("1gbit", "fast-4096-bfloat16", bound=0.75, payload=100),
+    Bar("1gbit", "exact-16384-float32", ratio=1.9),
+    Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
+    Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
+    Bar("uneven", "exact-16384-float32-12.4", ratio=1.2),
+)
+HOST_STAGES = ("host-float32", "host-bfloat16")
+QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
+FEWEST, FEW, MANY = 2, 3, 5  # steps of a stage, by how long one takes
+LOCAL_STEPS = 30  # a round of H 30
+
+
+@dataclass
+class Job:
+    """What the command line asks for."""
+
+    args: argparse.Namespace
+    out: Path
+    missing: list[str] = field(default_factory=list)
+
+    @property
+    def lab_dir(self) -> Path:
+        return ROOT / ".lab" / self.args.lab
+
+    def wanted(self, name: str) -> bool:
+        if self.args.quick:
+            return name in QUICK
+        return not self.args.only or any(name.startswith(start) for start in self.args.only)
+
+    def file(self, group: str, stage: str) -> Path:
+        return self.out / group / "stages" / f"{stage}.json"
+
+    def left(self, group: str, stages: Sequence[str]) -> list[str]:
+        names = [name.format(slow=f"{self.args.lab}-2") for name in stages]
+        return [
+            name
+            for name in names
+            if self.wanted(name) and (self.args.again or not self.file(group, name).exists())
+        ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="stages that begin so")
+    parser.add_argument("--quick", action="store_true", help="the most telling ones alone")
+    parser.add_argument("--again", action="store_true", help="also those that were measured before")
+    parser.add_argument(
+        "--list", action="store_true", help="say what would be measured, and how long it takes"
+    )
+    parser.add_argument("--report", action="store_true", help="write the tables of what there is, and end")
+    parser.add_argument("--lab", default="bench", metavar="NAME", help="of the lab (%(default)s)")
+    parser.add_argument("--keep-lab", action="store_true", help="leave the lab up at the end")
+    parser.add_argument(
+        "--out", type=Path, default=ROOT / "artifacts/bench", metavar="DIR", help="(%(default)s)"
+    )
+    args = parser.parse_args(argv)
+    job = Job(args, args.out.resolve())
+    if args.report:
+        return conclude(job)
+
+    host = job.left("host", HOST_STAGES)
+    todo = [(group, job.left(group.name, group.stages)) for group in GROUPS]
+    todo = [(group, stages) for group, stages in todo if stages]
+    names = host + [stage for _, stages in todo for stage in stages]
+    rate = core_rate()
+    seconds = sum(expected(name, rate) for name in names) + (180 if todo else 0)
+    for name in names:
+        print(f"  {name:34} about {expected(name, rate) / 60:4.1f} min")
+    print(f"{len(names)} stages to measure, about {seconds / 60:.0f} min; results in {job.out}", flush=True)
+    if args.list or not names:
+        return 0 if args.list else conclude(job)
+
+    data = prepare()
+    for stage in host:
+        measure_host(job, stage, data)
+    try:
+        for group, stages in todo:
+            measure_group(job, group, stages, data)
+    finally:
+        if todo and not args.keep_lab:
+            playbook(job, "lab.yml", {"lab_state": "down"}, quiet=True)
+    return conclude(job)
+
+
+# -- how long it takes ---------------------------------------------------------------------------------------
+
+
+def steps_of(stage: str) -> int:
+    if stage.startswith("local"):
+        return LOCAL_STEPS
+    if "-on-" in stage:
+        return FEWEST
+    return FEW if "16384" in stage or "8192" in stage else MANY
+
+
+def core_rate() -> float:
+    """FLOP/s of one core in float32."""
+    import torch
+
+    from trainer.host.gemm import gemm_rates
+
+    return gemm_rates([torch.float32])[torch.float32]
+
+
+def expected(stage: str, rate: float) -> float:
+    """Seconds of a stage, roughly: a core at three quarters of its rate, two of them where two ranks are."""
+    tokens = int(match[0]) if (match := re.search(r"\d{4,}", stage)) else 2048
+    cores = 1 if stage.startswith("solo") else 2
+    speed = 0.75 * rate * (2 if "bfloat16" in stage else 1) * (A_THIRD if "-on-" in stage else 1)
+    if stage.endswith("8.8"):
+        speed *= 2 / 3
+    step = (273.7e6 * tokens + 322e9) / (cores * speed)
+    if "4096" in stage and cores == 2 and not stage.startswith("exact"):
+        step += 3  # the wire
+    return STAGE_SECONDS + step * (steps_of(stage) + 1)
+
+
+# -- measuring -----------------------------------------------------------------------------------------------
+
+
+def prepare() -> Path:
+    """Text of this machine, with the vocabulary that the sizes of depth 8 are given for."""
+    data = ROOT / ".cache/bench/data"
+    command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
+    command += [f"--source={source}" for source in corpus.machine_sources()]
+    run([*command, "--vocab-size", str(VOCAB_SIZE), "--max-bytes", str(corpus.MAX_BYTES)], quiet=True)
+    run([sys.executable, "-m", "trainer", "prepare", "--rows", "--data-dir", str(data)], quiet=True)
+    return data
+
+
+def measure_host(job: Job, stage: str, data: Path) -> None:
+    """One process on this machine, with all its cores."""
+    out = job.file("host", stage)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    print(f"{time.strftime('%H:%M:%S')} {stage}", flush=True)
+    command = [sys.executable, "-m", "trainer", "bench", "--depth", str(DEPTH), "--rows", "2"]
+    command += ["--data-dir", str(data), "--dtype", stage.removeprefix("host-"), "--out", str(out)]
+    if run([*command, "--steps", "8"], check=False):
+        job.missing.append(stage)
+
+
+def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None:
+    """Bring the lab to the group's state and measure."""
+    print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(stages)}", flush=True)
+    for stage in group.takes:
+        source, target = job.file(GROUPS[0].name, stage), job.file(group.name, stage)
+        if source.exists():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    playbook(job, "lab.yml", {"lab_state": "up", "lab_link": group.link}, quiet=True)
+    set_up(job, data)
+    check_shaped(job, group.link)
+    limit_second(job, A_THIRD if group.slow_second else 1.0)
+    try:
+        for steps in sorted({steps_of(stage) for stage in stages}, reverse=True):
+            names = [stage for stage in stages if steps_of(stage) == steps]
+            knobs = {
+                "bench_stages": ",".join(names),
+                "bench_steps": steps,
+                "bench_out": job.out / group.name,
+                "bench_link_mbit": LINK_MBIT[group.link],
+                "bench_again": str(job.args.again).lower(),
+                "depth": DEPTH,
+                "sequence_len": LENGTH,
+                "data_dir": data,
+                "fleet_nice": 0,
+                "doctor": "never",
+            }
+            playbook(job, "bench.yml", knobs)
+    finally:
+        limit_second(job, 1.0)
+    job.missing += [stage for stage in stages if not job.file(group.name, stage).exists()]
+
+
+def set_up(job: Job, data: Path) -> None:
+    """setup.yml, unless this lab has had it for this code and these data."""
+    manifest = hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
+    state = f"{code_digest()} {manifest}\n"
+    stamp = job.lab_dir / "bench-set-up"
+    if stamp.exists() and stamp.read_text() == state:
+        return
+    if playbook(job, "setup.yml", {"data_dir": data}, quiet=True) == 0:
+        stamp.write_text(state)
+
+
+def check_shaped(job: Job, link: str) -> None:
+    """Both hosts must hold back what they send, so that both directions of the link have its rate."""
+    wanted = link.replace("gbit", "Gbit").replace("mbit", "Mbit")
+    for host in (f"{job.args.lab}-1", f"{job.args.lab}-2"):
+        shown = subprocess.run(
+            ["podman", "exec", host, "tc", "qdisc", "show", "dev", "eth0"],
+            capture_output=True,
+            text=True,
+            env=environment(job),
+            check=False,
+        ).stdout
+        if f"rate {wanted}" not in shown:
+            raise SystemExit(f"{host} does not send at {link}: {shown.strip()}")
+        print(f"  {host} sends at {wanted} at most: {shown.split(' root ')[0]}", flush=True)
+
+
+def limit_second(job: Job, cores: float) -> None:
+    """Give the second host so much of its core."""
+    quota = round(cores * 100_000)
+    command = ["podman", "update", "--cpu-period", "100000", "--cpu-quota", str(quota), f"{job.args.lab}-2"]
+    subprocess.run(command, env=environment(job), stdout=subprocess.DEVNULL, check=True)
+
+
+def playbook(job: Job, name: str, knobs: dict[str, Any], quiet: bool = False) -> int:
+    extra = [f"-e{key}={value}" for key, value in knobs.items()]
+    lab = [f"-elab_name={job.args.lab}"] if name == "lab.yml" else []
+    lab += ["-elab_hosts=2", "-elab_cores=1"] if name == "lab.yml" and knobs["lab_state"] == "up" else []
+    return run(["ansible-playbook", name, *lab, *extra], environment(job), quiet, check=name != "bench.yml")
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The lab's inventory and its private settings of podman."""
+    own = {
+        "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+        "ANSIBLE_INVENTORY": str(job.lab_dir / "inventory"),
+        "CONTAINERS_CONF": str(job.lab_dir / "containers.conf"),
+    }
+    if not (job.lab_dir / "inventory").exists():
+        own = {"ANSIBLE_CONFIG": own["ANSIBLE_CONFIG"]}
+    return {**os.environ, **own}
+
+
+def run(
+    command: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False, check: bool = True
+) -> int:
+    """Run a command here; one that is quiet is shown when it fails."""
+    stream = subprocess.PIPE if quiet else None
+    done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=None, text=True, check=False)
+    if done.returncode and check:
+        raise SystemExit(f"{done.stdout or ''}\n{' '.join(command[:3])} ended with {done.returncode}")
+    return done.returncode
+
+
+# -- the tables ----------------------------------------------------------------------------------------------
+
+
+def conclude(job: Job) -> int:
+    """Write what there is; 1 if something that was asked for could not be measured."""
+    lines = [machine(), ""]
+    host = {
+        path.stem: json.loads(path.read_text()) for path in sorted((job.out / "host").glob("stages/*.json"))
+    }
+    if host:
+        lines += [host_table(host), ""]
+    rows: dict[str, dict[str, Any]] = {}
+    for group in GROUPS:
+        folder = job.out / group.name / "stages"
+        results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+        if results:
+            report = [sys.executable, "-m", "trainer.bench.report", str(folder), "--out", str(folder.parent)]
+            run([*report, "--link-mbit", str(LINK_MBIT[group.link])], quiet=True)
+            for row in compare(results, LINK_MBIT[group.link]):
+                rows[f"{group.name}/{row['stage']}"] = row
+    lines += [bars_table(rows), ""]
+    for group in GROUPS:
+        path = job.out / group.name / "bench.md"
+        if path.exists():
+            lines += [f"### {group.name}", "", path.read_text()]
+    text = "\n".join(lines)
+    job.out.mkdir(parents=True, exist_ok=True)
+    (job.out / "bars.md").write_text(text + "\n")
+    (job.out / "bars.json").write_text(json.dumps({"host": host, "rows": rows}, indent=1) + "\n")
+    print(text)
+    if job.missing:
+        print(f"Not measured: {', '.join(job.missing)}. Type the same again: what there is, is kept.")
+    return 1 if job.missing else 0
+
+
+def machine() -> str:
+    from trainer.host.facts import host_facts
+
+    facts = host_facts()
+    return (
+        f"{facts.get('cpu', platform.machine())}, {facts['cores']} cores, {facts.get('memory', '?')}, "
+        f"{facts.get('system', '')}, torch {facts.get('torch', '?')}, {time.strftime('%Y-%m-%d')}."
+    )
+
+
+def host_table(host: dict[str, dict[str, Any]]) -> str:
+    head = ["one host", "step, s", "tok/s", "limit, s", "reached", "wanted", "memory, GB", "of its cores"]
+    table = [head]
+    for name, result in host.items():
+        rank = result["ranks"][0]
+        wanted = HOST_LIMIT[rank["compute_dtype"]]
+        met = result["share_of_limit"] >= wanted and rank["peak_rss"] < MOST_MEMORY
+        table.append(
+            [
+                f"{name.removeprefix('host-')}, {rank['threads']} threads",
+                f"{result['step_seconds']:.2f}",
+                f"{result['tok_per_s']:,.0f}",
+                f"{rank['limit_seconds']:.2f}",
+                percent(result["share_of_limit"]),
+                f"{percent(wanted)}: {'met' if met else 'missed'}",
+                f"{rank['peak_rss'] / 1e9:.2f}",
+                percent(rank["cpu_share"]),
+            ]
+        )
+    return markdown(table)
+
+
+def bars_table(rows: dict[str, dict[str, Any]]) -> str:
+    table = [["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit"]]
+    for bar in BARS:
+        row = rows.get(f"{bar.group}/{bar.stage}")
+        asked = (
+            ("to solo", "ratio", bar.ratio, "{:.2f}x"),
+            ("of its bound", "share_of_bound", bar.bound, "{:.0%}"),
+            ("MB a step", "payload", bar.payload, "{:.1f}"),
+        )
+        for what, key, wanted, shape in asked:
+            if wanted is None:
+                continue
+            value = (row or {}).get(key)
+            if value is not None and key == "payload":
+                value /= 1e6
+            met = value is not None and (value <= wanted if key == "payload" else value >= wanted)
+            by = "" if met or value is None else f" by {shape.format(abs(value - wanted))}"
+            table.append(
+                [
+                    f"{bar.group}, {bar.stage}, {what}",
+                    shape.format(value) if value is not None else "not measured",
+                    f"{'at most' if key == 'payload' else 'at least'} {shape.format(wanted)}",
+                    "met" if met else ("missed" + by if value is not None else ""),
+                    (row or {}).get("bound_by", ""),
+                    percent(row["solo_share_of_limit"]) if row and row.get("solo_share_of_limit") else "",
+                ]
+            )
+    return markdown(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""`python -m trainer bench`: its figures are the training's own, and it leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import RATES, TINY, flags, free_port
+
+from trainer.__main__ import main
+from trainer.bench.limits import Rates, Work, iterated_flops, work_of
+from trainer.bench.words import markdown
+from trainer.model import GPT, GPTConfig
+from trainer.optim import build_optimizer
+
+KNOBS = {name: TINY[name] for name in ("aspect_ratio", "head_dim", "sequence_len", "dtype", "threads")}
+
+
+def bench(tmp_path: Path, *arguments: str, ranks: int = 1) -> dict[str, Any]:
+    out = tmp_path / "result.json"
+    start = ["-m", "trainer"]
+    if ranks > 1:
+        start = ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
+        start += [f"--master-port={free_port()}", "--max-restarts=0", "-m", "trainer"]
+    command = [sys.executable, *start, "bench", *flags(KNOBS), "--out", str(out), *arguments]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "limit" in done.stdout
+    return dict(json.loads(out.read_text()))
+
+
+def test_work_of_depth_8() -> None:
+    """The figures that the bars were set with."""
+    with torch.device("meta"):
+        model = GPT(GPTConfig.from_depth(8, vocab_size=32_768))
+    optimizer = build_optimizer(model, **RATES)
+    names = [matrix.name for matrix in optimizer.muon_parameters()]
+    work = work_of(model, optimizer, names, tokens=2048)
+    assert work.model_flops == pytest.approx(2048 * 0.2737e9, rel=1e-3)
+    assert work.muon_flops == pytest.approx(322e9, rel=2e-3)
+    assert work.muon_flops_done < work.muon_flops
+    assert work.adamw_bytes == pytest.approx(2.8e9, rel=0.01)
+    half = work_of(model, optimizer, names[: len(names) // 2], tokens=2048)
+    assert half.muon_flops < 0.6 * work.muon_flops
+    assert half.adamw_bytes == work.adamw_bytes
+
+
+def test_limit_is_products_and_bytes() -> None:
+    work = Work(model_flops=600, muon_flops=400, muon_flops_done=200, adamw_bytes=50)
+    assert work.seconds(Rates(gemm=100.0, copy=25.0)) == 12.0
+    assert work.seconds_of_done(Rates(gemm=100.0, copy=25.0)) == 10.0
+    assert Rates.best(Rates(1.0, 5.0), Rates(2.0, 4.0)) == Rates(2.0, 5.0)
+    assert iterated_flops(4, 2) == iterated_flops(2, 4) == 5 * (4 * 16 + 2 * 8)
+
+
+@pytest.mark.processes
+def test_one_process(tmp_path: Path) -> None:
+    result = bench(tmp_path, "--depth", "2", "--rows", "3", "--steps", "4")
+    assert (result["depth"], result["tokens"], result["world_size"], result["steps"]) == (2, 3 * 32, 1, 4)
+    assert len(result["step_seconds_all"]) == 4
+    assert min(result["step_seconds_all"]) <= result["step_seconds"] <= max(result["step_seconds_all"])
+    assert result["split"]["forward"] > 0
+    assert sum(result["split"].values()) < 3 * result["step_seconds"]
+    (rank,) = result["ranks"]
+    assert rank["peak_rss"] > 2e8  # torch alone is more
+    assert 0 < rank["limit_seconds"] < result["step_seconds"]
+    assert result["share_of_limit"] == pytest.approx(rank["limit_seconds"] / result["step_seconds"])
+    assert rank["rates_before"]["gemm"] > 1e9
+    assert rank["reduce_goodput"] is None
+    left = [path.name for path in tmp_path.iterdir() if path.name.startswith("nanofleet")]
+    assert left == []
+
+
+@pytest.mark.processes
+def test_ranks_count_what_they_send(tmp_path: Path) -> None:
+    """Dense sends every gradient and weight once at two ranks; rows of embeddings alone are less."""
+    dense = bench(tmp_path, "--depth", "2", "--steps", "3", "--sync", "dense", ranks=2)
+    exact = bench(tmp_path, "--depth", "2", "--steps", "3", "--sync", "exact", ranks=2)
+    assert dense["shares"] == [2, 2]
+    for rank in (*dense["ranks"], *exact["ranks"]):
+        assert rank["reduce_goodput"] > 1e6
+        assert rank["sent"] > 0.9 * rank["counted"]  # both ranks' traffic goes over loopback
+    assert exact["ranks"][0]["counted"] < dense["ranks"][0]["counted"] / 2
+
+
+@pytest.mark.processes
+def test_its_own_data(tmp_path: Path, data_dir: Path) -> None:
+    run_dir = tmp_path / "run"
+    arguments = ["--data-dir", str(data_dir), "--run-dir", str(run_dir), "--depth", "2", "--steps", "2"]
+    bench(tmp_path, *arguments)
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert json.loads((run_dir / "outcome.json").read_text())["outcome"] == "finished"
+    assert not (run_dir / "checkpoints").exists()
+    assert (run_dir / "bench.json").exists()
+
+
+@pytest.mark.processes
+def test_several_make_a_table(tmp_path: Path) -> None:
+    out = tmp_path / "results.json"
+    command = [sys.executable, "-m", "trainer", "bench", *flags(KNOBS), "--steps", "2", "--out", str(out)]
+    done = subprocess.run(
+        [*command, "--depth", "2", "3", "--rows", "1"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert [result["depth"] for result in json.loads(out.read_text())] == [2, 3]
+    assert len(done.stdout.splitlines()) == 4
+    assert done.stdout.startswith("| depth ")
+
+
+def test_ranks_measure_one_thing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    assert main(["bench", "--depth", "4", "8"]) == 2
+    assert "one depth" in capsys.readouterr().err
+    assert main(["bench", "--steps", "0"]) == 2
+
+
+def test_a_markdown_table_lines_up() -> None:
+    assert markdown([["a", "bb"], ["ccc", "d"]]).splitlines() == [
+        "| a   | bb |",
+        "|-----|----|",
+        "| ccc | d  |",
+    ]

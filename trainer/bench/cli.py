@@ -1,0 +1,162 @@
+"""python -m trainer bench: what a step takes on this host, by depth and batch, and of what parts.
+
+python -m trainer bench                                        depth 8, 2 rows of 1,024 tokens
+python -m trainer bench --depth 4 8 --rows 1 2 4               a table
+torchrun --nproc-per-node 2 -m trainer bench --sync exact      ranks, and what goes between them
+
+Without --data-dir the rows are made up. Several measurements are taken one after the other, each in a process
+of its own, so that none finds the other's memory and threads.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.bench.words import describe, table
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.data.files import write_whole
+from trainer.host.place import Place
+from trainer.host.voice import Voice
+
+RESULT = "bench.json"
+STEPS = 5
+SET_HERE = ("num_iterations", "total_batch_size", "depth")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Its own options; the knobs that shape a step are the run's."""
+    parser.add_argument(
+        "--depth",
+        type=int,
+        nargs="+",
+        default=[8],
+        metavar="N",
+        help="of the model; several make a table (8)",
+    )
+    parser.add_argument(
+        "--rows",
+        type=int,
+        nargs="+",
+        default=[2],
+        metavar="N",
+        help="of a step and rank; several likewise (2)",
+    )
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="measured (%(default)s)")
+    parser.add_argument(
+        "--data-dir", type=Path, metavar="DIR", help="what prepare wrote (default: made-up rows)"
+    )
+    parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keeps bench.json and the log's files")
+    parser.add_argument(
+        "--run-file", type=Path, metavar="FILE", help="run.json; its num_iterations are measured"
+    )
+    parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, for programs")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
+    knobs = parser.add_argument_group("knobs of the run")
+    for knob in dataclasses.fields(RunConfig):
+        if knob.name not in SET_HERE:
+            flag = "--" + knob.name.replace("_", "-")
+            help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
+            knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+
+
+class Progress(Voice):
+    """Warnings and ends, on standard error; the figures alone go to standard output."""
+
+    def __call__(
+        self,
+        text: str,
+        *,
+        event: str = "note",
+        level: str = "info",
+        figures: Mapping[str, Any] | None = None,
+    ) -> None:
+        if level != "info" or event == "step":
+            print(text, file=sys.stderr, flush=True)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what was asked for. Raises ConfigError."""
+    if min(*args.depth, *args.rows, args.steps) < 1:
+        raise ConfigError("depth, rows and steps take whole numbers from 1.")
+    place = Place.from_environment()
+    if len(args.depth) * len(args.rows) == 1:
+        return _measure(args, place)
+    if place.world_size > 1 or args.run_file:
+        raise ConfigError("Ranks measure one thing at a time: give one depth and one number of rows.")
+    return _measure_each(args)
+
+
+def _measure(args: argparse.Namespace, place: Place) -> int:
+    from trainer.__main__ import one_attempt
+    from trainer.bench.rehearsal import rehearse
+
+    result: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
+        args.run_dir = args.run_dir or Path(temporary)
+        say = Voice(place, args.json) if args.run_file else Progress(place)
+
+        def start(run_file: RunFile, attempt: Any, voice: Voice) -> str:
+            result.update(rehearse(run_file, args.data_dir, args.run_dir, place, attempt, voice))
+            if result:
+                write_whole(args.run_dir / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+            return "Measured."
+
+        code = one_attempt(args.run_dir, place, say, lambda: run_file_from(args, place), start)
+    if result:
+        print(json.dumps(result) if args.json else describe(result), flush=True)
+        if args.out:
+            write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+    return code
+
+
+def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
+    """The run that is rehearsed. Raises ConfigError."""
+    shares = parse_shares(args.shares)
+    if args.run_file:
+        return dataclasses.replace(RunFile.load(args.run_file), shares=shares)
+    given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
+    length = int(given.get("sequence_len", RunConfig().sequence_len))
+    rows = sum(shares) or args.rows[0] * place.world_size
+    given |= {
+        "depth": args.depth[0],
+        "num_iterations": args.steps + 1,
+        "total_batch_size": rows * length,
+        "tracker": "none",
+    }
+    config = RunConfig.from_strings(given)
+    return RunFile(f"bench-{config.default_run_id()}", config, shares=shares)
+
+
+def _measure_each(args: argparse.Namespace) -> int:
+    """One process after the other, each with this one's options but for depth and rows."""
+    results = []
+    with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
+        for depth in args.depth:
+            for rows in args.rows:
+                print(f"depth {depth}, {rows} row{'s' if rows > 1 else ''} ...", file=sys.stderr, flush=True)
+                out = Path(temporary) / "result.json"
+                command = [sys.executable, "-m", "trainer", "bench", "--json", "--out", str(out)]
+                command += ["--depth", str(depth), "--rows", str(rows), *_options(args)]
+                done = subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
+                if done.returncode:
+                    return done.returncode
+                results.append(json.loads(out.read_text(encoding="utf-8")))
+    print(json.dumps(results) if args.json else table(results), flush=True)
+    if args.out:
+        write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
+    return 0
+
+
+def _options(args: argparse.Namespace) -> list[str]:
+    names = ["steps", "data_dir", *(name for name in RunConfig.field_names() if name not in SET_HERE)]
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return [text for name, value in given.items() for text in ("--" + name.replace("_", "-"), str(value))]

@@ -1,0 +1,259 @@
+"""Some steps of the training itself, measured: the same loop, nothing evaluated, saved or tracked.
+
+    result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
+
+The first step, which also warms up, does not count. What the host can do is measured in the same process
+before and after the steps; between ranks, what an all-reduce brings through the wire.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+
+from trainer.begin import Beginning
+from trainer.bench.limits import Rates, measure, work_of
+from trainer.bench.synthetic import synthetic
+from trainer.config import RunFile
+from trainer.data.dataset import Dataset
+from trainer.host.facts import host_facts
+from trainer.host.numerics import name_of
+from trainer.host.place import Place
+from trainer.host.voice import Voice
+from trainer.host.wire import Wire
+from trainer.outcome import Attempt
+from trainer.report import SPLIT
+from trainer.sync.group import Group
+from trainer.tracking.files import METRICS
+from trainer.train import Run
+
+SCHEMA = 1
+WARM_STEPS = 1
+REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
+REDUCE_SECONDS = 6.0
+REDUCE_REPEATS = 3
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a rank stands as a step begins."""
+
+    wall: float
+    cpu: float
+    counted: int  # bytes sent, as the trainer counts them
+    sent: int | None  # as the network interface does
+    received: int | None
+
+
+class SyntheticBeginning(Beginning):
+    """The way to step 0 without data."""
+
+    def open_data(self) -> Dataset:
+        return synthetic(self.config.sequence_len)
+
+
+class Rehearsal(Run):
+    """A run of which the steps alone are wanted."""
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        data_dir: Path | None,
+        run_dir: Path,
+        place: Place,
+        attempt: Attempt,
+        say: Voice,
+    ) -> None:
+        if data_dir is None:
+            self.beginning = SyntheticBeginning
+        super().__init__(run_file, data_dir or Path(), run_dir, place, attempt, say)
+        self.interface = Wire(place.address()).name if place.world_size > 1 else ""
+        self.marks: list[Mark] = []
+        self.result: Result = {}
+
+    def _loop(self) -> bool:
+        before = self._measure()
+        stopped = super()._loop()
+        self._mark()
+        peak = peak_rss()
+        after = self._measure()
+        goodput = self._goodput()
+        mine = json.dumps(self._of_this_rank(before, after, goodput, peak)).encode()
+        ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
+        if self.place.coordinates and not stopped:
+            self.result = self._of_all(ranks)
+        return stopped
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
+        self._mark()
+        return super()._batch(step)
+
+    def _mark(self) -> None:
+        sent, received = interface_bytes(self.interface)
+        self.marks.append(Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received))
+
+    def _measure(self) -> Rates:
+        with self._unhurried("evaluate"):
+            return measure(self.ready.numerics.compute_dtype, self.ready.numerics.device)
+
+    def _goodput(self) -> float | None:
+        if self.group.world_size == 1:
+            return None
+        with self._unhurried("evaluate"):
+            return reduce_goodput(self.group)
+
+    # -- what belongs to a run and to no step ------------------------------------------------------------
+
+    def _evaluate(self) -> bool:
+        return False
+
+    def _save(self, last: bool) -> None:
+        """Nothing."""
+
+    def _write_sample(self) -> None:
+        """Nothing."""
+
+    # -- the figures -------------------------------------------------------------------------------------
+
+    def _of_this_rank(self, before: Rates, after: Rates, goodput: float | None, peak: int) -> Result:
+        rows = self.plan.shares[self.place.rank]
+        owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
+        work = work_of(self.model, self.optimizer, owned, rows * self.config.sequence_len)
+        rates, numerics = Rates.best(before, after), self.ready.numerics
+        spans = list(zip(self.marks[WARM_STEPS:], self.marks[WARM_STEPS + 1 :], strict=False))
+        used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
+        return {
+            "rank": self.place.rank,
+            "host": self.place.host,
+            "processor": numerics.processor,
+            "cpu": host_facts().get("cpu", ""),
+            "device": numerics.device.type,
+            "compute_dtype": name_of(numerics.compute_dtype),
+            "threads": numerics.threads,
+            "rows": rows,
+            "cpu_share": used / numerics.threads,
+            "peak_rss": peak,
+            "work": asdict(work),
+            "rates_before": asdict(before),
+            "rates_after": asdict(after),
+            "limit_seconds": work.seconds(rates),
+            "limit_seconds_of_done": work.seconds_of_done(rates),
+            "interface": self.interface,
+            "link_mbit": link_mbit(self.interface),
+            "counted": _median([b.counted - a.counted for a, b in spans]),
+            "counted_mean": _mean([b.counted - a.counted for a, b in spans]),
+            "sent": _median(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
+            "sent_mean": _mean(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
+            "received": _median(_deltas([a.received for a, _ in spans], [b.received for _, b in spans])),
+            "reduce_goodput": goodput,
+        }
+
+    def _steps(self, name: str) -> bool:
+        """Whether this rank steps the matrix: the owner, or where it has none all of them."""
+        return self.sync.owner_of(name) in (None, self.place.rank)
+
+    def _of_all(self, ranks: list[Result]) -> Result:
+        lines = [json.loads(line) for line in (self.run_dir / METRICS).read_text().splitlines()]
+        steps = [line for line in lines if "step_seconds" in line][WARM_STEPS:]
+        seconds = [step["step_seconds"] for step in steps]
+        walls = [
+            b.wall - a.wall
+            for a, b in zip(self.marks[WARM_STEPS:], self.marks[WARM_STEPS + 1 :], strict=False)
+        ]
+        step_seconds = statistics.median(seconds)
+        return {
+            "schema": SCHEMA,
+            "run_id": self.run_file.run_id,
+            "depth": self.config.depth,
+            "sequence_len": self.config.sequence_len,
+            "device_batch_size": self.config.device_batch_size,
+            "tokens": self.plan.total_batch_size,
+            "shares": list(self.plan.shares),
+            "sync": self.config.sync if self.place.world_size > 1 else "",
+            "world_size": self.place.world_size,
+            "hosts": self.hosts,
+            "steps": len(seconds),
+            "step_seconds": step_seconds,
+            "step_seconds_mean": statistics.mean(walls),
+            "step_seconds_all": seconds,
+            "tok_per_s": self.plan.total_batch_size / step_seconds,
+            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in SPLIT},
+            "share_of_limit": max(rank["limit_seconds"] for rank in ranks) / step_seconds,
+            "ranks": ranks,
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
+
+
+def reduce_goodput(group: Group) -> float:
+    """Bytes a second that a rank sends in an all-reduce of a gradient's size; the median of some."""
+    share = 2 * (group.world_size - 1) / group.world_size
+    size = REDUCE_BYTES // 16
+    first = _reduce_seconds(group, size)
+    slowest = group.gather_int64(torch.tensor([int(first * 1e6)])).max().item() / 1e6
+    size = int(min(REDUCE_BYTES, max(1, REDUCE_SECONDS / REDUCE_REPEATS / slowest) * size)) // 4 * 4
+    return share * size / statistics.median(_reduce_seconds(group, size) for _ in range(REDUCE_REPEATS))
+
+
+def _reduce_seconds(group: Group, size: int) -> float:
+    payload = torch.zeros(size // 4)
+    group.sum([torch.zeros(1)])  # all ranks begin together
+    started = time.perf_counter()
+    group.sum([payload])
+    return time.perf_counter() - started
+
+
+def interface_bytes(name: str) -> tuple[int | None, int | None]:
+    """Sent and received so far, by the counters of the interface; None where it is not known."""
+    counters = psutil.net_io_counters(pernic=True).get(name) if name else None
+    return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
+
+
+def link_mbit(name: str) -> int | None:
+    """What the network card says of its rate in Mbit/s; None where it does not (WiFi, virtual ones)."""
+    known = psutil.net_if_stats().get(name) if name else None
+    return known.speed or None if known else None
+
+
+def peak_rss() -> int:
+    """The most memory this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _deltas(before: Sequence[int | None], after: Sequence[int | None]) -> list[int]:
+    return [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
+
+
+def rehearse(
+    run_file: RunFile, data_dir: Path | None, run_dir: Path, place: Place, attempt: Attempt, say: Voice
+) -> Result:
+    """Measure; raises what a training raises. The result is rank 0's; the others' is empty."""
+    run = Rehearsal(run_file, data_dir, run_dir, place, attempt, say)
+    try:
+        with run.telling_where():
+            run.go()
+        return run.result
+    finally:
+        run.watchdog.stop()

@@ -1,0 +1,282 @@
+"""The report of several measurements: what each way of training brings, and what bounds it.
+
+python -m trainer.bench.report FOLDER --out OUT [--link-mbit 1000] [--tracker-uri http://tower:5000]
+
+FOLDER holds STAGE.json for each stage, as `python -m trainer bench` wrote it. OUT gets bench.md, bench.json
+and bench.png.
+
+Ranks are held against one host alone at the same tokens a step, in `local` at a rank's own, and against the
+bound: solo step / max(solo step at a rank's share, bytes sent / measured all-reduce goodput).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.bench.words import markdown, percent
+from trainer.data.files import write_whole
+
+Result = dict[str, Any]
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m trainer.bench.report", description="Report measurements."
+    )
+    parser.add_argument("folder", type=Path, help="what was measured, STAGE.json each")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
+    parser.add_argument(
+        "--link-mbit", type=float, default=0.0, metavar="N", help="rate of the link (the card's)"
+    )
+    parser.add_argument("--tracker-uri", default="", metavar="URI", help="also log it to this MLflow server")
+    args = parser.parse_args(argv)
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(args.folder.glob("*.json"))}
+    if not results:
+        print(f"There is nothing measured in {args.folder}.", file=sys.stderr)
+        return 2
+    rows = compare(results, args.link_mbit)
+    args.out.mkdir(parents=True, exist_ok=True)
+    text = as_markdown(results, rows)
+    write_whole(args.out / "bench.md", (text + "\n").encode())
+    content = {"schema": 1, "rows": rows, "stages": results}
+    write_whole(args.out / "bench.json", (json.dumps(content, indent=1) + "\n").encode())
+    draw(args.out / "bench.png", rows)
+    print(text)
+    if args.tracker_uri:
+        log(args.tracker_uri, args.out, rows)
+    return 0
+
+
+# -- the figures ---------------------------------------------------------------------------------------------
+
+
+def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
+    """A row for each measurement, with what it is held against as far as that was measured too."""
+    return [_row(name, result, list(results.values()), link_mbit) for name, result in results.items()]
+
+
+def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float) -> Row:
+    ranks = result["ranks"]
+    together = result["world_size"] > 1
+    # An outer step comes once in many: what a step takes then is a mean.
+    local = result["sync"] == "local"
+    seconds = result["step_seconds_mean" if local else "step_seconds"]
+    row: Row = {
+        "stage": name,
+        "ranks": result["world_size"],
+        "hosts": sorted(set(result["hosts"])),
+        "tokens": result["tokens"],
+        "shares": result["shares"],
+        "sync": result["sync"],
+        "format": "/".join(dict.fromkeys(rank["compute_dtype"] for rank in ranks)),
+        "device": ranks[0]["device"],
+        "step_seconds": seconds,
+        "steps": result["steps"],
+        "tok_per_s": result["tokens"] / seconds,
+        "split": result["split"],
+        "share_of_limit": result["share_of_limit"] if not together else None,
+        "peak_rss": max(rank["peak_rss"] for rank in ranks),
+        "gemm": [max(rank["rates_before"]["gemm"], rank["rates_after"]["gemm"]) for rank in ranks],
+        "cpu_share": min(rank["cpu_share"] for rank in ranks),
+    }
+    if not together:
+        return row
+    suffix = "_mean" if local else ""
+    payload = max(rank[f"counted{suffix}"] for rank in ranks)
+    goodput = min(rank["reduce_goodput"] for rank in ranks)
+    sent = [rank[f"sent{suffix}"] for rank in ranks if rank[f"sent{suffix}"] is not None]
+    link = link_mbit or min((rank.get("link_mbit") or 0 for rank in ranks), default=0)
+    row |= {
+        "payload": payload,
+        "payload_by_interface": max(sent, default=None),
+        "goodput": goodput,
+        "reduce_seconds": payload / goodput,
+        "link_seconds": payload * 8 / (link * 1e6) if link else None,
+    }
+    length = result["sequence_len"]
+    solos = [one for one in results if one["world_size"] == 1 and _alike(one, result)]
+    solo = _solo_seconds(solos, result["tokens"] // (result["world_size"] if local else 1), ranks[0]["host"])
+    if solo is None:
+        return row
+    at_share = [
+        _solo_seconds(solos, rank["rows"] * length, rank["host"]) or _scaled(solos, rank["rows"] * length)
+        for rank in ranks
+    ]
+    speed_alone = (result["tokens"] // (result["world_size"] if local else 1)) / solo
+    row["ratio"] = row["tok_per_s"] / speed_alone
+    if all(at_share):
+        least = max(max(s for s in at_share if s), payload / goodput)
+        row["bound"] = result["tokens"] / least / speed_alone
+        row["share_of_bound"] = row["ratio"] / row["bound"]
+        row["bound_by"] = "the link" if payload / goodput >= least else "the processor"
+    row["solo_share_of_limit"] = next(
+        (one["share_of_limit"] for one in solos if one["step_seconds"] == solo), None
+    )
+    return row
+
+
+def _alike(one: Result, other: Result) -> bool:
+    same = ("depth", "sequence_len")
+    formats = {rank["compute_dtype"] for rank in other["ranks"]}
+    rank = one["ranks"][0]
+    return (
+        all(one[key] == other[key] for key in same)
+        and rank["compute_dtype"] in formats
+        and rank["device"] == other["ranks"][0]["device"]
+    )
+
+
+def _solo_seconds(solos: Sequence[Result], tokens: int, host: str) -> float | None:
+    """The step of one process at so many tokens, on that host if it was measured there."""
+    fitting = [one for one in solos if one["tokens"] == tokens]
+    there = [one for one in fitting if one["hosts"] == [host]]
+    return float((there or fitting)[0]["step_seconds"]) if fitting else None
+
+
+def _scaled(solos: Sequence[Result], tokens: int) -> float | None:
+    """On the line through the smallest and the largest that was measured on one host."""
+    if not solos:
+        return None
+    host = solos[0]["hosts"]
+    known = sorted((one["tokens"], one["step_seconds"]) for one in solos if one["hosts"] == host)
+    (low, first), (high, last) = known[0], known[-1]
+    if low == high:
+        return None
+    return float(first + (tokens - low) * (last - first) / (high - low))
+
+
+# -- for people ----------------------------------------------------------------------------------------------
+
+
+def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
+    """The machine's facts and the two tables."""
+    first = next(iter(results.values()))
+    facts: dict[str, str] = {}
+    for result in results.values():
+        for rank in result["ranks"]:
+            facts.setdefault(
+                rank["host"],
+                f"{rank['host']}: {rank['cpu'] or rank['processor']}, {rank['threads']} "
+                f"thread{'s' if rank['threads'] != 1 else ''}",
+            )
+    lines = [
+        f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
+        + "; ".join(facts.values())
+        + ".",
+        "",
+        _throughput(rows),
+    ]
+    together = [row for row in rows if row["ranks"] > 1]
+    if together:
+        lines += ["", _wire(together)]
+    return "\n".join(lines)
+
+
+def _throughput(rows: Sequence[Row]) -> str:
+    head = ["stage", "hosts", "rows", "format", "step, s", "of it sync, s", "tok/s", "to solo", "bound"]
+    head += ["of the bound", "bound by", "of the limit", "GFLOP/s", "memory, GB", "of its cores"]
+    table = [head]
+    for row in rows:
+        table.append(
+            [
+                row["stage"],
+                ", ".join(row["hosts"]),
+                "/".join(map(str, row["shares"])),
+                row["format"],
+                f"{row['step_seconds']:.2f}",
+                f"{row['split']['sync']:.2f}",
+                f"{row['tok_per_s']:,.0f}",
+                _times(row.get("ratio")),
+                _times(row.get("bound")),
+                _share(row.get("share_of_bound")),
+                row.get("bound_by", ""),
+                _share(row["share_of_limit"] or row.get("solo_share_of_limit")),
+                "/".join(f"{rate / 1e9:,.0f}" for rate in row["gemm"]),
+                f"{row['peak_rss'] / 1e9:.2f}",
+                percent(row["cpu_share"]),
+            ]
+        )
+    return markdown(table)
+
+
+def _wire(rows: Sequence[Row]) -> str:
+    head = ["stage", "sent a step, MB", "by the interface, MB", "all-reduce, MB/s", "takes, s"]
+    head += ["by bytes and link, s", "waited for, s"]
+    table = [head]
+    for row in rows:
+        seen, link = row["payload_by_interface"], row["link_seconds"]
+        table.append(
+            [
+                row["stage"],
+                f"{row['payload'] / 1e6:,.1f}",
+                f"{seen / 1e6:,.1f}" if seen is not None else "",
+                f"{row['goodput'] / 1e6:,.1f}",
+                f"{row['reduce_seconds']:.2f}",
+                f"{link:.2f}" if link is not None else "",
+                f"{row['split']['sync']:.2f}",
+            ]
+        )
+    return markdown(table)
+
+
+def _times(value: float | None) -> str:
+    return f"{value:.2f}x" if value is not None else ""
+
+
+def _share(value: float | None) -> str:
+    return percent(value) if value is not None else ""
+
+
+def draw(path: Path, rows: Sequence[Row]) -> None:
+    """Tokens per second of each stage as bars, with the bound as a mark where there is one."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
+    axes = figure.add_subplot()
+    places = range(len(rows))
+    colours = ["0.6" if row["ranks"] == 1 else "tab:blue" for row in rows]
+    axes.barh(places, [row["tok_per_s"] for row in rows], color=colours)
+    for place, row in zip(places, rows, strict=True):
+        if "bound" in row:
+            axes.plot(
+                [row["tok_per_s"] / row["share_of_bound"]] * 2, [place - 0.4, place + 0.4], color="tab:red"
+            )
+    axes.set_yticks(list(places), [row["stage"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("tokens per second; red: the bound of the processor or the link")
+    with open(path, "wb") as file:
+        FigureCanvasAgg(figure).print_png(file)
+
+
+def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
+    """One MLflow run with the figures of each stage and the report's files."""
+    import mlflow
+
+    mlflow.set_tracking_uri(uri)
+    mlflow.set_experiment("nanofleet-bench")
+    with mlflow.start_run(run_name="bench"):
+        for row in rows:
+            names = (
+                "tok_per_s",
+                "step_seconds",
+                "ratio",
+                "bound",
+                "share_of_bound",
+                "payload",
+                "reduce_seconds",
+            )
+            figures = {f"{row['stage']}/{name}": row[name] for name in names if row.get(name) is not None}
+            mlflow.log_metrics(figures)
+        for name in ("bench.md", "bench.json", "bench.png"):
+            mlflow.log_artifact(str(folder / name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
