@@ -65,6 +65,15 @@ def test_status_shows_both_hosts(fleet: Fleet) -> None:
         assert text in status.stdout
 
 
+def test_logs_and_copies_come_and_a_second_copy_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
+    logs = fleet.play("logs.yml", run_id="e2e")
+    assert logs.changed() == 0
+    assert all(host in logs.stdout for host in HOSTS)
+    assert fleet.play("fetch.yml", run_id="e2e", fetch_to=tmp_path).changed() > 0
+    assert len(list(tmp_path.glob("e2e/*/checkpoints/step_*/meta.json"))) >= 1
+    assert fleet.play("fetch.yml", run_id="e2e", fetch_to=tmp_path).changed() == 0
+
+
 def test_a_finished_run_says_so(fleet: Fleet) -> None:
     again = fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
     assert again.changed() == 0

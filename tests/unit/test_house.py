@@ -73,3 +73,14 @@ def test_readmes_of_the_roles_say_what_their_argument_specs_say() -> None:
 def test_roles_know_no_group(role: Path) -> None:
     for path in role.rglob("*.y*ml"):
         assert not re.search(r"\bgroups\s*\[|\bgroups\.|group_names", path.read_text()), path
+
+
+@pytest.mark.parametrize("role", ROLES, ids=lambda p: p.name)
+def test_what_a_role_registers_hides_none_of_its_variables(role: Path) -> None:
+    """It would hold for the rest of the playbook, also where the role is called again."""
+    held = set(load(role / "defaults" / "main.yml") or {})
+    for path in role.glob("vars/*.yml"):
+        held |= set(load(path) or {})
+    for path in role.glob("tasks/*.yml"):
+        registered = set(re.findall(r"^ *register: (\w+)", path.read_text(), re.MULTILINE))
+        assert not registered & held, path
