@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .conftest import Fleet
+from .lab import Fleet
 
 STATE = "/var/lib/nanofleet"
 PYTHON_START = "/etc/python3.11/sitecustomize.py"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import LAB, Fleet
+from .lab import LAB, Fleet
 
 pytestmark = pytest.mark.lab
 

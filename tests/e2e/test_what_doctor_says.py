@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import ROOT, Fleet
 from .faults import FAULTS, Fault, Lab, Said, ask_doctor, table
+from .lab import ROOT, Fleet
 
 pytestmark = pytest.mark.lab
 

@@ -18,36 +18,31 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from e2e.conftest import ROOT, Fleet
+from e2e.lab import ROOT, Fleet
+
+from .said import Row, Said
 
 STATE = "/var/lib/nanofleet"
+COORDINATOR, WORKER = 1, 2
 TINY = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 1024,
     "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024, "eval_every": 0, "sample_every": 0,
-    "save_every": 25, "steps": 100_000, "doctor": "never",
+    "save_every": 10, "steps": 100_000, "doctor": "never",
 }  # fmt: skip
 """A model that makes some steps a second on a core that others want too."""
 POLL_SECONDS = 0.25
+IMPATIENT = 15
+"""Seconds after which a step is late (launch_stall_seconds), where the minute would only cost time."""
 
 
 def slack() -> float:
     """How many times longer things may take while other work keeps this machine busy."""
-    return max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0)))
+    return min(4.0, max(1.0, os.getloadavg()[0] / len(os.sched_getaffinity(0))))
 
 
 def _heed_interrupts() -> None:
     """A playbook hears Ctrl-C as in a terminal, though whoever runs the tests may not."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@dataclass
-class Row:
-    """A line of docs/faults.md."""
-
-    fault: str
-    seconds: float
-    said: str
-    then: str
 
 
 @dataclass
@@ -61,7 +56,7 @@ class Play:
     def output(self) -> str:
         return self.log.read_text()
 
-    def end(self, seconds: float = 240) -> int:
+    def end(self, seconds: float = 600) -> int:
         return self.process.wait(seconds)
 
     def signal(self, number: int) -> None:
@@ -154,6 +149,14 @@ class Site:
         out = self.inside(host, f"systemctl show nanofleet-{run_id} -p ActiveState,SubState,NRestarts,Result")
         return dict(line.split("=", 1) for line in out.splitlines())
 
+    def losses(self, run_id: str) -> dict[int, float]:
+        """The loss of every step, as the coordinator has written it."""
+        text = self.inside(COORDINATOR, f"cat {STATE}/runs/{run_id}/metrics.jsonl")
+        entries = [json.loads(line) for line in text.splitlines() if '"loss"' in line]
+        steps = [entry["step"] for entry in entries]
+        assert steps == sorted(set(steps)), "a step is there twice, or out of order"
+        return {entry["step"]: entry["loss"] for entry in entries}
+
     def log_size(self, host: int, run_id: str) -> int:
         path = f"{STATE}/runs/{run_id}/train.log"
         return int(self.inside(host, f"stat -c %s {path} 2>/dev/null || echo 0"))
@@ -202,10 +205,75 @@ class Site:
             raise AssertionError(f"{error}\n{said.log[-4000:]}") from None
         said.seconds = time.monotonic() - said.planted
 
+    def boots(self, host: int) -> None:
+        """Wait until a host that was started is up."""
+        self.until(
+            lambda: (
+                self.inside(host, "systemctl is-system-running", check=False) in ("running", "degraded")
+                and self.inside(host, "systemctl is-active ssh", check=False) == "active"
+            ),
+            60,
+            f"boot of {self.names[host - 1]}",
+        )
+
+    # -- faults that a run outlives --------------------------------------------------------------------
+
+    def survives(
+        self,
+        run_id: str,
+        fault: str,
+        plant: Callable[[], Any],
+        *words: str,
+        within: float,
+        mend: Callable[[], Any] = lambda: None,
+        host: int = 1,
+        restarts: bool = True,
+    ) -> Said:
+        """Plant a fault in a run that trains: its words come in time, the run goes on; a row of it.
+
+        `host` is the one whose log has the words. Without `restarts` the same attempt must go on.
+        """
+        self.trains(run_id, beyond=self.step(run_id))
+        step, restarted = self.step(run_id), self.unit(COORDINATOR, run_id)["NRestarts"]
+        log = self.log_size(COORDINATOR, run_id)
+        try:
+            with self.hears(run_id, *words, host=host, seconds=within) as said:
+                plant()
+        finally:
+            mend()
+        began = time.monotonic()
+        if restarts:
+            self.resumed(run_id, log)
+        else:
+            assert self.unit(COORDINATOR, run_id)["NRestarts"] == restarted
+        self.trains(run_id, beyond=step + 1, seconds=120)
+        took = time.monotonic() - began
+        for each in (COORDINATOR, WORKER):
+            self.pid(each, run_id)  # one, and no orphan beside it
+        self.note(fault, said.seconds, said.line, f"{'recovered' if restarts else 'went on'} in {took:.0f} s")
+        return said
+
+    def resumed(self, run_id: str, beyond: int) -> None:
+        """Wait until an attempt has taken up a checkpoint, in the coordinator's log from a size on."""
+        path = f"{STATE}/runs/{run_id}/train.log"
+        words = "Going on from the checkpoint"
+        self.until(
+            lambda: words in self.inside(COORDINATOR, f"tail -c +{beyond + 1} {path}"),
+            240,
+            f"{words} in {path}",
+        )
+
     # -- afterwards ------------------------------------------------------------------------------------
 
     def stop(self, run_id: str) -> None:
         self.play("stop.yml", run_id, stop_now="true")
+
+    def clear(self) -> None:
+        """End whatever a test that failed has left, so that the next one begins on free hosts."""
+        lists = "systemctl list-units --all --plain --no-legend 'nanofleet-*.service' | cut -d' ' -f1"
+        ends = "systemctl stop $unit; systemctl reset-failed $unit"
+        for host in (COORDINATOR, WORKER):
+            self.inside(host, f"for unit in $({lists} | grep -v tracker); do {ends}; done", check=False)
 
     def nothing_is_left(self, hosts: tuple[int, ...] = (1, 2)) -> None:
         """No process of a run, no unit, no held port, no half checkpoint."""
@@ -223,13 +291,3 @@ class Site:
     def note(self, fault: str, seconds: float, said: str, then: str) -> None:
         """Keep a row for docs/faults.md."""
         self.rows.append(Row(fault, seconds, said, then))
-
-
-@dataclass
-class Said:
-    """A line that was waited for."""
-
-    planted: float
-    line: str = ""
-    log: str = ""
-    seconds: float = 0.0

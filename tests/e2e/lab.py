@@ -1,4 +1,4 @@
-"""Fixtures of the end-to-end tests: a lab of their own, and playbooks run through ansible-runner."""
+"""A lab for a session of tests, and playbooks run in it through ansible-runner."""
 
 from __future__ import annotations
 
