@@ -125,7 +125,9 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
         return dataclasses.replace(RunFile.load(args.run_file), shares=shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))
-    rows = sum(shares) or args.rows[0] * place.world_size
+    rows = args.rows[0] * place.world_size
+    if isinstance(shares, tuple) and shares:
+        rows = sum(shares)
     given |= {
         "depth": args.depth[0],
         "num_iterations": args.steps + 1,

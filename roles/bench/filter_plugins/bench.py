@@ -16,7 +16,7 @@ ALONE = ("solo", "gpu", "ranks")
 FORMATS = ("float32", "bfloat16")
 RANKS_ON_A_HOST = 2
 NAME = re.compile(
-    r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>\d+(\.\d+)+))?(-on-(?P<host>.+))?"
+    r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
 )
 Stage = dict[str, Any]
 

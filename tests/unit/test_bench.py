@@ -1,0 +1,227 @@
+"""bench.yml's stages, and what the report makes of measurements: ratios, bounds, and what is missing."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from ansible.errors import AnsibleFilterError
+
+from benchmarks import lab
+from trainer.bench import report
+from trainer.config import SYNC_MODES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def load_filters() -> ModuleType:
+    path = ROOT / "roles/bench/filter_plugins/bench.py"
+    spec = importlib.util.spec_from_file_location("bench_filters", path)
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+filters = load_filters()
+
+
+def plan(asked: str = "", hosts: tuple[str, ...] = ("a", "b"), **config: Any) -> list[dict[str, Any]]:
+    return list(filters.bench_plan(asked, list(hosts), [], config, 4096, 5))
+
+
+# -- stages
+
+
+def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
+    stages = {stage["name"]: stage for stage in plan()}
+    modes = {f"{mode}-{8192 if mode == 'local' else 4096}" for mode in SYNC_MODES}
+    assert set(stages) == {
+        "solo-4096-on-a",
+        "solo-4096-on-b",
+        "solo-2048-on-a",
+        "ranks-4096-on-a",
+        *modes,
+    }
+    assert stages["exact-4096"]["hosts"] == ["a", "b"]
+    assert stages["exact-4096"]["config"]["sync"] == "exact"
+    assert stages["solo-4096-on-b"]["hosts"] == ["b"]
+    assert (stages["ranks-4096-on-a"]["nproc"], stages["ranks-4096-on-a"]["hosts"]) == (2, ["a"])
+    assert all(stage["config"]["num_iterations"] == 6 for stage in stages.values())
+
+
+def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
+    names = [stage["name"] for stage in filters.bench_plan("", ["a"], ["a"], {}, 4096, 5)]
+    assert names == ["solo-4096-on-a", "gpu-4096-on-a", "ranks-4096-on-a"]
+
+
+def test_a_stage_is_read_from_its_name() -> None:
+    (stage,) = plan("exact-16384-float32-12.4", depth="4")
+    assert stage["config"]["dtype"] == "float32"
+    assert stage["config"]["total_batch_size"] == 16384
+    assert stage["config"]["depth"] == "4"
+    assert stage["arguments"] == ["--shares", "12,4"]
+    (stage,) = plan("solo-4096-bfloat16-on-b")
+    assert (stage["hosts"], stage["config"]["dtype"], stage["arguments"]) == (["b"], "bfloat16", [])
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ("exakt-4096", "its kind is solo or"),
+        ("exact", "KIND-TOKENS"),
+        ("solo-4096-on-c", "there is no host c"),
+        ("exact-5000", "multiple of sequence_len"),
+        ("exact-4096-on-a", "on all hosts"),
+    ],
+)
+def test_a_stage_that_cannot_be_is_refused(asked: str, says: str) -> None:
+    with pytest.raises(AnsibleFilterError, match=says) as error:
+        plan(f"{asked},nonsense")
+    assert "nonsense" in str(error.value)  # all findings at once
+
+
+# -- the report
+
+
+def measured(tokens: int, seconds: float, ranks: int = 1, sync: str = "", **more: Any) -> dict[str, Any]:
+    names = ("a", "b")[:ranks]
+    shares = more.pop("shares", [tokens // 1024 // ranks] * ranks)
+    rates = {"gemm": 1e11, "copy": 1e10}
+    of_rank = {
+        "compute_dtype": "float32",
+        "device": "cpu",
+        "cpu": "a CPU",
+        "processor": "x",
+        "threads": 1,
+        "peak_rss": 3e9,
+        "cpu_share": 1.0,
+        "rates_before": rates,
+        "rates_after": rates,
+        "counted": 180e6,
+        "counted_mean": 180e6,
+        "sent": 190e6,
+        "sent_mean": 190e6,
+        "reduce_goodput": 100e6 if ranks > 1 else None,
+        "link_mbit": None,
+    } | more.pop("of_rank", {})
+    return {
+        "depth": 8,
+        "sequence_len": 1024,
+        "tokens": tokens,
+        "shares": shares,
+        "world_size": ranks,
+        "hosts": list(names),
+        "sync": sync,
+        "steps": 3,
+        "step_seconds": seconds,
+        "step_seconds_mean": more.get("mean", seconds),
+        "split": dict.fromkeys(("data", "forward", "backward", "sync", "optimizer"), 0.1),
+        "share_of_limit": 0.9,
+        "torch": "2",
+        "ranks": [
+            {**of_rank, "rank": rank, "host": host, "rows": shares[rank]} for rank, host in enumerate(names)
+        ],
+    }
+
+
+def test_ratio_and_bound_of_a_pair() -> None:
+    results = {
+        "solo-2048": measured(2048, 7.0),
+        "solo-4096": measured(4096, 12.0),
+        "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
+    }
+    row = {one["stage"]: one for one in report.compare(results, link_mbit=1000)}["exact-4096"]
+    assert row["ratio"] == pytest.approx(1.5)
+    assert row["bound"] == pytest.approx(12 / 7)  # the wire takes 1.8 s, a rank's share 7
+    assert row["share_of_bound"] == pytest.approx(7 / 8)
+    assert row["bound_by"] == "the processor"
+    assert row["reduce_seconds"] == pytest.approx(1.8)
+    assert row["link_seconds"] == pytest.approx(1.44)
+    assert row["solo_share_of_limit"] == 0.9
+
+
+def test_a_slow_link_bounds() -> None:
+    slow = {"reduce_goodput": 11e6}
+    results = {
+        "solo-2048": measured(2048, 7.0),
+        "solo-4096": measured(4096, 12.0),
+        "exact-4096": measured(4096, 18.0, ranks=2, sync="exact", of_rank=slow),
+    }
+    row = {one["stage"]: one for one in report.compare(results)}["exact-4096"]
+    assert row["bound_by"] == "the link"
+    assert row["bound"] == pytest.approx(12 / (180 / 11))
+    assert row["link_seconds"] is None
+
+
+def test_local_is_held_against_a_ranks_own_step_by_its_mean() -> None:
+    results = {
+        "solo-4096": measured(4096, 12.0),
+        "local-8192": measured(8192, 11.0, ranks=2, sync="local", mean=12.5),
+    }
+    row = {one["stage"]: one for one in report.compare(results)}["local-8192"]
+    assert row["step_seconds"] == 12.5
+    assert row["ratio"] == pytest.approx(2 * 12 / 12.5)
+
+
+def test_uneven_shares_that_were_not_measured_alone_are_scaled() -> None:
+    results = {
+        "solo-4096": measured(4096, 12.0),
+        "solo-16384": measured(16384, 48.0),
+        "exact-16384": measured(16384, 40.0, ranks=2, sync="exact", shares=[12, 4]),
+    }
+    row = {one["stage"]: one for one in report.compare(results)}["exact-16384"]
+    assert row["bound"] == pytest.approx(48 / 36)
+
+
+def test_without_a_solo_there_is_no_ratio_and_formats_do_not_mix() -> None:
+    results = {
+        "solo-4096": measured(4096, 6.0, of_rank={"compute_dtype": "bfloat16"}),
+        "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
+    }
+    row = {one["stage"]: one for one in report.compare(results)}["exact-4096"]
+    assert "ratio" not in row
+
+
+def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages = tmp_path / "stages"
+    stages.mkdir()
+    assert report.main([str(stages), "--out", str(tmp_path)]) == 2
+    for name, result in {
+        "solo-4096": measured(4096, 12.0),
+        "solo-2048": measured(2048, 7.0),
+        "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
+    }.items():
+        (stages / f"{name}.json").write_text(json.dumps(result))
+    assert report.main([str(stages), "--out", str(tmp_path)]) == 0
+    text = (tmp_path / "bench.md").read_text()
+    assert "a CPU" in text
+    assert "| exact-4096 |" in text
+    assert "1.50x" in text
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "bench.json").read_text())["rows"]) == 3
+    assert "1.50x" in capsys.readouterr().out
+
+
+# -- the bars
+
+
+def test_bars_say_by_how_much_they_are_missed() -> None:
+    row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.88}
+    lines = lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    assert "missed by 0.05x" in lines[2]
+    assert "met" in lines[3]
+    assert "met" in lines[4]
+    assert "not measured" in lines[5]
+
+
+def test_every_bar_is_measured_by_a_stage() -> None:
+    stages = {(group.name, stage) for group in lab.GROUPS for stage in group.stages}
+    assert all((bar.group, bar.stage) in stages for bar in lab.BARS)
+    first = set(lab.GROUPS[0].stages)
+    assert all(stage in first for group in lab.GROUPS for stage in group.takes)
