@@ -93,7 +93,7 @@ class Follower:
         if not hosts or self.view.lost:
             return
         self._put_back |= set(hosts.items())
-        self.screen.say(Text("\n".join([*self.view.reboots, "Doing that."]), style="yellow"))
+        self.screen.say(Text("\n".join([*self.view.reboots, "Doing that now:"]), style="yellow"))
         args = [*self.args, "-e", f"run_id={self.view.run_id}"]
         run_playbook(self.screen, self._job("train", playbook="train.yml", args=args))
 

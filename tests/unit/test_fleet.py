@@ -577,7 +577,7 @@ class TestThroughAnsibleRunner:
         assert (fake / "trained").read_text() == "t 4"
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]
         assert said.count("Rebooted:    b at ") == 1
-        assert "Put it back: ansible-playbook train.yml -e run_id=t\nDoing that." in said
+        assert "Put it back: ansible-playbook train.yml -e run_id=t\nDoing that now:" in said
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))

@@ -198,8 +198,8 @@ def launch_can_save(states: Mapping[str, State]) -> bool:
     )
 
 
-def launch_stop_expected(states: Mapping[str, State], run_id: str, now: bool = False) -> str:
-    """What a stop will take, said before it is asked for. now: nothing is to be saved."""
+def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
+    """What a stop that saves will take, said before it is asked for."""
     beat = rank_zero(states)
     lost = [host for host in states if host not in answered(states)]
     kept = next((s["checkpoint"] for s in answered(states).values() if s["checkpoint"]), None)
@@ -208,8 +208,6 @@ def launch_stop_expected(states: Mapping[str, State], run_id: str, now: bool = F
         if kept
         else "none was saved yet"
     )
-    if now:
-        return f"The run {run_id} is ended within 15 s; {last}."
     if not launch_can_save(states):
         return f"The run {run_id} makes no steps at present, so there is nothing to save: {last}."
     took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""

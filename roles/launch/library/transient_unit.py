@@ -81,6 +81,12 @@ options:
     type: list
     elements: int
     default: []
+  grace:
+    description:
+      - Seconds after which what has not heeded the stop's SIGTERM is killed.
+      - V(-1) leaves that to the unit's C(TimeoutStopSec).
+    type: int
+    default: -1
   timeout:
     description: Seconds to wait, after C(systemctl stop), for the processes to be gone.
     type: int
@@ -209,6 +215,8 @@ def stop(module, unit):
     }
     if not changed or module.check_mode:
         module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
+    if params["grace"] >= 0 and (is_up(unit) or pids):
+        kill_after(params["grace"], name, scope, control)
     if is_up(unit) or pids:
         code, _out, err = run([*control, "stop", "--", name])
         if code and is_up(read_unit(name, time.time(), scope)):
@@ -230,6 +238,16 @@ def stop(module, unit):
             ended=ended,
         )
     module.exit_json(changed=True, unit=after_unit, ended=ended, diff=diff)
+
+
+def kill_after(seconds, name, scope, control):
+    """Ask the unit to end, and kill what is left of it when `seconds` are over."""
+    run([*control, "stop", "--no-block", "--", name])
+    deadline = time.monotonic() + seconds
+    while processes_of(name, scope) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if processes_of(name, scope):
+        run([*control, "kill", "--signal=KILL", "--", name])
 
 
 def remains(name, pids, ports, timeout, scope):
@@ -257,6 +275,7 @@ def main():
             "properties": {"type": "dict", "default": {}},
             "collect": {"type": "bool", "default": False},
             "ports": {"type": "list", "elements": "int", "default": []},
+            "grace": {"type": "int", "default": -1},
             "timeout": {"type": "int", "default": 10},
         },
         supports_check_mode=True,
