@@ -1,0 +1,85 @@
+"""A network that is cut, cut one way, or slow, under one run: what its ranks say, and that it goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .site import COORDINATOR, IMPATIENT, WORKER, Site
+
+pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+DOWN = "podman exec {name} ip link set eth0 down"
+UP = "podman exec {name} ip link set eth0 up && podman exec {name} ip route replace default via {gateway}"
+DROP = "iptables -{} INPUT -s {} -j DROP"
+SLOW = "tc qdisc add dev eth0 root tbf rate 100kbit burst 4kb latency 400ms"
+
+
+@pytest.fixture(scope="module")
+def run(site: Site) -> Iterator[str]:
+    name = f"links-{int(time.time())}"
+    site.train(name, launch_stall_seconds=IMPATIENT)
+    site.trains(name, beyond=10)
+    yield name
+    site.stop(name)
+    site.nothing_is_left()
+
+
+def test_a_link_down_for_twenty_seconds_costs_no_attempt(site: Site, run: str) -> None:
+    started = time.monotonic()
+
+    def mend() -> None:
+        time.sleep(max(0.0, 20 - (time.monotonic() - started)))
+        site.outside(UP, WORKER)
+
+    site.survives(
+        run,
+        "link down for 20 s",
+        lambda: site.outside(DOWN, WORKER),
+        "cannot be reached",
+        within=IMPATIENT + 10,
+        mend=mend,
+        restarts=False,
+    )
+
+
+def test_a_link_down_for_long_is_named_and_the_run_comes_back_with_it(site: Site, run: str) -> None:
+    """The attempt ends; the next ones wait for the host in vain until the link is there again."""
+    site.survives(
+        run,
+        "link down for good",
+        lambda: site.outside(DOWN, WORKER),
+        "retryable:",
+        "Lost rank 1",
+        "cannot be reached",
+        within=2 * IMPATIENT + 15,
+        mend=lambda: (time.sleep(30), site.outside(UP, WORKER)),
+    )
+
+
+def test_packets_dropped_one_way(site: Site, run: str) -> None:
+    peer = site.addresses[COORDINATOR - 1]
+    site.survives(
+        run,
+        "packets dropped one way",
+        lambda: site.inside(WORKER, DROP.format("I", peer)),
+        "cannot be reached",
+        within=IMPATIENT + 15,
+        mend=lambda: site.inside(WORKER, DROP.format("D", peer)),
+        restarts=False,
+    )
+
+
+def test_a_link_of_100_kbit(site: Site, run: str) -> None:
+    site.survives(
+        run,
+        "a link of 100 kbit/s",
+        lambda: site.inside(WORKER, SLOW),
+        "the network between them is slow or cut",
+        "kB/s arrive at eth0",
+        within=IMPATIENT + 30,
+        mend=lambda: site.inside(WORKER, "tc qdisc del dev eth0 root"),
+        restarts=False,
+    )
