@@ -551,6 +551,18 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     assert "rank 0 on tower has not beaten" not in said
 
 
+def test_the_cause_is_said_once_and_last() -> None:
+    outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
+    end = "[rank 0] final: The loss of step 2 is nan."
+    dead = state(**stored(), outcome=outcome, error=[end])
+    said = status.launch_status({"tower": dead, "laptop": dead}, "a").splitlines()
+    assert said[-1] == "Outcome:     final: The loss of step 2 is nan."
+    assert not any("train.log says" in line for line in said), "it has nothing else to say"
+    traced = {**dead, "error": ["Traceback", "ValueError: x"]}
+    said = status.launch_status({"tower": traced, "laptop": dead}, "a").splitlines()
+    assert said[-3:] == ["  ValueError: x", "", "Outcome:     final: The loss of step 2 is nan."]
+
+
 def test_status_of_a_unit_between_two_attempts() -> None:
     waits = {"active_state": "activating", "sub_state": "auto-restart"}
     waiting = state(

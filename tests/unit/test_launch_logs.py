@@ -54,6 +54,37 @@ def test_the_journal_is_read_with_times_and_ranks(journal: Path, monkeypatch: py
     assert "--since=-1h" in (journal / "asked").read_text()
 
 
+TORCHRUN = """E1121 16:19:04 api.py:1002] failed (exitcode: 1) local_rank: 0 (pid: 7)
+Traceback (most recent call last):
+  File "run.py", line 198, in <module>
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+trainer FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+============================================================""".splitlines()
+"""What torchrun says when a rank has ended."""
+
+
+def test_torchruns_echo_is_left_out(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    end = ["[rank 1] final: the loss is nan", "[rank 1]   field  a  b"]
+    (journal / "journal").write_text(
+        entries(
+            "[rank 1] step 1/9", *end, *TORCHRUN[:4], "[rank 2] retryable: lost", *TORCHRUN[4:], "Not again."
+        )
+    )
+    read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal))
+    texts = [line["text"] for line in read["lines"]]
+    assert texts == ["step 1/9", *(line[9:] for line in end), TORCHRUN[0], "retryable: lost", "Not again."]
+    assert [line["text"] for line in read["error"]] == [line[9:] for line in end]
+    own = ["Traceback (most recent call last):", '  File "x.py"', "ValueError: the cause", "more"]
+    (journal / "journal").write_text(entries(*own))
+    read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal))
+    assert [line["text"] for line in read["lines"]] == own, "a traceback of the trainer's stays"
+
+
 def test_a_closed_journal_is_made_up_for_by_the_log(journal: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (journal / "train.log").write_text("[rank 0] step 1/9\nall well\n")
     read = call(run_log, monkeypatch, run_id="a", run_dir=str(journal))
@@ -82,6 +113,18 @@ def test_lines_are_merged_by_time_and_the_first_error_stands_first() -> None:
         merged.index(part) for part in ("tower:0  step", "laptop:1  step", "laptop:1  Value", "tower:0  Lost")
     ]
     assert order == sorted(order)
+
+
+def test_how_a_run_ended_stands_last() -> None:
+    read = {"lines": [{"time": 1.0, "rank": 0, "text": "step 1/9"}], "error": [], "source": "journal"}
+    outcome = {"outcome": "final", "reason": "The disk is full."}
+    ended = {"found": True, "ended": True, "outcome": outcome}
+    states = {"tower": ended, "laptop": {**ended, "outcome": {**outcome, "reason": "tower: full."}}}
+    said = logs.launch_logs({"tower": read}, "a", 10, states).splitlines()
+    assert said[-2:] == [
+        "Outcome:     final on tower: The disk is full.", "Outcome:     final on laptop: tower: full.",
+    ]  # fmt: skip
+    assert "Outcome" not in logs.launch_logs({"tower": read}, "a", 10, {"tower": {**ended, "ended": False}})
 
 
 def test_lines_without_a_time_keep_their_place() -> None:

@@ -5,9 +5,11 @@ Lines come from the module run_log. Used by the action plugin follow_log too.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
@@ -42,8 +44,16 @@ def rendered(host: str, line: Line, dated: bool = False) -> str:
     return f"{at} {who}  {line['text']}"
 
 
-def launch_logs(by_host: Mapping[str, Mapping[str, Any]], run_id: str, newest: int = 100) -> str:
-    """All hosts' lines as one text. by_host: host -> result of run_log in rank order."""
+def launch_logs(
+    by_host: Mapping[str, Mapping[str, Any]],
+    run_id: str,
+    newest: int = 100,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """All hosts' lines as one text, how the run ended last.
+
+    by_host: host -> result of run_log in rank order; states: of run_state.
+    """
     read = {host: result for host, result in by_host.items() if "lines" in result}
     lines = sorted(_timed(read), key=lambda entry: entry[0])[-newest:]
     times = [line["time"] for _, _, line in lines if line["time"]]
@@ -62,7 +72,22 @@ def launch_logs(by_host: Mapping[str, Mapping[str, Any]], run_id: str, newest: i
         return "\n".join([*said, f"The run {run_id} has said nothing in that time."])
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
     more = " (-e log_lines=1000 for more)" if len(shown) == newest else ""
-    return _printable([*said, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown])
+    ended = {host: state for host, state in (states or {}).items() if state.get("found") and state["ended"]}
+    over = _ending(ended)
+    return _printable([*said, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])
+
+
+def _ending(ended: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How the run ended, in the words of status.yml (Ansible loads a filter plugin as a file of its own)."""
+    spec = importlib.util.spec_from_file_location(
+        "launch_report", Path(__file__).with_name("launch_report.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    report = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(report)
+    lines: list[str] = report.ending(ended)
+    return lines
 
 
 def _timed(read: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str, Line]]:

@@ -95,14 +95,17 @@ def standing(found: Mapping[str, State]) -> list[str]:
 
 
 def ending(found: Mapping[str, State]) -> list[str]:
-    """How the run ended: once where all hosts agree on a good end, else by host."""
+    """How the run ended: once where all hosts agree or the end is good, else by host."""
     ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
-    words = {outcome["outcome"] for outcome in ended.values()}
-    if len(words) == 1 and words <= {"finished", "stopped"}:
-        ended = {"": next(iter(ended.values()))}
+    said: dict[tuple[str, str], list[str]] = {}
+    for host, outcome in ended.items():
+        said.setdefault((outcome["outcome"], outcome.get("reason") or "-"), []).append(host)
+    words = {word for word, _reason in said}
+    if said and (len(said) == 1 or (len(words) == 1 and words <= {"finished", "stopped"})):
+        said = {next(iter(said)): []}
     return [
-        f"Outcome:     {outcome['outcome']}{f' on {host}' if host else ''}: {outcome.get('reason') or '-'}"
-        for host, outcome in ended.items()
+        f"Outcome:     {word}{' on ' * bool(hosts)}{', '.join(hosts)}: {reason}"
+        for (word, reason), hosts in said.items()
     ]
 
 
@@ -120,10 +123,12 @@ def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def launch_errors(states: Mapping[str, State]) -> list[str]:
-    """The first error's log lines of every host that has one."""
+    """The first error's log lines of every host that has one, unless its outcome is all they say."""
     lines: list[str] = []
     for host, state in answered(states).items():
-        if state["error"]:
+        outcome = state["outcome"] or {}
+        end = f"[rank {outcome.get('rank')}] {outcome.get('outcome')}: {outcome.get('reason')}"
+        if state["error"] and list(state["error"]) != [end]:
             lines += ["", f"{host}: {state['run_dir']}/train.log says"]
             lines += [f"  {line}" for line in state["error"]]
     return lines

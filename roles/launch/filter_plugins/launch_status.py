@@ -46,12 +46,17 @@ def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: st
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
     if found:
         lines += [_title(found, run_id), ""]
-    lines += hosts_and_facts(states, run_id, tracker_uri)
-    return str(text.screen(lines + text.launch_errors(found)))
+    lines += hosts_and_facts(states, run_id, tracker_uri, errors=True)
+    return str(text.screen(lines))
 
 
-def hosts_and_facts(states: Mapping[str, State], run_id: str, tracker_uri: str = "") -> list[str]:
-    """The screen without its title: a row for each rank, who is lost or blamed, how fast, how far."""
+def hosts_and_facts(
+    states: Mapping[str, State], run_id: str, tracker_uri: str = "", errors: bool = False
+) -> list[str]:
+    """The screen without its title: a row for each rank, who is blamed, how fast, how far, how it ended.
+
+    errors: with what the logs of the hosts say of it.
+    """
     reached = text.answered(states)
     missing = [host for host in states if host not in reached]
     found = {host: state for host, state in reached.items() if state["found"]}
@@ -61,7 +66,10 @@ def hosts_and_facts(states: Mapping[str, State], run_id: str, tracker_uri: str =
         lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += reboots(found, run_id) + silences(found) + _about(found, tracker_uri)
-    return lines + text.others_active(states, run_id)
+    lines += text.others_active(states, run_id)
+    said = text.launch_errors(found) if errors else []
+    over = text.ending({host: state for host, state in found.items() if state["ended"]})
+    return [*lines, *said, *([""] if said and over else []), *over]
 
 
 def _title(found: Mapping[str, State], run_id: str) -> str:
@@ -144,7 +152,7 @@ def silences(found: Mapping[str, State]) -> list[str]:
 
 
 def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
-    """What stands below the table: how fast, how far, how it ended, where things are."""
+    """What stands below the table: how fast, how far, where things are."""
     lines = []
     if any(not state["ended"] for state in found.values()):
         beat = text.rank_zero(found)
@@ -154,8 +162,7 @@ def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
             lines.append(f"No rank has said anything for {text.duration(min(ages))}.")
         if any(state["stop_requested"] for state in found.values()):
             lines.append("Stop:        asked for; the run saves and ends after its current step")
-    over = {host: state for host, state in found.items() if state["ended"]}
-    lines += text.standing(found) + _attempts(found) + text.ending(over)
+    lines += text.standing(found) + _attempts(found)
     if tracker_uri and found:
         lines.append(f"Tracker:     {tracker_uri}")
     return lines

@@ -8,7 +8,7 @@ import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, tail
+from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, tail, without_echo
 from ansible.module_utils.nanofleet_unit import find_unit, is_up, run, unit_name
 
 DOCUMENTATION = r"""
@@ -17,6 +17,7 @@ short_description: Read what a run has said on this host
 description:
   - Reads the journal of the run's unit. A journal that holds nothing of it, or is closed to this user, is no
     failure - the run's own C(train.log) is read, whose lines have no time.
+  - What torchrun adds to the end of a rank, a traceback of its own and a table, is left out.
   - With O(cursor), only what came after it; O(wait_seconds) waits for that.
 options:
   run_id:
@@ -121,9 +122,10 @@ def read(params):
         source = "file"
         lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
     texts = [text for text, _moment in lines]
+    kept = [lines[index] for index in without_echo(texts)]
     unit = find_unit("nanofleet-" + params["run_id"], time.time())
     return {
-        "lines": [line_of(*line) for line in lines[-params["lines"] :]],
+        "lines": [line_of(*line) for line in kept[-params["lines"] :]],
         "error": error_of(lines, texts, params["error_lines"]),
         "cursor": cursor,
         "source": source,

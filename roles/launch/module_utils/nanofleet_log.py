@@ -13,6 +13,9 @@ ERROR = re.compile(
     r"|\berror\b|\bfatal\b|\bkilled\b|out of memory|^\[rank \d+\] (?:retryable|final): |failed \(exitcode",
     re.IGNORECASE,
 )
+END = re.compile(r"^\[rank \d+\] (?:retryable|final): ")
+"""How a rank says its own end; what follows of ranks is detail, what follows of torchrun is echo."""
+RULE = re.compile(r"={20,}")
 PREFIXED = re.compile(r"^\[[^]]*\]:? ")
 """The rank in front of a line."""
 
@@ -45,6 +48,10 @@ def first_error(lines, count):
         if not ERROR.search(line):
             continue
         end = index + 1
+        if END.match(line):
+            while end < len(lines) and lines[end].startswith("[rank "):
+                end += 1
+            return lines[index:end][:count]
         if line.endswith(TRACEBACK):
             while end < len(lines) and PREFIXED.sub("", lines[end])[:1] in (" ", ""):
                 end += 1
@@ -53,3 +60,16 @@ def first_error(lines, count):
             end += 1
         return lines[index:end][:count]
     return lines[-count:]
+
+
+def without_echo(texts):
+    """Positions of the lines without torchrun's own traceback and table, which say only that a rank ended."""
+    kept, echo, rules = [], False, 0
+    for index, text in enumerate(texts):
+        if text == TRACEBACK and any("ChildFailedError" in later for later in texts[index : index + 40]):
+            echo, rules = True, 0
+        if not echo or text.startswith("[rank "):
+            kept.append(index)
+        rules += bool(echo and RULE.fullmatch(text.rstrip()))
+        echo = echo and rules < 2
+    return kept
