@@ -188,6 +188,13 @@ def test_without_a_solo_there_is_no_ratio_and_formats_do_not_mix() -> None:
     assert "ratio" not in row
 
 
+def test_ranks_of_one_host_meet_no_wire() -> None:
+    result = measured(4096, 8.0, ranks=2, sync="exact")
+    result["hosts"] = ["a", "a"]
+    (row,) = report.compare({"ranks-4096": result}, link_mbit=1000)
+    assert (row["payload_by_interface"], row["link_seconds"]) == (None, None)
+
+
 def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = tmp_path / "stages"
     stages.mkdir()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -92,6 +93,8 @@ def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float)
     goodput = min(rank["reduce_goodput"] for rank in ranks)
     sent = [rank[f"sent{suffix}"] for rank in ranks if rank[f"sent{suffix}"] is not None]
     link = link_mbit or min((rank.get("link_mbit") or 0 for rank in ranks), default=0)
+    if len(row["hosts"]) == 1:  # what goes between ranks of one host meets no wire
+        sent, link = [], 0
     row |= {
         "payload": payload,
         "payload_by_interface": max(sent, default=None),
@@ -259,6 +262,7 @@ def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
     """One MLflow run with the figures of each stage and the report's files."""
     import mlflow
 
+    os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it would be the coordinator's own address
     mlflow.set_tracking_uri(uri)
     mlflow.set_experiment("nanofleet-bench")
     with mlflow.start_run(run_name="bench"):
