@@ -90,7 +90,12 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     twice = fleet.play("train.yml", run_id="long", steps=4000, **TINY)
     assert twice.changed() == 0
     assert "active" in twice.stdout
-    fleet.play("stop.yml", run_id="long")
+    said = fleet.on(HOSTS[1], "systemd-analyze security --no-pager nanofleet-long | tail -1")
+    exposure = re.search(r"level for nanofleet-long\.service: ([0-9.]+)", said)
+    assert exposure, said
+    assert float(exposure[1]) <= 3.0, said
+    said = fleet.play("stop.yml", run_id="long").stdout
+    assert "ends after one more step" in said
     stopped = json.loads(fleet.on(HOSTS[0], f"cat {RUN}/long/outcome.json"))
     assert stopped["outcome"] == "stopped", stopped
     assert 0 < stopped["step"] < 4000
@@ -100,7 +105,14 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     assert fleet.play("stop.yml", run_id="long").changed() == 0
 
     fleet.play("train.yml", run_id="long", steps=4000, **TINY)
-    fleet.play("stop.yml", run_id="long")
+    # It cannot heed SIGTERM: what is ended at once must not wait for it.
+    fleet.on(HOSTS[1], "kill -STOP $(pgrep -u nanofleet -f -- '-u -m trainer train')")
+    fleet.play("stop.yml", run_id="long", stop_now=True)
+    for host in HOSTS:
+        assert fleet.on(host, "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
+    at_once = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/long/outcome.json"))
+    assert "Stopped by stop.yml at once; nothing was saved" in at_once["reason"]
+    assert fleet.on(HOSTS[0], f"ls {RUN}/long/checkpoints").split()[-1] == f"step_{stopped['step']:06d}"
     steps = [entry["step"] for entry in metrics(fleet, "long")]
     assert steps == sorted(set(steps)), "a resumed run repeats or loses no step"
     assert steps[-1] > stopped["step"]

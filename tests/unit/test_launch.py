@@ -40,6 +40,7 @@ run_dir_facts = load(ROLE / "module_utils" / "nanofleet_run.py", "ansible.module
 transient_unit = load(ROLE / "library" / "transient_unit.py")
 run_state = load(ROLE / "library" / "run_state.py")
 launch = load(ROLE / "filter_plugins" / "launch.py")
+installed = load(ROLE / "filter_plugins" / "launch_installed.py")
 report = load(ROLE / "filter_plugins" / "launch_report.py")
 status = load(ROLE / "filter_plugins" / "launch_status.py")
 
@@ -496,19 +497,19 @@ def test_a_build_of_torch_is_no_skew_and_an_environment_is_compared_within_its_k
     common = {"python": "3.11.2", "machine": "x86_64", "trainer": "d"}
     cpu = {**common, "torch": "2.13.0+cpu", "environment": "a"}
     cuda = {**common, "torch": "2.13.0+cu130", "environment": "b"}
-    assert launch.launch_skew({"tower": cpu, "box": cuda}, "d") == ""
-    said = launch.launch_skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
+    assert installed.launch_skew({"tower": cpu, "box": cuda}, "d") == ""
+    said = installed.launch_skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
     assert "environment is a on tower; c on laptop" in said
-    assert "2.12.1" in launch.launch_skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
+    assert "2.12.1" in installed.launch_skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
 
 
 def test_skew_names_the_odd_host() -> None:
     equal = {"python": "3.11.2", "torch": "2.13.0+cpu", "trainer": "d"}
-    assert launch.launch_skew({"tower": equal, "laptop": equal}, "d") == ""
-    said = launch.launch_skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
+    assert installed.launch_skew({"tower": equal, "laptop": equal}, "d") == ""
+    said = installed.launch_skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
     assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in said
     assert "setup.yml" in said
-    assert "another trainer" in launch.launch_skew({"tower": equal, "laptop": equal}, "e")
+    assert "another trainer" in installed.launch_skew({"tower": equal, "laptop": equal}, "e")
 
 
 # -- what is shown ---------------------------------------------------------------------------------------

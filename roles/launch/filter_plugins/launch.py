@@ -6,7 +6,6 @@ Pure functions of what the hosts said (results of the module run_state, in rank 
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -243,52 +242,6 @@ def _refuse_lost_checkpoint(run_id: str, hosts: Sequence[str], states: Sequence[
             )
 
 
-def launch_installed(hosts: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, str]]:
-    """What is installed, by host: the output of files/installed.py and the dataset's digest."""
-    return {
-        host: {
-            **json.loads(variables["__launch_installed"]["stdout"]),
-            "dataset": variables["__launch_manifest"]["stat"].get("checksum", "missing"),
-        }
-        for host, variables in hosts.items()
-    }
-
-
-def launch_skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
-    """A sentence on what differs between the hosts' installations, or an empty string.
-
-    installed: host -> what files/installed.py printed there; digest: of this checkout's trainer.
-    One environment is one lock's, and each Python, machine and build of torch has its own; a build is not a
-    version, so 2.13.0+cpu trains with 2.13.0+cu130.
-    """
-    said = []
-    for field in dict.fromkeys(name for facts in installed.values() for name in facts):
-        kinds: dict[tuple[str, ...], dict[str, list[str]]] = {}
-        for host, facts in installed.items():
-            kind = _kind(facts) if field == "environment" else ()
-            value = facts.get(field, "missing")
-            value = value.split("+")[0] if field == "torch" else value
-            kinds.setdefault(kind, {}).setdefault(value, []).append(host)
-        for values in kinds.values() if field != "machine" else ():
-            if len(values) > 1:
-                shown = "; ".join(f"{value[:12]} on {', '.join(where)}" for value, where in values.items())
-                said.append(f"{field} is {shown}")
-    if said:
-        differing = ", and ".join(said)
-        return (
-            f"The hosts differ in what is installed: {differing}. Make them equal: ansible-playbook setup.yml"
-        )
-    if any(facts.get("trainer") != digest for facts in installed.values()):
-        return "The hosts hold another trainer than this folder. Bring it to them: ansible-playbook setup.yml"
-    return ""
-
-
-def _kind(facts: Mapping[str, str]) -> tuple[str, ...]:
-    """What an environment depends on."""
-    python, torch = facts.get("python", ""), facts.get("torch", "")
-    return python.rpartition(".")[0], facts.get("machine", ""), torch.partition("+")[2]
-
-
 def launch_outcome(state: State, kind: str, reason: str) -> dict[str, Any]:
     """An outcome for a host whose ranks were ended from outside, with what its first heartbeat knew."""
     beat = (state.get("heartbeats") or [{}])[0]
@@ -324,8 +277,6 @@ class FilterModule:
             "launch_name": launch_name,
             "launch_plan": launch_plan,
             "launch_outcome": launch_outcome,
-            "launch_installed": launch_installed,
-            "launch_skew": launch_skew,
             "launch_settled": _is_settled,
             "launch_count_cpus": launch_count_cpus,
             "launch_trainer_digest": lambda _ignored="": _config_module().code_digest(),

@@ -121,7 +121,8 @@ def launch_fetched(
     lines = []
     for host, result in by_host.items():
         if "files" in result:
-            size = f"{result['bytes'] / 1e6:,.1f} MB"
+            n_bytes = result["bytes"]
+            size = f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:,.1f} kB"
             lines.append(f"{host}: {len(result['files'])} files, {size}, verified, in {folder}/{host}")
             if states[host].get("checkpoint"):
                 path = f"{folder}/{host}/{states[host]['checkpoint']}"
