@@ -3,6 +3,7 @@
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer bench --depth 4 8
+python -m trainer plan --data-dir data --depth 4
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
@@ -50,22 +51,15 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files go"
     )
-    command.add_argument("--run-file", type=Path, metavar="FILE", help="run.json, instead of the knobs below")
-    command.add_argument(
-        "--run-id", metavar="NAME", help="the run's name (default: from depth and configuration)"
-    )
-    command.add_argument(
-        "--shares", default="", metavar="N,N", help="rows of a step by rank (default: as equal as can be)"
-    )
     command.add_argument(
         "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
     )
     command.add_argument("--json", action="store_true", help="log one JSON object a line, for programs")
-    knobs = command.add_argument_group("knobs of the run")
-    for knob in dataclasses.fields(RunConfig):
-        flag = "--" + knob.name.replace("_", "-")
-        help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
-        knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+    add_run_arguments(command)
+
+    command = commands.add_parser("plan", allow_abbrev=False, help="predict what a step takes, by sync mode")
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    add_run_arguments(command)
 
     command = commands.add_parser("bench", allow_abbrev=False, help="what a step takes, and of what parts")
     from trainer.bench import cli as bench_cli
@@ -92,6 +86,25 @@ def make_parser() -> argparse.ArgumentParser:
         commands.add_parser("import", allow_abbrev=False, help="upstream nanochat's files as ours")
     )
     return parser
+
+
+def add_run_arguments(command: argparse.ArgumentParser) -> None:
+    """What makes a run's file: one that is there, or knobs."""
+    command.add_argument("--run-file", type=Path, metavar="FILE", help="run.json, instead of the knobs below")
+    command.add_argument(
+        "--run-id", metavar="NAME", help="the run's name (default: from depth and configuration)"
+    )
+    command.add_argument(
+        "--shares",
+        default="",
+        metavar="N,N",
+        help="rows of a step by rank; auto: by measured speed (default: as equal as can be)",
+    )
+    knobs = command.add_argument_group("knobs of the run")
+    for knob in dataclasses.fields(RunConfig):
+        flag = "--" + knob.name.replace("_", "-")
+        help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
+        knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -176,6 +189,16 @@ def one_attempt(
     return code
 
 
+def plan(args: argparse.Namespace) -> int:
+    from trainer.host.place import Place
+    from trainer.host.voice import Voice, set_up_streams
+    from trainer.preview import preview
+
+    set_up_streams()
+    place = Place.from_environment()
+    return preview(run_file_from(args), args.data_dir, place, Voice(place, False))
+
+
 def sample(args: argparse.Namespace) -> int:
     from trainer import sample
 
@@ -216,6 +239,7 @@ COMMANDS = {
     "prepare": prepare,
     "train": train,
     "bench": bench,
+    "plan": plan,
     "track": track,
     "again": attempts.run,
     "sample": sample,

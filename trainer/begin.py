@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint, contract
+from trainer import arrange, checkpoint, contract
+from trainer.arrange import Arrangement
 from trainer.checkpoint import State
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
@@ -48,6 +49,7 @@ class Ready:
     progress: Progress
     numerics_by_rank: list[dict[str, Any]]
     facts_by_rank: list[dict[str, str]]
+    arrangement: Arrangement
 
 
 class Beginning:
@@ -66,6 +68,7 @@ class Beginning:
         self.run_file, self.config = run_file, run_file.config
         self.data_dir, self.checkpoints = data_dir, run_dir / "checkpoints"
         self.place, self.heartbeat, self.watchdog, self.say = place, heartbeat, watchdog, say
+        self.measures = False  # whether speeds are measured though nothing depends on them
 
     def ready(self) -> Ready:
         """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
@@ -86,14 +89,19 @@ class Beginning:
 
         self.heartbeat.enter("resume")
         self._build()
-        progress = self._take_up()
+        state = self._state_of_all()
+        self._as_before(state.meta)
+        self._arrange(state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None)
+        self._make_sync()
+        progress = self._take_up(state)
         if self.numerics.threads > usable_cores():
             self.say(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
                 "leave threads out to have as many as cores."
             )
-        mine = json.dumps([self.numerics.saved(), self.numerics.facts()]).encode()
-        saved, computes_in = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
+        mine = json.dumps([self.numerics.saved(), self.numerics.facts(), self.arrangement.digest()]).encode()
+        saved, computes_in, tables = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
+        arrange.compare_arrangements(self.group.peers, tables)
         facts = [record.facts | found for record, found in zip(records, computes_in, strict=True)]
         return Ready(
             self.plan,
@@ -106,6 +114,7 @@ class Beginning:
             progress,
             list(saved),
             facts,
+            self.arrangement,
         )
 
     def _say_who(self, records: list[contract.Record], kind: str, reason: str) -> None:
@@ -130,7 +139,9 @@ class Beginning:
         try:
             self.data = self.open_data()
             info, hashes = self.data.info, self.data.hashes
-            self.plan = make_plan(self.config, info.vocab_size, self.place.world_size, self.run_file.shares)
+            self.plan = make_plan(
+                self.config, info.vocab_size, self.place.world_size, self.run_file.fixed_shares
+            )
             if self.run_file.trainer_digest not in ("", code_digest()):
                 raise ConfigError("The run file is of another version of the trainer than this host's.")
         except (ConfigError, DataError) as error:
@@ -143,7 +154,7 @@ class Beginning:
         return contract.meet(self.store, record, self.place.world_size, lives=self.watchdog.lives)
 
     def _build(self) -> None:
-        """The model in the run's number format, its optimizer, and the way its gradients travel."""
+        """The model in the run's number format, and its optimizer."""
         config, scale = self.config, self.plan.scales
         self.model = GPT(self.plan.model).to(self.numerics.device, self.numerics.dtype)
         self.optimizer = build_optimizer(
@@ -154,10 +165,9 @@ class Beginning:
             scalar_lr=config.scalar_lr * scale.lr,
             weight_decay=config.weight_decay * scale.weight_decay,
         )
-        self.sync = make_sync(config.sync, self.group, self.model, self.optimizer)
 
-    def _take_up(self) -> Progress:
-        """Begin, or go on from the newest good checkpoint: rank 0 decides, and its bytes go to all."""
+    def _state_of_all(self) -> State:
+        """The newest good checkpoint's, or fresh: rank 0 decides, and its bytes go to all."""
         state: State | None = None
         problem = None
         if self.place.coordinates:
@@ -166,8 +176,35 @@ class Beginning:
             except (ConfigError, DataError) as error:
                 problem = str(error)
         self.group.agree(problem)
-        state = checkpoint.give_to_all(self.group, state)
-        self._as_before(state.meta)
+        return checkpoint.give_to_all(self.group, state)
+
+    def _arrange(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
+        """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
+        config, by_speed, group = self.config, self.run_file.by_speed, self.group
+        automatic = config.sync == "auto"
+        self.arrangement = Arrangement("exact" if automatic else config.sync, tuple(self.plan.shares))
+        if self._same_hosts(meta):
+            self.arrangement = arrange.again(self.arrangement, meta, by_speed, automatic)
+        elif ((by_speed or automatic) and group.world_size > 1) or self.measures:
+            measured = arrange.measure_all(
+                group, self.model, self.optimizer, self.numerics, gpu, config.device_batch_size
+            )
+            names = arrange.names_of(group.peers)
+            work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
+            arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed)
+            self.arrangement = arrange.hand_out(group, arrangement)
+            if self.place.coordinates:
+                for line in said:
+                    self.say(line, event="arrangement")
+        self.plan = dataclasses.replace(self.plan, shares=list(self.arrangement.shares))
+
+    def _make_sync(self) -> None:
+        """The way the gradients travel."""
+        self.group.owner_speeds = list(self.arrangement.owner_speeds)
+        self.sync = make_sync(self.arrangement.sync, self.group, self.model, self.optimizer)
+
+    def _take_up(self, state: State) -> Progress:
+        """Begin, or go on, with a state."""
         self.model.load_state_dict(state.model)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         self.optimizer.load_state_dict(mine)
@@ -201,13 +238,15 @@ class Beginning:
         model.init_weights()
         return State({"step": 0}, dict(model.state_dict()), {})
 
+    def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
+        return meta.get("hosts") == [peer.host for peer in self.group.peers]
+
     def _as_before(self, meta: Mapping[str, Any]) -> None:
         """The same hosts keep the shares, number formats and threads they had: so it goes on bitwise."""
-        same_hosts = meta.get("hosts") == [peer.host for peer in self.group.peers]
-        if same_hosts and not self.run_file.shares:
+        if self._same_hosts(meta) and not self.run_file.fixed_shares:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
-        if same_hosts:
+        if self._same_hosts(meta):
             self.numerics = again(now, meta["numerics"][self.place.rank])
         if self.numerics != now:
             self.say(f"As before: {self.numerics.describe()}")

@@ -23,6 +23,8 @@ RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast")
+EXACT_MODES = ("dense", "exact")  # the same sums, in the run's own number format
+BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 
 
@@ -75,7 +77,12 @@ class RunConfig:
         f"number format of the products: {' or '.join(DTYPES)} (auto: what this host multiplies faster)",
     )
     threads: int = knob(0, "threads of a rank; 0: OMP_NUM_THREADS, else all the cores it may use")
-    sync: str = knob("dense", f"how gradients travel: {' or '.join(SYNC_MODES)}")
+    sync: str = knob(
+        "dense",
+        f"how gradients travel: {' or '.join(SYNC_MODES)}; auto: of {' and '.join(EXACT_MODES)}, which "
+        "compute the same, what is predicted to be faster",
+    )
+    sync_allow: str = knob("", "modes that compute otherwise which sync=auto may take as well, such as fast")
     tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
     digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
 
@@ -96,7 +103,7 @@ class RunConfig:
         for name, choices in (
             ("device", DEVICES),
             ("dtype", DTYPES),
-            ("sync", SYNC_MODES),
+            ("sync", (*SYNC_MODES, "auto")),
             ("tracker", TRACKERS),
         ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
@@ -105,6 +112,9 @@ class RunConfig:
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
                 "give one of them."
             )
+        others = [mode for mode in SYNC_MODES if mode not in EXACT_MODES]
+        allowed = self.sync_allow.split(",") if self.sync_allow else []
+        self._require("sync_allow", set(allowed) <= set(others), f"takes {', '.join(others)}, or nothing")
         self._require("seed", self.seed < 2**63, "must be below 2^63")
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
         self._require(
@@ -218,18 +228,30 @@ class RunFile:
     hosts: tuple[str, ...] = ()
     trainer_digest: str = ""
     manifest_sha256: str = ""
-    shares: tuple[int, ...] = ()  # rows of a step by rank; none: as equal as can be
+    shares: tuple[int, ...] | str = ()  # rows of a step by rank; none: as equal as can be; auto: by speed
 
     def __post_init__(self) -> None:
-        if any(share < 1 for share in self.shares):
-            raise ConfigError(
-                f"shares is {', '.join(map(str, self.shares))}: each rank takes 1 row of a step or more."
-            )
+        if any(share < 1 for share in self.fixed_shares):
+            raise ConfigError(f"shares is {self.shown_shares}: each rank takes 1 row of a step or more.")
         if not RUN_ID_PATTERN.fullmatch(self.run_id):
             raise ConfigError(
                 f"run_id is {self.run_id!r}: it takes 1 to 63 letters, digits, dots, dashes and underscores, "
                 "and starts with a letter or digit."
             )
+
+    @property
+    def by_speed(self) -> bool:
+        """Whether the rows of a step are split by measured speed."""
+        return self.shares == BY_SPEED
+
+    @property
+    def fixed_shares(self) -> tuple[int, ...]:
+        """Rows of a step by rank where they were given by hand."""
+        return () if isinstance(self.shares, str) else self.shares
+
+    @property
+    def shown_shares(self) -> str:
+        return BY_SPEED if self.by_speed else ",".join(map(str, self.shares)) or "equal"
 
     @classmethod
     def load(cls, path: Path) -> RunFile:
@@ -263,7 +285,7 @@ class RunFile:
             "run_id": self.run_id,
             "config": self.config.to_dict(),
             "hosts": list(self.hosts),
-            "shares": list(self.shares),
+            "shares": BY_SPEED if self.by_speed else list(self.fixed_shares),
             "trainer_digest": self.trainer_digest,
             "manifest_sha256": self.manifest_sha256,
         }
@@ -272,13 +294,19 @@ class RunFile:
         return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
 
 
-def parse_shares(value: Any) -> tuple[int, ...]:
-    """Rows of a step by rank, from "3,2" or [3, 2]; nothing for an empty value. Raises ConfigError."""
+def parse_shares(value: Any) -> tuple[int, ...] | str:
+    """Rows of a step by rank, from "3,2" or [3, 2], or auto; nothing for equal ones. Raises ConfigError."""
+    if value == BY_SPEED:
+        return BY_SPEED
+    if value == "equal":
+        return ()
     parts = value.split(",") if isinstance(value, str) else value
     try:
         return tuple(int(str(part)) for part in parts if str(part).strip())
     except (TypeError, ValueError):
-        raise ConfigError(f"shares is {value!r}: it takes rows by rank such as 3,2.") from None
+        raise ConfigError(
+            f"shares is {value!r}: it takes equal, auto, or rows by rank such as 3,2."
+        ) from None
 
 
 def code_digest() -> str:

@@ -80,7 +80,7 @@ def make_record(
         **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
         "hosts": " ".join(run_file.hosts),
         "world_size": str(place.world_size),
-        "shares": ",".join(map(str, run_file.shares)) or "equal",
+        "shares": run_file.shown_shares,
         "trainer code": code_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
         # Without the build: 2.13.0+cpu and 2.13.0+cu130 are one version.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -12,6 +13,7 @@ from torch import Tensor
 
 from trainer.data.loader import rank_rows
 from trainer.model import GPT
+from trainer.shares import shares_like
 from trainer.sync.group import Group
 
 
@@ -30,14 +32,15 @@ def evaluate(
     eval_tokens: int,
     device_batch_size: int,
     group: Group,
+    shares: Sequence[int] = (1,),
 ) -> Evaluation:
     """Evaluate on the first rows of the split, as many as hold `eval_tokens` (rounded up, at most all).
 
     `rows` is (n, T+1); `token_bytes` (V,) the bytes of text behind each token, 0 for special tokens, whose
-    losses count for nothing in val_bpb.
+    losses count for nothing in val_bpb. The ranks take rows in the proportions of their `shares` of a step.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
-    mine = rank_rows(np.arange(n_rows), even_shares(n_rows, group.world_size), group.rank)
+    mine = rank_rows(np.arange(n_rows), shares_like(shares, n_rows), group.rank)
     device = model.device
     token_bytes = token_bytes.to(device)
     totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
@@ -57,9 +60,3 @@ def evaluate(
     group.sum([totals])
     nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
     return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)
-
-
-def even_shares(n: int, world_size: int) -> list[int]:
-    """How many of n rows each rank takes: as equal as can be, the first ranks one more."""
-    share, rest = divmod(n, world_size)
-    return [share + (rank < rest) for rank in range(world_size)]

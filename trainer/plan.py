@@ -10,10 +10,10 @@ import torch
 
 from trainer.config import ConfigError, RunConfig
 from trainer.contract import render_table
-from trainer.evaluate import even_shares
 from trainer.model import GPT, GPTConfig, scaling_params
 from trainer.optim import width_scale
 from trainer.schedule import REFERENCE_DEPTH, BatchScales, auto_batch_size, batch_scales, steps_for_ratio
+from trainer.shares import equal_shares
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
         total_batch_size=batch,
         num_iterations=_horizon(config, model, size, batch),
         scales=batch_scales(batch, size, reference_size),
-        shares=list(shares) or even_shares(rows, world_size),
+        shares=list(shares) or equal_shares(rows, world_size),
     )
 
 

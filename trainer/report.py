@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from trainer.host.heartbeat import Heartbeat
 from trainer.host.voice import Voice
 from trainer.outcome import Attempt
 from trainer.plan import Plan, duration
+from trainer.predict import Prediction
 from trainer.tracking.tracker import Tracker
 
 SPLIT = ("data", "forward", "backward", "sync", "optimizer")
@@ -55,6 +56,7 @@ class Report:
         self.durations: list[float] = []  # seconds of this attempt's steps
         self.sync_share: float | None = None  # of a step's seconds, smoothed
         self.warning: str | None = None
+        self.prediction: Prediction | None = None
         self._said = -LINE_EVERY_SECONDS
 
     @property
@@ -192,12 +194,31 @@ class Report:
         visible = "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
         self.say(f"sample: {visible}", event="sample", figures={"step": self.progress.step, "sample": text})
 
+    def shares(self, shares: Sequence[int], reason: str = "") -> None:
+        """Who takes how many rows of a step from now on; with a `reason` where that has changed."""
+        self.heartbeat.state(shares=list(shares))
+        if self.tracker is None:
+            return
+        rows = {f"rows.{rank}": float(share) for rank, share in enumerate(shares)}
+        self.tracker.step(self.progress.step, rows)
+        if reason:
+            step = self.progress.step
+            self.say(f"step {step}: {reason}", event="shares", figures={"step": step, "shares": list(shares)})
+
+    def compare(self) -> None:
+        """Prediction and outcome side by side, for the tracker."""
+        if self.tracker is not None and self.prediction is not None and self.durations:
+            figures = {"predicted_step_seconds": self.prediction.step_seconds}
+            self.tracker.step(self.progress.step, {**figures, "measured_step_seconds": self.median})
+
     def done(self) -> str:
         """The sentence a finished run ends with."""
         loss, bpb = self.progress.loss, self.progress.val_bpb
-        return (
-            f"All {self.plan.num_iterations} steps done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
-        )
+        steps = self.plan.num_iterations
+        closing = f"All {steps} steps done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
+        if self.prediction is not None and self.durations:
+            closing += f" {self.prediction.against(self.median)}"
+        return closing
 
 
 def _figure(value: float | None) -> str:

@@ -14,13 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trainer import checkpoint, schedule
+from trainer.agreement import Agreement, Told, Words
+from trainer.arrange import names_of
 from trainer.begin import Beginning, Ready
 from trainer.blame import where
 from trainer.config import RunConfig, RunFile
@@ -36,8 +38,9 @@ from trainer.plan import describe
 from trainer.report import Report
 from trainer.sample import stream_text
 from trainer.saving import Saver
+from trainer.shares import Balancer, Change
 from trainer.sync.digest import compare_parameters
-from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost, Pending
+from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.tracking.about import facts_of
 from trainer.tracking.tracker import Tracker
 
@@ -48,15 +51,6 @@ SAMPLE_TEMPERATURE = 0.8
 # a wait for ranks that live and do not come.
 TIMEOUT_STEPS = 20
 LAST_WRITE_SECONDS = 60.0  # for a checkpoint that is being written when an attempt fails
-
-
-class Agreed(NamedTuple):
-    """What all ranks know of a step: its mean loss, and what rank 0 asks for."""
-
-    loss: float
-    stop: bool
-    save: bool
-    trouble: bool
 
 
 class Run:
@@ -96,6 +90,7 @@ class Run:
             self.attempt.at_end(self.report.tracker.close)
 
         stopped = self._loop()
+        self.report.compare()
         self._part()
         progress = self.report.progress
         if stopped:
@@ -108,7 +103,13 @@ class Run:
     def _take(self, ready: Ready) -> None:
         self.ready, self.plan, self.data, self.group = ready, ready.plan, ready.data, ready.group
         self.model, self.optimizer, self.sync = ready.model, ready.optimizer, ready.sync
+        self.agreement = Agreement(self.group, self.plan.rows_per_step)
         self.report.begin(ready.plan, ready.progress)
+        self.report.prediction = ready.arrangement.prediction
+        self.proposed: Change | None = None
+        self.balancer: Balancer | None = None
+        if self.place.coordinates and not self.run_file.fixed_shares:
+            self.balancer = Balancer(self.plan.shares, names_of(self.group.peers))
         self.report.checkpoint(self.run_dir)
         self.watchdog.evaluation_steps = self.config.eval_tokens / ready.plan.total_batch_size
 
@@ -125,6 +126,7 @@ class Run:
             self.data.hashes,
             self.hosts,
             self.ready.facts_by_rank,
+            self.ready.arrangement.tags(),
         )
         return Tracker(self.run_dir, self.report.progress.step, facts, uri, self.say)
 
@@ -140,16 +142,20 @@ class Run:
         config, report, last = self.config, self.report, self.plan.num_iterations
         self._saved_at = time.monotonic()
         self.heartbeat.lap()
+        if self.run_file.by_speed:
+            report.shares(self.plan.shares)
         for step in range(report.progress.step, last):
             sent, started = self.group.bytes_sent, time.monotonic()
 
             self.heartbeat.enter("data")
             idx_BT, targets_BT, touched = self._batch(step)
             self.sync.begin_step(touched)
+            computing = time.monotonic()
             loss_sum = self._accumulate(idx_BT, targets_BT)
+            computed = time.monotonic() - computing
 
             self.heartbeat.enter("sync")
-            agreeing = self._start_agreeing(loss_sum, step + 1)
+            agreeing = self.agreement.start(self._words(loss_sum, computed, step + 1))
             self.sync.reduce_gradients(self.plan.total_batch_size)
 
             self.heartbeat.enter("optimizer")
@@ -160,24 +166,27 @@ class Run:
 
             self.heartbeat.enter("sync")
             self.sync.hand_out()
-            agreed = self._agree(agreeing, step + 1)
+            told = self.agreement.finish(agreeing)
+            loss = self._mean_loss(told, step + 1)
             if _due(step + 1, config.digest_every):
                 compare_parameters(self.group, self.model, step + 1)
 
-            report.step(agreed.loss, rate, lr, time.monotonic() - started, self.group.bytes_sent - sent)
+            seconds = time.monotonic() - started
+            report.step(loss, rate, lr, seconds, self.group.bytes_sent - sent)
+            self._share_anew(told, seconds)
             self._note_checkpoint()
             if report.measured:
                 self._set_pace()
 
             ends = step + 1 == last
             best = False
-            if ends or (_due(step + 1, config.eval_every) and not agreed.stop):
+            if ends or (_due(step + 1, config.eval_every) and not told.stop):
                 best = self._evaluate() and self._saves_on_the_way
             if self.place.coordinates and (ends or _due(step + 1, config.sample_every)):
                 self._write_sample()
-            if ends or best or agreed.save or agreed.stop:
-                self._save(last=ends or agreed.stop)
-            if agreed.stop and not ends:
+            if ends or best or told.save or told.stop:
+                self._save(last=ends or told.stop)
+            if told.stop and not ends:
                 return True
         return False
 
@@ -204,29 +213,47 @@ class Run:
             total += loss.item()
         return total
 
-    def _start_agreeing(self, loss_sum: float, step: int) -> tuple[Tensor, Pending]:
-        """Put this rank's losses, and rank 0's wishes, of step `step` (counted from 1) on their way."""
-        wishes = self._wishes(step) if self.place.coordinates else (False, False, False)
-        shared = torch.tensor([loss_sum, *map(float, wishes)], dtype=torch.float64)
-        return shared, self.group.start_sum(shared)
+    def _words(self, loss_sum: float, seconds: float, step: int) -> Words:
+        """What this rank has to say of step `step`, counted from 1; rank 0's wishes with it."""
+        rows = self.plan.shares[self.place.rank]
+        if not self.place.coordinates:
+            return Words(loss_sum, seconds, rows)
+        shares = tuple(self.proposed.shares) if self.proposed else ()
+        return Words(loss_sum, seconds, rows, *self._wishes(step), shares)
 
-    def _agree(self, agreeing: tuple[Tensor, Pending], step: int) -> Agreed:
-        """The mean loss of step `step` over all ranks, and what rank 0 wishes.
+    def _mean_loss(self, told: Told, step: int) -> float:
+        """Over all ranks.
 
         A loss that is not a number, or a checkpoint that could not be written, ends the run on all ranks.
         """
-        shared, pending = agreeing
-        self.group.wait([pending])
-        loss, *flags = shared.tolist()
-        agreed = Agreed(loss / self.plan.total_batch_size, *(flag > 0 for flag in flags))
-        if agreed.trouble:
+        loss = told.loss_sum / self.plan.total_batch_size
+        if told.trouble:
             self.group.agree(self.saver.problem)
-        if not math.isfinite(agreed.loss):
+        if not math.isfinite(loss):
             raise Final(
-                f"The loss of step {step} is {agreed.loss}: the run has diverged. Lower the rates "
+                f"The loss of step {step} is {loss}: the run has diverged. Lower the rates "
                 "(matrix_lr, embedding_lr) or go back to an earlier checkpoint."
             )
-        return agreed
+        return loss
+
+    def _share_anew(self, told: Told, step_seconds: float) -> None:
+        """Take the shares that rank 0 has sent, from the next step on; it looks for others that would pay."""
+        if told.shares:
+            self.plan = dataclasses.replace(self.plan, shares=told.shares)
+            self.report.shares(told.shares, self.proposed.reason if self.proposed else "")
+            self.proposed = None
+        if self.balancer is None:
+            return
+        if told.shares:
+            self.balancer.take(told.shares)
+        elif self.proposed is None:
+            self.balancer.note(told.seconds, step_seconds)
+            change = self.balancer.propose()
+            if self.run_file.by_speed:
+                self.proposed = change
+            elif change:
+                self.balancer = None  # said once
+                self.say(f"Uneven hosts: shares=auto would pay ({change.reason}).", event="shares")
 
     def _wishes(self, step: int) -> tuple[bool, bool, bool]:
         """Stop, save, trouble: what rank 0 wants of all at the end of step `step`, counted from 1."""
@@ -277,6 +304,7 @@ class Run:
                 self.config.eval_tokens,
                 self.config.device_batch_size,
                 self.group,
+                self.plan.shares,
             )
         return self.report.evaluation(bpb, loss)
 
@@ -317,6 +345,7 @@ class Run:
             "hashes": self.data.hashes,
             "world_size": self.place.world_size,
             "shares": self.plan.shares,
+            "arrangement": self.ready.arrangement.saved(),
             "numerics": self.ready.numerics_by_rank,
             "hosts": self.hosts,
             "torch": torch.__version__,

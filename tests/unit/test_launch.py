@@ -477,6 +477,21 @@ def test_an_unfinished_run_resumes_with_its_own_knobs() -> None:
     assert (made["file"]["config"]["depth"], made["file"]["config"]["num_iterations"]) == (2, 20)
 
 
+def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
+    def shares(asked: str, before: object, hosts: list[str] = HOSTS) -> object:
+        run = stored()
+        run["run_file"] |= {"shares": before, "hosts": hosts}
+        return launch.launch_plan({}, "a", [state(**run), state()], HOSTS, "", asked)["file"]["shares"]
+
+    assert launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "auto")["file"]["shares"] == "auto"
+    assert shares("", [3, 1]) == [3, 1]
+    assert shares("", [3, 1], ["elsewhere", *HOSTS[1:]]) == []
+    assert shares("", "auto", ["elsewhere", *HOSTS[1:]]) == "auto"
+    assert shares("equal", "auto") == []
+    refused = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "0,4")
+    assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
+
+
 def test_a_finished_run_says_so_and_another_config_is_shown() -> None:
     done = state(**stored(), outcome={"outcome": "finished", "step": 20, "num_iterations": 20, "loss": 4.25})
     assert plan({}, done, state())["action"] == "none"

@@ -161,6 +161,11 @@ class Rehearsal(Run):
             "reduce_goodput": goodput,
         }
 
+    def _predicted(self) -> float | None:
+        """Seconds a step, where that was predicted before the first one."""
+        prediction = self.ready.arrangement.prediction
+        return prediction.step_seconds if prediction else None
+
     def _steps(self, name: str) -> bool:
         """Whether this rank steps the matrix: the owner, or where it has none all of them."""
         return self.sync.owner_of(name) in (None, self.place.rank)
@@ -182,7 +187,8 @@ class Rehearsal(Run):
             "device_batch_size": self.config.device_batch_size,
             "tokens": self.plan.total_batch_size,
             "shares": list(self.plan.shares),
-            "sync": self.config.sync if self.place.world_size > 1 else "",
+            "sync": self.ready.arrangement.sync if self.place.world_size > 1 else "",
+            "predicted_seconds": self._predicted(),
             "world_size": self.place.world_size,
             "hosts": self.hosts,
             "steps": len(seconds),

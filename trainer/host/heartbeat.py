@@ -78,6 +78,7 @@ class Heartbeat:
             "step_seconds": None,
             "eta_seconds": None,
             "sync_share": None,
+            "shares": None,
             "checkpoint": None,
             "cpu": None,
             "temperature": None,

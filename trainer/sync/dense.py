@@ -20,7 +20,7 @@ class Dense:
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
-        self._owners = Owners(optimizer, group.world_size)
+        self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
         self._owned = self._owners.parts[group.rank]
         parts = {owner: part for owner, part in self._owners.parts.items() if part}
         replicated = [p for name, p in model.named_parameters() if self._owners.of(name) is None]

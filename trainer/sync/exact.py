@@ -37,7 +37,7 @@ class Exact:
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
-        self._owners = Owners(optimizer, group.world_size)
+        self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
         self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         self._touched = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
         for table in self._tables:

@@ -68,6 +68,7 @@ class Group:
         self.rank = place.rank
         self.world_size = place.world_size
         self.peers = peers
+        self.owner_speeds: list[float] = []  # relative, by rank; none: all alike
         self.bytes_sent = 0
         self.waits = False  # whether the main thread is in a collective
         self.seconds_waited = 0.0

@@ -17,11 +17,11 @@ from trainer.optim import MuonAdamW
 
 
 class Owners:
-    """The owner of each Muon matrix: work is shared out by cost, the same on every rank."""
+    """The owner of each Muon matrix: work is shared out by cost and speed, the same on every rank."""
 
-    def __init__(self, optimizer: MuonAdamW, world_size: int) -> None:
+    def __init__(self, optimizer: MuonAdamW, world_size: int, speeds: Sequence[float] = ()) -> None:
         matrices = optimizer.muon_parameters()
-        owners = share_out([matrix.flops for matrix in matrices], world_size)
+        owners = share_out([matrix.flops for matrix in matrices], world_size, speeds)
         self._of = {matrix.name: owner for matrix, owner in zip(matrices, owners, strict=True)}
         self.parts: dict[int, list[nn.Parameter]] = {rank: [] for rank in range(world_size)}
         for matrix, owner in zip(matrices, owners, strict=True):
@@ -42,12 +42,16 @@ def add_rows_alone(model: nn.Module) -> None:
             module.sparse = True
 
 
-def share_out(costs: Sequence[float], world_size: int) -> list[int]:
-    """The owner of each piece of work: the dearest first, each to the rank with the least so far."""
+def share_out(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
+    """The owner of each piece of work: the dearest first, each to the rank that would be done with it first.
+
+    `speeds` are relative, by rank; without them all are equal.
+    """
     owners = [0] * len(costs)
     load = [0.0] * world_size
+    speeds = speeds or [1.0] * world_size
     for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
-        owner = min(range(world_size), key=lambda rank: (load[rank], rank))
+        owner = min(range(world_size), key=lambda rank: ((load[rank] + costs[piece]) / speeds[rank], rank))
         owners[piece] = owner
         load[owner] += costs[piece]
     return owners

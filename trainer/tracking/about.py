@@ -27,6 +27,7 @@ def facts_of(
     hashes: Mapping[str, str],
     hosts: Sequence[str],
     host_facts: Sequence[Mapping[str, str]],
+    more_tags: Mapping[str, str],
 ) -> Facts:
     """The facts of a run whose model is built; by rank, the names of its hosts and what is known of them."""
     tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()
@@ -53,6 +54,7 @@ def facts_of(
         "world_size": str(len(hosts)),
         "shares": "/".join(map(str, plan.shares)),
         **tags_of_hosts(host_facts),
+        **more_tags,
     }
     params = {name: str(value) for name, value in {**run_file.config.to_dict(), **derived}.items()}
     return Facts(run_file.run_id, run_file.config.digest(), params, tags)

@@ -46,10 +46,12 @@ def launch_plan(
     states: Sequence[State],
     hosts: Sequence[str],
     manifest_sha256: str = "",
+    shares: str = "",
 ) -> dict[str, Any]:
     """Decide what to do about the run that was asked for.
 
-    given: knobs as they came; run_id: as asked, empty for the default; states: of every host in rank order.
+    given: knobs as they came; run_id: as asked, empty for the default; states: of every host in rank order;
+    shares: as asked (auto, equal, or rows by rank), empty for those of an earlier attempt.
     Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message", "ends"}:
     `ends` are the units to be ended first, by host, because no run can come of them any more.
     """
@@ -64,7 +66,10 @@ def launch_plan(
         stored = stored_run(name, states)
         # An existing run keeps its own values for every knob that is not given anew.
         config = trainer.RunConfig.from_strings({**((stored or {}).get("config") or {}), **given})
-        run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256)
+        before = stored or {}
+        by_rank = before.get("hosts") == list(hosts) or isinstance(before.get("shares"), str)
+        rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
+        run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256, rows)
         action, message, ends = _decide(run_file, stored, states)
     except (trainer.ConfigError, RefusedError) as error:
         return {"run_id": name, "file": None, "action": "refuse", "message": str(error), "ends": {}}

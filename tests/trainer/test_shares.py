@@ -1,0 +1,280 @@
+"""Rows by speed: the split, when it changes, and that a change changes nothing but the order of addition."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+from conftest import Start, losses, train_here
+
+from trainer.agreement import Agreement, Words
+from trainer.arrange import Arrangement, Measured, compare_arrangements, decide, names_of
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.host.place import Place
+from trainer.outcome import Final
+from trainer.plan import make_plan
+from trainer.predict import Prediction, Predictor, Work, choose, payload, verdict
+from trainer.shares import (
+    REST_STEPS,
+    WINDOW_STEPS,
+    Balancer,
+    equal_shares,
+    first_table,
+    relative_speeds,
+    shares_like,
+    split_rows,
+)
+from trainer.speed import Link, Speed
+from trainer.sync.group import Group, Peer
+from trainer.sync.layout import share_out
+
+PAIR = ["tower", "laptop"]
+
+
+def test_the_split_is_the_best_there_is() -> None:
+    """Against every table there is, with fixed seconds too."""
+    draw = random.Random(3)
+    for _ in range(60):
+        ranks, rows = draw.randint(1, 3), draw.randint(3, 9)
+        seconds = [draw.uniform(0.1, 2.0) for _ in range(ranks)]
+        fixed = [draw.uniform(0.0, 3.0) for _ in range(ranks)]
+
+        def end(shares: tuple[int, ...], seconds: list[float] = seconds, fixed: list[float] = fixed) -> float:
+            return max(a + s * t for a, s, t in zip(fixed, seconds, shares, strict=True))
+
+        tables = itertools.product(range(1, rows + 1), repeat=ranks)
+        best = min(end(shares) for shares in tables if sum(shares) == rows)
+        assert end(tuple(split_rows(seconds, rows, fixed))) == pytest.approx(best)
+
+
+def test_equal_ranks_keep_equal_shares() -> None:
+    for ranks, rows in ((1, 4), (2, 5), (3, 8), (4, 4)):
+        assert split_rows([0.7] * ranks, rows) == equal_shares(rows, ranks)
+        assert first_table([0.7] * ranks, rows, PAIR * 2 if ranks == 4 else ["a"] * ranks).shares == (
+            equal_shares(rows, ranks)
+        )
+    with pytest.raises(ValueError, match="2 rows cannot be split"):
+        split_rows([1.0, 1.0, 1.0], 2)
+
+
+def test_noise_changes_no_table() -> None:
+    """Eight per cent is noise; a host at a third of the other's speed is not, and is named with its rows."""
+    assert first_table([1.0, 1.08], 16, PAIR).shares == [8, 8]
+    change = first_table([0.21, 0.47], 16, PAIR)
+    assert change.shares == [11, 5]
+    assert change.reason.startswith("tower 11 rows, laptop 5 rows: 62% of the time of equal shares")
+    assert relative_speeds([1.0, 1.09, 1.0]) == [1.0, 1.0, 1.0]
+    assert relative_speeds([1.0, 2.98]) == [1.0, 0.35]
+
+
+def test_other_rows_in_the_same_proportions() -> None:
+    assert shares_like([3, 2], 7) == equal_shares(7, 2)
+    assert shares_like([12, 4], 10) == [8, 2]
+    assert shares_like([6, 1, 1], 3) == [2, 1, 0]
+    for rows in range(1, 40):
+        assert sum(shares_like([5, 1, 2], rows)) == rows
+
+
+def steps(balancer: Balancer, count: int, seconds_per_row: list[float], rest: float = 0.2) -> None:
+    for _ in range(count):
+        seconds = [each * rows for each, rows in zip(seconds_per_row, balancer.shares, strict=True)]
+        balancer.note(seconds, max(seconds) + rest)
+
+
+def test_a_host_that_slows_down_gives_rows_away() -> None:
+    balancer = Balancer([8, 8], PAIR)
+    steps(balancer, REST_STEPS - 1, [0.1, 0.3])
+    assert balancer.propose() is None, "too early"
+    steps(balancer, 1, [0.1, 0.3])
+    change = balancer.propose()
+    assert change is not None
+    assert change.shares == [12, 4]
+    assert "tower 12 rows, laptop 4 rows, before 8/8" in change.reason
+    balancer.take(change.shares)
+    steps(balancer, 3 * REST_STEPS, [0.1, 0.3])
+    assert balancer.propose() is None, "it fits"
+    steps(balancer, WINDOW_STEPS, [0.1, 0.1])
+    change = balancer.propose()
+    assert change is not None, "the laptop is itself again"
+    assert change.shares == [8, 8]
+
+
+def test_what_does_not_pay_is_left_alone() -> None:
+    """A slow moment, a small difference, and a large one that is a small part of the step."""
+    balancer = Balancer([8, 8], PAIR)
+    steps(balancer, 20, [0.1, 0.1])
+    steps(balancer, 4, [0.1, 2.0])
+    assert balancer.propose() is None
+    balancer = Balancer([8, 8], PAIR)
+    steps(balancer, 40, [0.1, 0.11])
+    assert balancer.propose() is None
+    balancer = Balancer([8, 8], PAIR)
+    steps(balancer, 40, [0.1, 0.2], rest=20.0)
+    assert balancer.propose() is None
+
+
+def test_owners_by_speed() -> None:
+    assert share_out([1.0] * 6, 2, [1.0, 0.5]).count(0) == 4
+    costs = [3.0, 1.0, 2.0, 2.0]
+    assert share_out(costs, 2, [1.0, 1.0]) == share_out(costs, 2)
+
+
+def work(tables: int = 80_000_000) -> Work:
+    return Work(
+        tables=tables,
+        table_width=2560,
+        matrices=25_000_000,
+        others=17_000_000,
+        matrix_flops=(4.0,) * 32 + (12.0,) * 16,
+        micro_batch=2,
+        touched=lambda rows: min(32_768, 600 * rows),
+    )
+
+
+def predictor(*speeds: Speed, goodput: float = 1.1e8) -> Predictor:
+    return Predictor(speeds, Link(goodput, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
+
+
+def test_what_is_sent_by_mode() -> None:
+    """At depth 8, two ranks and 2,048 tokens each, as the specification counts it."""
+    sent = {mode: payload(mode, work(), 4, 2) / 1e6 for mode in ("dense", "exact", "fast")}
+    assert sent["dense"] == pytest.approx(488, rel=0.01)
+    assert sent["exact"] == pytest.approx(192, rel=0.01)
+    assert sent["fast"] == pytest.approx(sent["exact"] / 2)
+    assert payload("exact", work(), 4, 8) == pytest.approx(payload("exact", work(), 4, 2) * 14 / 8)
+
+
+def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
+    even = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4))
+    assert choose(even, 16, ["dense", "exact"]) == "exact"
+    assert choose(even, 4, ["dense", "exact", "fast"]) == "fast"
+    near = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), goodput=1e12)
+    assert choose(near, 4, ["dense", "exact"]) == "dense", "no difference to speak of"
+    assert even.step("exact", 16) < even.alone(16)[0] / 1.5
+    assert verdict(even, 16, 1024, "exact") == ""
+
+
+def test_a_second_host_that_does_not_pay_is_told() -> None:
+    slow_link = predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), goodput=1.2e7)
+    said = verdict(slow_link, 4, 1024, "dense")
+    assert "at 4,096 tokens a step: host-1 alone would take 1.2 s a step" in said
+    from_rows = slow_link.pays_from("dense", 4)
+    if from_rows is None:
+        assert "would not at 64 times as many tokens" in said
+    else:
+        assert f"total_batch_size {from_rows * 1024} on" in said
+        assert slow_link.step("dense", from_rows) < slow_link.alone(from_rows)[0]
+
+
+def config(**knobs: object) -> RunConfig:
+    return RunConfig.from_strings({"depth": 2, "sequence_len": 1024, "total_batch_size": 16384, **knobs})
+
+
+def test_rank_0_decides_and_says_why() -> None:
+    knobs = config(sync="auto")
+    measured = [
+        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
+        Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
+    ]
+    arrangement, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True)
+    assert arrangement.shares == (12, 4)
+    assert arrangement.owner_speeds == (1.0, 0.35)
+    assert arrangement.sync == "exact"
+    assert arrangement.prediction is not None
+    assert arrangement.prediction.sync == "exact"
+    assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
+    assert any("tower 12 rows, laptop 4 rows" in line for line in said)
+    assert any("tower alone" in line and "dense" in line for line in said)
+    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False)
+    assert equal.shares == (8, 8)
+
+
+def test_a_gpu_that_is_faster_alone_is_said_to_be() -> None:
+    measured = [
+        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.002, 0.01, 0.001)),
+        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
+    ]
+    knobs = config(sync="auto")
+    plan = make_plan(knobs, 300, 2)
+    with pytest.raises(Final, match=r"The GPU of tower would take 0.043 s a step alone, all 2 ranks") as end:
+        decide(measured, PAIR, plan, work(), knobs, by_speed=True)
+    assert "Train on tower alone" in str(end.value)
+    _, said = decide(measured, PAIR, plan, work(), config(sync="exact"), by_speed=True)
+    assert any(line.startswith("warning: The GPU of tower") for line in said)
+
+
+def test_tables_that_differ_are_told() -> None:
+    peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
+    compare_arrangements(peers, ["ab", "ab"])
+    with pytest.raises(Final, match=r"rank 0 has ab, rank 1 \(laptop\) has cd"):
+        compare_arrangements(peers, ["ab", "cd"])
+    assert names_of([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
+    agreement = Agreement(Group(Place(), []), 4)
+    told = agreement.finish(agreement.start(Words(2.0, 0.5, 4, shares=(4,))))
+    assert (told.loss_sum, told.seconds, told.shares, told.stop) == (2.0, [0.5], [4], False)
+    with pytest.raises(Final, match="took 3 rows of a step of 4"):
+        agreement.finish(agreement.start(Words(2.0, 0.5, 3)))
+
+
+def test_shares_as_text(tmp_path: Path) -> None:
+    assert parse_shares("auto") == "auto"
+    assert parse_shares("equal") == parse_shares("") == parse_shares([]) == ()
+    assert parse_shares("3,2") == (3, 2)
+    with pytest.raises(ConfigError, match="it takes equal, auto, or rows by rank"):
+        parse_shares("some")
+    run_file = RunFile("run", RunConfig(), shares="auto")
+    path = tmp_path / "run.json"
+    path.write_text(json.dumps(run_file.to_dict()))
+    assert RunFile.load(path) == run_file
+    assert (run_file.by_speed, run_file.fixed_shares) == (True, ())
+    with pytest.raises(ConfigError, match="sync_allow is 'dense': it takes fast"):
+        RunConfig(sync_allow="dense")
+
+
+def test_a_prediction_is_held_against_the_outcome() -> None:
+    prediction = Prediction("exact", 5.213, 8.0, "tower")
+    assert prediction.against(5.44) == "Predicted 5.21 s a step, measured 5.44."
+    assert Prediction.load(prediction.saved()) == prediction
+    assert Prediction.load(None) is None
+
+
+def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Path, tmp_path: Path) -> None:
+    """A rank is slow on purpose: it gives rows away, the run is killed, goes on with the shares it had.
+
+    All in float64: every loss is that of one rank alone; digests are compared after every step.
+    """
+    knobs = {"dtype": "float64", "num_iterations": 16, "total_batch_size": 192, "save_every": 2}
+    knobs["sync"] = "auto"
+    slow = start(2, name="pair", faults=["slow 1 0", "slow 1 0.6"], shares="auto", **knobs)
+    slow[0].reach_step(12, seconds=400)
+    for rank in slow:
+        rank.process.kill()
+    said = [rank.wait()[1] for rank in slow]
+    assert "rows of a step: host-1" in said[0]
+    assert "predicted, s a step (tok/s)" in said[0]
+    tables = [
+        [int(line["rows.0"]), int(line["rows.1"])]
+        for line in map(json.loads, (slow[0].run_dir / "metrics.jsonl").read_text().splitlines())
+        if "rows.0" in line
+    ]
+    assert all(sum(table) == 6 for table in tables)
+    assert tables[-1][0] > tables[-1][1], said[0]
+
+    again = start(2, name="pair", shares="auto", **knobs)
+    for rank in again:
+        code, text = rank.wait(400)
+        assert code == 0, text
+    train_here(data_dir, tmp_path / "alone", **knobs | {"sync": "dense", "save_every": 0})
+    assert losses(again[0].run_dir) == pytest.approx(losses(tmp_path / "alone"), rel=1e-10)
+    meta = json.loads((again[0].run_dir / "checkpoints/step_000016/meta.json").read_text())
+    assert meta["shares"] in tables
+    assert meta["shares"] != [3, 3]
+    assert meta["arrangement"]["sync"] in ("dense", "exact")
+    reason = again[0].outcome()["reason"]
+    assert "Predicted " in reason
+    assert " s a step, measured " in reason
+    facts = json.loads((again[0].run_dir / "facts.json").read_text())
+    assert facts["tags"]["predicted.sync"] == meta["arrangement"]["sync"]

@@ -1,0 +1,228 @@
+"""Who does what in this attempt: rows by rank, owners' speeds, sync mode. Rank 0 decides it for all.
+
+    measured = measure_all(model, optimizer, group, ...)       # by rank, on every rank
+    arrangement, said = decide(measured, group.peers, plan, work, config, by_speed)
+    arrangement = hand_out(group, arrangement)                 # rank 0's, on every rank
+
+Nothing is measured unless something is left to be decided: shares or sync are auto, and the checkpoint is not
+one of the same hosts, whose arrangement stays so that the run goes on bitwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
+from trainer.data.dataset import Dataset
+from trainer.data.loader import batch_rows
+from trainer.host.numerics import Numerics
+from trainer.model import GPT
+from trainer.optim import MuonAdamW, build_optimizer
+from trainer.outcome import Final
+from trainer.plan import Plan
+from trainer.predict import Prediction, Predictor, Work, choose, table, verdict
+from trainer.shares import first_table, relative_speeds
+from trainer.speed import Link, Speed, measure_link, measure_speed
+from trainer.sync.group import Group, Peer
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """What rank 0 has decided; the same on every rank."""
+
+    sync: str
+    shares: tuple[int, ...]
+    owner_speeds: tuple[float, ...] = ()
+    prediction: Prediction | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """Plain JSON for checkpoints and the other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> Arrangement:
+        return cls(
+            str(saved["sync"]),
+            tuple(saved["shares"]),
+            tuple(saved.get("owner_speeds", ())),
+            Prediction.load(saved.get("prediction")),
+        )
+
+    def tags(self) -> dict[str, str]:
+        """For the tracker."""
+        tags = {"arrangement.sync": self.sync}
+        if self.owner_speeds:
+            tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
+        if self.prediction:
+            tags |= {f"predicted.{name}": str(value) for name, value in self.prediction.saved().items()}
+        return tags
+
+    def digest(self) -> str:
+        return hashlib.sha256(canonical_json(self.saved())).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rank's own speed, that of the link, and that of a GPU which the run cannot use as others lack one."""
+
+    speed: Speed
+    link: Link | None
+    gpu: Speed | None = None
+
+
+def measure_all(
+    group: Group, model: GPT, optimizer: MuonAdamW, numerics: Numerics, gpu: Numerics | None, batch_size: int
+) -> list[Measured]:
+    """Every rank's figures, on every rank. All measure at once: ranks that share a host do so in the run."""
+    link = measure_link(group, numerics.device)
+    speed = measure_speed(model, optimizer, batch_size)
+    mine = asdict(Measured(speed, link, _speed_on(gpu, model, batch_size) if gpu else None))
+    gathered = map(json.loads, group.gather_bytes(json.dumps(mine).encode()))
+    return [
+        Measured(
+            Speed(**one["speed"]),
+            Link(**one["link"]) if one["link"] else None,
+            Speed(**one["gpu"]) if one["gpu"] else None,
+        )
+        for one in gathered
+    ]
+
+
+def _speed_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed:
+    """What this host's GPU would do alone; its memory is free again afterwards."""
+    torch.cuda.set_device(gpu.device)
+    there = GPT(model.config).to(gpu.device, gpu.dtype)
+    rates = dict.fromkeys(("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "weight_decay"), 0.1)
+    optimizer = build_optimizer(there, **rates)
+    there.compute_dtype = optimizer.compute_dtype = gpu.compute_dtype
+    speed = measure_speed(there, optimizer, batch_size)
+    del there, optimizer
+    gc.collect()
+    torch.cuda.empty_cache()
+    return speed
+
+
+def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> Work:
+    """What a step has to do and to send."""
+    counts = model.param_counts()
+    tables = counts["wte"] + counts["value_embeds"]
+
+    @functools.cache
+    def touched(rows: int) -> int:
+        """Unique input tokens of the first `rows` rows in the run's order."""
+        rows = min(rows, len(data.train))
+        return len(np.unique(data.train[batch_rows(config.seed, 0, rows, len(data.train))][:, :-1]))
+
+    return Work(
+        tables=tables,
+        table_width=tables // plan.model.padded_vocab_size,
+        matrices=counts["transformer_matrices"],
+        others=counts["lm_head"] + counts["scalars"],
+        matrix_flops=tuple(float(matrix.flops) for matrix in optimizer.muon_parameters()),
+        micro_batch=config.device_batch_size,
+        touched=touched,
+        value_bytes=next(model.parameters()).element_size(),
+    )
+
+
+def names_of(peers: Sequence[Peer]) -> list[str]:
+    """The hosts' names; with the rank where a host has several."""
+    times = Counter(peer.host for peer in peers)
+    return [peer.host if times[peer.host] == 1 else f"{peer.host}/{peer.rank}" for peer in peers]
+
+
+def decide(
+    measured: Sequence[Measured],
+    names: Sequence[str],
+    plan: Plan,
+    work: Work,
+    config: RunConfig,
+    by_speed: bool,
+) -> tuple[Arrangement, list[str]]:
+    """The arrangement, and what to say about it. Pure. `by_speed`: the rows may be split by speed.
+
+    Raises Final where sync is auto and the GPU of one host would by itself be faster than all hosts together.
+    """
+    rows, length = plan.rows_per_step, plan.model.sequence_len
+    speeds = [one.speed for one in measured]
+    predictor = Predictor(speeds, _slowest_link(measured), work, names, by_speed)
+    said = []
+    shares = plan.shares
+    if by_speed:
+        change = first_table([speed.row for speed in speeds], rows, names)
+        shares = change.shares
+        said.append(f"rows of a step: {change.reason}")
+    modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
+    mode = config.sync
+    if mode == "auto":
+        mode = choose(predictor, rows, modes)
+        others = ", ".join(other for other in modes if other != mode)
+        said.append(f"sync is {mode}, the fastest by prediction (not {others})")
+    step = predictor.step(mode, rows, shares)
+    alone, rank = predictor.alone(rows)
+    said.append(table(predictor, rows, length, SYNC_MODES))
+    said.append(verdict(predictor, rows, length, mode))
+    refusal = _gpu_alone(measured, names, rows, step)
+    if refusal:
+        if config.sync == "auto":
+            raise Final(refusal)
+        said.append(f"warning: {refusal}")
+    prediction = Prediction(mode, round(step, 4), round(alone, 4), names[rank])
+    owners = relative_speeds([speed.muon for speed in speeds])
+    return Arrangement(mode, tuple(shares), tuple(owners), prediction), [line for line in said if line]
+
+
+def _slowest_link(measured: Sequence[Measured]) -> Link | None:
+    links = [one.link for one in measured if one.link]
+    if not links:
+        return None
+    return Link(min(link.goodput for link in links), max(link.latency for link in links))
+
+
+def _gpu_alone(measured: Sequence[Measured], names: Sequence[str], rows: int, step: float) -> str:
+    """Why one host's GPU should train by itself; empty where it should not, or where there is none."""
+    alone = [(one.gpu.solo(rows), names[rank]) for rank, one in enumerate(measured) if one.gpu]
+    if not alone or min(alone)[0] >= step:
+        return ""
+    seconds, name = min(alone)
+    return (
+        f"The GPU of {name} would take {seconds:.3g} s a step alone, all {len(names)} ranks on their CPUs "
+        f"{step:.3g} s. Train on {name} alone, or give sync another value than auto to train on all of them."
+    )
+
+
+def hand_out(group: Group, arrangement: Arrangement | None) -> Arrangement:
+    """Rank 0's arrangement on every rank."""
+    mine = json.dumps(arrangement.saved()).encode() if arrangement is not None and group.rank == 0 else b""
+    return Arrangement.load(json.loads(group.gather_bytes(mine)[0]))
+
+
+def again(arrangement: Arrangement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Arrangement:
+    """As a checkpoint of the same hosts had it; shares given by hand and a named sync mode stay theirs."""
+    before = meta.get("arrangement") or {}
+    return replace(
+        arrangement,
+        shares=tuple(meta["shares"]) if by_speed else arrangement.shares,
+        sync=before.get("sync", arrangement.sync) if auto else arrangement.sync,
+        owner_speeds=tuple(before.get("owner_speeds", ())),
+        prediction=Prediction.load(before.get("prediction")),
+    )
+
+
+def compare_arrangements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
+    """Raise Final, naming the ranks, if they are about to train by unlike tables."""
+    odd = [
+        f"{peer} has {digest}" for peer, digest in zip(peers, digests, strict=True) if digest != digests[0]
+    ]
+    if odd:
+        raise Final(f"The tables of shares and owners differ: rank 0 has {digests[0]}, {', '.join(odd)}.")

@@ -1,0 +1,43 @@
+"""`python -m trainer plan`: what a step would take, alone and in every sync mode. Nothing is trained or kept.
+
+python -m trainer plan --data-dir data --depth 8
+torchrun ... -m trainer plan --data-dir data --depth 8 --shares auto        # on every host, as for train
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+from trainer.begin import Beginning
+from trainer.config import RunFile
+from trainer.host.heartbeat import Heartbeat
+from trainer.host.place import Place
+from trainer.host.voice import Voice
+from trainer.host.watchdog import Watchdog
+from trainer.outcome import Attempt, RunEnd
+from trainer.plan import describe
+
+
+def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:
+    """Meet, measure, say the table, part; returns the exit code."""
+    with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
+        run_dir = Path(folder)
+        heartbeat = Heartbeat(run_dir, place, run_file.run_id)
+        watchdog = Watchdog(heartbeat, place, run_dir, Attempt(run_dir, place), say)
+        way = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say)
+        way.measures = True
+        watchdog.start()
+        try:
+            ready = way.ready()
+            if place.coordinates:
+                say(describe(ready.plan, run_file.config, ready.model, ready.data.info.train_rows))
+            ready.group.close()
+        except RunEnd as end:
+            print(end, file=sys.stderr)
+            return 1
+        finally:
+            watchdog.stop()
+            heartbeat.stop()
+    return 0
