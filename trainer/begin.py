@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trainer import arrange, checkpoint, contract
 from trainer.arrange import Arrangement
@@ -28,10 +29,12 @@ from trainer.host.voice import Voice
 from trainer.host.watchdog import Watchdog
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
+from trainer.own import find_own
 from trainer.plan import Plan, make_plan
 from trainer.report import Progress
 from trainer.sync import Sync, make_sync
 from trainer.sync.group import Group
+from trainer.sync.local import Outer
 from trainer.sync.store import join_store, prefix_of
 
 
@@ -66,7 +69,7 @@ class Beginning:
         say: Voice,
     ) -> None:
         self.run_file, self.config = run_file, run_file.config
-        self.data_dir, self.checkpoints = data_dir, run_dir / "checkpoints"
+        self.data_dir, self.run_dir, self.checkpoints = data_dir, run_dir, run_dir / "checkpoints"
         self.place, self.heartbeat, self.watchdog, self.say = place, heartbeat, watchdog, say
         self.measures = False  # whether speeds are measured though nothing depends on them
 
@@ -201,13 +204,13 @@ class Beginning:
     def _make_sync(self) -> None:
         """The way the gradients travel."""
         self.group.owner_speeds = list(self.arrangement.owner_speeds)
-        self.sync = make_sync(self.arrangement.sync, self.group, self.model, self.optimizer)
+        outer = Outer.of(self.config)
+        self.sync = make_sync(self.arrangement.sync, self.group, self.model, self.optimizer, outer)
 
     def _take_up(self, state: State) -> Progress:
         """Begin, or go on, with a state."""
         self.model.load_state_dict(state.model)
-        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
-        self.optimizer.load_state_dict(mine)
+        self._take_up_optimizer(state)
         progress = Progress.from_meta(state.meta)
         if state.step:
             self.say(
@@ -218,6 +221,24 @@ class Beginning:
             if self.place.coordinates:
                 progress.checkpoint = f"checkpoints/step_{state.step:06d}"
         return progress
+
+    def _take_up_optimizer(self, state: State) -> None:
+        """The optimizer's state, and the sync mode's: what this host keeps for its rank, else rank 0's."""
+        common = checkpoint.take_common(state.optim)
+        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
+        own: dict[str, Tensor] = {}
+        if "own_sha256" in state.meta:
+            found = find_own(self.run_dir, state.meta, self.place.rank)
+            if found:
+                own, optim = found
+                mine = optim or mine  # rank 0's is in the checkpoint itself
+            else:
+                self.say(
+                    f"This host has no state of rank {self.place.rank} from step {state.step}: the rank goes "
+                    "on from the run's parameters, with rank 0's optimizer state."
+                )
+        self.optimizer.load_state_dict(mine)
+        self.sync.load(state.step, common, own)
 
     def _newest_or_fresh(self) -> State:
         """The state to begin with. Raises ConfigError or DataError where the run's is another one."""

@@ -38,6 +38,7 @@ from trainer.sync.group import Group
 SCHEMA = 1
 MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
+COMMON = "outer_"  # before the names of a state that is the sync mode's, in optim.pt
 
 
 ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
@@ -156,7 +157,7 @@ def newest(folder: Path, say: Callable[[str], None]) -> State | None:
 def load(path: Path) -> State:
     """Read and verify a checkpoint. Raises DamagedCheckpointError naming the file that is not right."""
     meta = read_meta(path)
-    tensors = {name: _read_tensors(path / name) for name in ("model.pt", "optim.pt")}
+    tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
     return State(meta, tensors["model.pt"], tensors["optim.pt"])
 
 
@@ -190,7 +191,7 @@ def read_meta(path: Path, files: Sequence[str] = FILES) -> dict[str, Any]:
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer of a checkpoint, ready to be sampled from."""
     meta = read_meta(path, MODEL_FILES)
-    weights = _read_tensors(path / "model.pt")
+    weights = read_tensors(path / "model.pt")
     model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
     try:
         model.load_state_dict(weights)
@@ -237,7 +238,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
         os.fsync(file.fileno())
 
 
-def _read_tensors(path: Path) -> Any:
+def read_tensors(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -263,7 +264,18 @@ def gather_optimizer(group: Group, sync: Sync, optimizer: MuonAdamW) -> dict[str
         for path, tensor in group.bring_to_coordinator(mine if group.rank == owner else {}, owner).items():
             name, _, key = path.rpartition("/")
             gathered.setdefault(name, {})[key] = tensor
+    for name, tensors in sync.common_state().items():
+        gathered.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
     return gathered
+
+
+def take_common(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
+    """Take out of a saved optimizer state what belongs to the sync mode."""
+    common: dict[str, ParameterState] = {}
+    for name, tensors in optim.items():
+        for key in [key for key in tensors if key.startswith(COMMON)]:
+            common.setdefault(name, {})[key.removeprefix(COMMON)] = tensors.pop(key)
+    return common
 
 
 def give_to_all(group: Group, state: State | None) -> State:

@@ -22,7 +22,8 @@ RUN_FILE_SCHEMA = 1
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
-SYNC_MODES = ("dense", "exact", "fast")
+SYNC_MODES = ("dense", "exact", "fast", "local")
+LOCAL_BITS = (4, 8, 32)
 EXACT_MODES = ("dense", "exact")  # the same sums, in the run's own number format
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
@@ -80,9 +81,19 @@ class RunConfig:
     sync: str = knob(
         "dense",
         f"how gradients travel: {' or '.join(SYNC_MODES)}; auto: of {' and '.join(EXACT_MODES)}, which "
-        "compute the same, what is predicted to be faster",
+        "compute the same, what is predicted to be faster (local: each rank steps on its own share of "
+        "total_batch_size, rates are scaled for that, and ranks meet every local_steps)",
     )
     sync_allow: str = knob("", "modes that compute otherwise which sync=auto may take as well, such as fast")
+    local_steps: int = knob(
+        30, "with sync local, steps that a rank makes by itself between two meetings of the same parameters"
+    )
+    local_lr: float = knob(0.7, "with sync local, rate of the outer step along the ranks' mean")
+    local_momentum: float = knob(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
+    local_bits: int = knob(8, "with sync local, bits of a number on the wire: 8, 4, or 32 for no rounding")
+    local_delay: int = knob(
+        1, "with sync local, steps that hide a meeting's journey over the network, below local_steps"
+    )
     tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
     digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
 
@@ -107,6 +118,16 @@ class RunConfig:
             ("tracker", TRACKERS),
         ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
+        self._require("local_steps", self.local_steps >= 1, "must be at least 1")
+        self._require("local_lr", self.local_lr > 0, "must be above 0")
+        self._require("local_momentum", 0 <= self.local_momentum < 1, "must be at least 0 and below 1")
+        self._require("local_bits", self.local_bits in LOCAL_BITS, "must be 4, 8 or 32")
+        if self.sync == "local":
+            self._require(
+                "local_delay",
+                0 <= self.local_delay < self.local_steps,
+                f"must be at least 0 and below local_steps, {self.local_steps} here",
+            )
         if self.num_iterations and self.target_flops:
             raise ConfigError(
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "

@@ -34,6 +34,7 @@ from trainer.host.place import Place
 from trainer.host.voice import Voice
 from trainer.host.watchdog import Watchdog
 from trainer.outcome import Attempt, Final, Retryable, RunEnd, Stopped, conclude
+from trainer.own import keep_own
 from trainer.plan import describe
 from trainer.report import Report
 from trainer.sample import stream_text
@@ -156,7 +157,7 @@ class Run:
 
             self.heartbeat.enter("sync")
             agreeing = self.agreement.start(self._words(loss_sum, computed, step + 1))
-            self.sync.reduce_gradients(self.plan.total_batch_size)
+            self.sync.reduce_gradients(self.plan.total_batch_size, idx_BT.numel())
 
             self.heartbeat.enter("optimizer")
             rate, lr = self._set_rates(step)
@@ -166,10 +167,14 @@ class Run:
 
             self.heartbeat.enter("sync")
             self.sync.hand_out()
+            ends = step + 1 == last
+            if ends:
+                self.sync.finish()
             told = self.agreement.finish(agreeing)
             loss = self._mean_loss(told, step + 1)
             if _due(step + 1, config.digest_every):
-                compare_parameters(self.group, self.model, step + 1)
+                with self.sync.agreed():
+                    compare_parameters(self.group, self.model, step + 1)
 
             seconds = time.monotonic() - started
             report.step(loss, rate, lr, seconds, self.group.bytes_sent - sent)
@@ -178,14 +183,16 @@ class Run:
             if report.measured:
                 self._set_pace()
 
-            ends = step + 1 == last
-            best = False
-            if ends or (_due(step + 1, config.eval_every) and not told.stop):
-                best = self._evaluate() and self._saves_on_the_way
-            if self.place.coordinates and (ends or _due(step + 1, config.sample_every)):
-                self._write_sample()
-            if ends or best or told.save or told.stop:
-                self._save(last=ends or told.stop)
+            evaluates = ends or (_due(step + 1, config.eval_every) and not told.stop)
+            samples = ends or _due(step + 1, config.sample_every)
+            saves = ends or told.save or told.stop
+            if evaluates or samples or saves:
+                with self.sync.agreed():
+                    best = evaluates and self._evaluate() and self._saves_on_the_way
+                    if samples and self.place.coordinates:
+                        self._write_sample()
+                    if saves or best:
+                        self._save(last=ends or told.stop)
             if told.stop and not ends:
                 return True
         return False
@@ -312,13 +319,31 @@ class Run:
         """Gather what is shared out; rank 0 writes it, in the background unless it is the `last` one."""
         with self._unhurried("checkpoint"):
             optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
+            own = self._keep_own()
             if self.place.coordinates:
-                state = checkpoint.State(self._meta(), dict(self.model.state_dict()), optim)
+                state = checkpoint.State(self._meta() | own, dict(self.model.state_dict()), optim)
                 self.saver.save(state, last)
                 self._saved_at = time.monotonic()
             if last:
                 self.group.agree(self.saver.problem)
         self._note_checkpoint()
+
+    def _keep_own(self) -> dict[str, Any]:
+        """Where ranks differ, each keeps what it has on its own host; the hashes go into meta.json."""
+        own = self.sync.own_state()
+        if not own:
+            return {}
+        step, rank, sha256 = self.report.progress.step, self.place.rank, ""
+        optim = {} if self.place.coordinates else self.optimizer.state_dict()
+        try:
+            sha256 = keep_own(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
+        except OSError as error:
+            self.say(
+                f"warning: rank {rank}'s own state cannot be kept ({error.strerror}): going on from here, it "
+                "would take the coordinator's.",
+                level="warning",
+            )
+        return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
     def _note_checkpoint(self) -> None:
         """Outcome and heartbeat name the newest checkpoint that is whole on the disk."""

@@ -9,12 +9,16 @@ from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OLD_CPU, RATES, Start, free_port, losses, train_here
+from conftest import OLD_CPU, RATES, TINY, Start, free_port, losses, train_here
 
+from trainer.config import RunConfig
 from trainer.contract import Record, compare, explain, meet
+from trainer.data.dataset import Dataset
+from trainer.data.loader import batch_rows
 from trainer.host.place import Place
 from trainer.model import GPT, GPTConfig
 from trainer.optim import build_optimizer
@@ -23,6 +27,7 @@ from trainer.sync import make_sync
 from trainer.sync.digest import compare_parameters
 from trainer.sync.group import Group, Peer, PeerLost, broadcast_sends
 from trainer.sync.layout import share_out
+from trainer.sync.payload import predicted_bytes
 from trainer.sync.store import join_store
 
 
@@ -40,6 +45,7 @@ def test_float64_curve_is_that_of_one_rank(sync: str, start: Start, data_dir: Pa
             code, said = rank.wait()
             assert code == 0, said
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-10)
+        check_predicted(sync, ranks[0].run_dir, data_dir, len(ranks), size=8)
         bpb = json.loads((tmp_path / "alone" / "outcome.json").read_text())["val_bpb"]
         assert ranks[0].outcome()["val_bpb"] == pytest.approx(bpb, rel=1e-9)
 
@@ -82,11 +88,27 @@ def test_fast_ranks_stay_bitwise_equal_and_near_the_curve(
             code, said = rank.wait()
             assert code == 0, said
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-2)
+        check_predicted("fast", ranks[0].run_dir, data_dir, len(ranks))
         assert losses(ranks[0].run_dir) != pytest.approx(alone, rel=1e-7)
     step = json.loads((pair[0].run_dir / "metrics.jsonl").read_text().splitlines()[1])
     model = GPT(GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16))
     gradient_bytes = 4 * model.param_counts()["total"]
     assert step["bytes_sent"] < 0.65 * gradient_bytes
+
+
+def check_predicted(mode: str, run_dir: Path, data_dir: Path, world_size: int, size: int = 4) -> None:
+    """Each step of a run, of numbers of `size` bytes, sent what was predicted, and the words beside it."""
+    data = Dataset.open(data_dir, TINY["sequence_len"])
+    model = GPTConfig.from_depth(2, data.info.vocab_size, 32, aspect_ratio=16, head_dim=16)
+    with torch.device("meta"):
+        words = 8 * len(list(GPT(model).parameters())) * (world_size - 1)  # digests
+    words += round(2 * (world_size - 1) / world_size * 4 * 8)  # the loss, and what rank 0 wishes
+    for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
+        if "loss" in line:
+            rows = batch_rows(RunConfig().seed, line["step"] - 1, 5, len(data.train))
+            touched = len(np.unique(data.train[rows][:, :-1]))
+            predicted = predicted_bytes(mode, model, world_size, 0, touched)
+            assert line["bytes_sent"] - words == pytest.approx(predicted * size / 4, abs=16)
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "fast"])

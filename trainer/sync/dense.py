@@ -11,11 +11,12 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from trainer.optim import MuonAdamW
+from trainer.sync import Sync
 from trainer.sync.group import Group
 from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
 
 
-class Dense:
+class Dense(Sync):
     """All gradients after backward, all weights after the step."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
@@ -37,7 +38,7 @@ class Dense:
     def last_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def reduce_gradients(self, tokens: int) -> None:
+    def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         works = [self._group.start_sum(self._replicated_gradients)]
         works += [self._group.start_collect(part, owner) for owner, part in self._owned_gradients.items()]
         self._group.wait(works)  # started together, so that the wire is busy in both directions

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.optim import MuonAdamW
+from trainer.sync import Sync
 from trainer.sync.group import Group, Pending
 from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
 
@@ -32,7 +33,7 @@ class Bucket:
     pending: list[Pending] = field(default_factory=list)
 
 
-class Exact:
+class Exact(Sync):
     """Rows of embeddings, and buckets that leave in one order on all ranks."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
@@ -107,7 +108,7 @@ class Exact:
         self._next += 1
         bucket.pending = [self._send(bucket)]
 
-    def reduce_gradients(self, tokens: int) -> None:
+    def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         self._tokens = tokens
         self._small_pending = [self._group.start_sum(self._small)]
         self._rows = self._pack_rows()

@@ -1,0 +1,276 @@
+"""The local mode: what ranks that train by themselves have in common, and what that costs on the wire."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RATES, Start
+from torch import Tensor
+
+from trainer.config import ConfigError, RunConfig
+from trainer.host.place import Place
+from trainer.model import GPT, GPTConfig
+from trainer.optim import MuonAdamW, build_optimizer
+from trainer.own import find_own, keep_own
+from trainer.plan import make_plan
+from trainer.sync.group import Group, Pending
+from trainer.sync.local import Local, Outer
+from trainer.sync.payload import predicted_bytes
+from trainer.sync.quantise import BLOCK, Quantiser
+
+CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
+D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)
+# Different tokens in 62 steps of 4,096: of text like the demo's, 245,760 tokens have 16,600.
+WINDOW_ROWS = 17000
+
+
+class Room:
+    """Where threads that stand for ranks exchange tensors."""
+
+    def __init__(self, world_size: int) -> None:
+        self.tensors: dict[tuple[int, int], Tensor] = {}
+        self.barrier = threading.Barrier(world_size, timeout=300)
+
+
+class RankThread(Group):
+    """A rank in a thread of its own."""
+
+    def __init__(self, rank: int, world_size: int, room: Room) -> None:
+        super().__init__(Place(rank=rank, world_size=world_size), [])
+        self.room, self.count = room, 0
+
+    def start_gather_all(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        number, table = self.count, tensor.new_empty(self.world_size, len(tensor))
+        self.count += 1
+        self.room.tensors[number, self.rank] = tensor.clone()
+
+        def arrive() -> None:
+            self.room.barrier.wait()
+            for rank in range(self.world_size):
+                table[rank] = self.room.tensors[number, rank]
+
+        return table, arrive
+
+
+class Rank:
+    """A model, its optimizer and its sync."""
+
+    def __init__(self, rank: int, world_size: int, room: Room, outer: Outer, dtype: torch.dtype) -> None:
+        self.rank = rank
+        self.model = fresh_model(dtype)
+        self.optimizer = build_optimizer(self.model, **RATES)
+        self.sync = Local(RankThread(rank, world_size, room), self.model, self.optimizer, outer)
+
+    def step(self, batches: Sequence[Tensor]) -> None:
+        self.sync.begin_step(torch.cat([idx[:, :-1].flatten() for idx in batches]).unique())
+        idx = batches[self.rank]
+        with self.sync.last_backward():
+            self.model(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
+        self.sync.reduce_gradients(sum(batch[:, 1:].numel() for batch in batches), idx[:, 1:].numel())
+        self.sync.step()
+        self.sync.hand_out()
+
+    def in_common(self) -> list[Tensor]:
+        with self.sync.agreed():
+            return [p.detach().clone() for p in self.model.parameters()]
+
+
+def fresh_model(dtype: torch.dtype) -> GPT:
+    torch.manual_seed(1)
+    model = GPT(CONFIG).to(dtype)
+    model.init_weights()
+    return model
+
+
+def batches_of(step: int, rows: Sequence[int]) -> list[Tensor]:
+    """A batch for each rank, of so many rows."""
+    draw = torch.Generator().manual_seed(step)
+    return [torch.randint(300, (n, 33), generator=draw) for n in rows]
+
+
+def together(ranks: Sequence[Rank], work: Callable[[Rank], list[Tensor]]) -> list[list[Tensor]]:
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return list(pool.map(work, ranks))
+
+
+def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_meeting_after_each_step_is_the_mean_weighted_by_tokens() -> None:
+    """One step between meetings, outer rate 1, no momentum, no rounding; three ranks, unequal."""
+    rows, steps = (1, 3, 2), 3
+    mean = fresh_model(torch.float64)
+    alone: list[tuple[GPT, MuonAdamW]] = []
+    for _ in rows:
+        model = copy.deepcopy(mean)
+        alone.append((model, build_optimizer(model, **RATES)))
+    for step in range(steps):
+        for (model, optimizer), idx in zip(alone, batches_of(step, rows), strict=True):
+            model.load_state_dict(mean.state_dict())
+            optimizer.zero_grad()
+            model(idx[:, :-1], idx[:, 1:]).backward()
+            optimizer.step()
+        with torch.no_grad():
+            for p, *values in zip(
+                mean.parameters(), *(model.parameters() for model, _ in alone), strict=True
+            ):
+                p.copy_(sum(n * value for n, value in zip(rows, values, strict=True)) / sum(rows))
+
+    room, outer = Room(3), Outer(steps=1, lr=1.0, momentum=0.0, bits=32, delay=0)
+    ranks = [Rank(rank, 3, room, outer, torch.float64) for rank in range(3)]
+
+    def work(rank: Rank) -> list[Tensor]:
+        for step in range(steps):
+            rank.step(batches_of(step, rows))
+        return rank.in_common()
+
+    for values in together(ranks, work):
+        for (name, expected), value in zip(mean.named_parameters(), values, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_ranks_agree_bitwise_and_go_on_bitwise(bits: int) -> None:
+    """Three unequal ranks that differ between meetings; broken off after step 7 and taken up elsewhere."""
+    rows, outer, room = (1, 3, 2), Outer(steps=4, bits=bits, delay=1), Room(3)
+    ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+
+    def work(rank: Rank) -> list[Tensor]:
+        seen = []
+        for step in range(7):
+            rank.step(batches_of(step, rows))
+            seen += rank.in_common() if step % 3 == 0 else []
+        return seen + rank.in_common()
+
+    seen = together(ranks, work)
+    assert equal(seen[0], seen[1])
+    assert equal(seen[0], seen[2])
+    mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
+    assert not equal(mine[0], mine[1])
+
+    room = Room(3)
+    others = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+    for rank, other in zip(ranks, others, strict=True):
+        with rank.sync.agreed():
+            saved = copy.deepcopy((rank.model.state_dict(), rank.sync.common_state(), rank.sync.own_state()))
+        other.model.load_state_dict(saved[0])
+        other.optimizer.load_state_dict(copy.deepcopy(rank.optimizer.state_dict()))
+        other.sync.load(7, saved[1], saved[2])
+
+    def go_on(rank: Rank) -> list[Tensor]:
+        for step in range(7, 12):
+            rank.step(batches_of(step, rows))
+        rank.sync.finish()
+        return rank.in_common()
+
+    ends, resumed = together(ranks, go_on), together(others, go_on)
+    assert all(equal(ends[0], end) for end in [*ends, *resumed])
+    mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
+    assert equal(mine[0], mine[2]), "after the end nobody has anything of its own"
+
+
+@pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])
+def test_no_number_is_off_by_more_than_half_a_level(bits: int, levels: int) -> None:
+    torch.manual_seed(2)
+    values = torch.randn(5 * BLOCK + 3) * torch.logspace(-9, 3, 5 * BLOCK + 3)
+    values[BLOCK : 2 * BLOCK] = 0
+    quantiser = Quantiser(bits)
+    packed = quantiser.pack(values)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == 6 * BLOCK * bits // 8 + 6 * 4
+    back = quantiser.unpack(packed, len(values), torch.float32)
+    for block, found in zip(values.split(BLOCK), back.split(BLOCK), strict=True):
+        assert (found - block).abs().max() <= block.abs().max() / levels * (0.5 + 1e-5)
+    assert torch.equal(back[BLOCK : 2 * BLOCK], torch.zeros(BLOCK))
+    exact = Quantiser(32)
+    assert torch.equal(exact.unpack(exact.pack(values), len(values), values.dtype), values)
+
+
+def test_what_rounding_takes_is_not_lost() -> None:
+    """The errors of single rounds are fed back: after many of them the sum is right to one level."""
+    torch.manual_seed(3)
+    quantiser, error, sent = Quantiser(4), torch.zeros(BLOCK), torch.zeros(BLOCK)
+    value = torch.rand(BLOCK)
+    for _ in range(50):
+        packed = quantiser.pack(value + error)
+        out = quantiser.unpack(packed, BLOCK, torch.float32)
+        error = value + error - out
+        sent += out
+    assert (sent - 50 * value).abs().max() < 0.2
+    assert (quantiser.unpack(quantiser.pack(value), BLOCK, torch.float32) * 50 - 50 * value).abs().max() > 1
+
+
+def test_payload_of_a_step_at_depth_8() -> None:
+    """Amortised over 30 steps, two ranks: 42 million numbers and the rows of embeddings that had tokens."""
+    for bits, most in ((8, 5e6), (4, 2.5e6)):
+        sent = [predicted_bytes("local", D8, 2, rank, WINDOW_ROWS, Outer(bits=bits)) for rank in (0, 1)]
+        assert max(sent) <= most
+    every_row = predicted_bytes("local", D8, 2, 0, 32768, Outer())
+    assert max(sent) < every_row <= 5e6
+
+
+def test_rates_are_scaled_for_what_a_rank_steps_on() -> None:
+    config = RunConfig(sync="local", total_batch_size=8192)
+    local = make_plan(config, 32768, 2)
+    solo = make_plan(RunConfig(total_batch_size=4096), 32768, 1)
+    assert local.scales == solo.scales
+    assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
+
+
+def test_a_delay_as_long_as_the_way_is_refused() -> None:
+    RunConfig(local_steps=1)  # with another sync mode it means nothing
+    with pytest.raises(ConfigError, match="local_delay is 1: it must be at least 0 and below local_steps, 1"):
+        RunConfig(sync="local", local_steps=1)
+    with pytest.raises(ConfigError, match="local_bits is 2"):
+        RunConfig(local_bits=2)
+
+
+def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
+    own = {"here/wte": torch.ones(3)}
+    optim = {"wte": {"exp_avg": torch.full((3,), 2.0)}}
+    hashes = [keep_own(tmp_path, step, 1, own, optim, keep=2) for step in (5, 10, 15)]
+    assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
+        "step_000010-rank1.pt",
+        "step_000015-rank1.pt",
+    ]
+    found = find_own(tmp_path, {"step": 15, "own_sha256": ["", hashes[2]]}, 1)
+    assert found is not None
+    assert equal(list(found[0].values()), list(own.values()))
+    assert torch.equal(found[1]["wte"]["exp_avg"], optim["wte"]["exp_avg"])
+    assert find_own(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
+    assert find_own(tmp_path, {"step": 5, "own_sha256": ["", hashes[0]]}, 1) is None
+    assert find_own(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
+
+
+def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> None:
+    """Processes, with a checkpoint of the run's parameters and a file of each rank's own."""
+    knobs = {"sync": "local", "local_steps": 4, "num_iterations": 60, "save_every": 5, "save_minutes": 0}
+    knobs |= {"digest_every": 7, "shares": "2,3"}
+    alone = start(2, name="alone", **knobs)
+    killed = start(2, name="killed", **knobs)
+    killed[0].reach_step(20)
+    for rank in killed:
+        rank.process.kill()
+        rank.wait()
+    again = start(2, name="killed", **knobs)
+    said = []
+    for rank in [*alone, *again]:
+        code, text = rank.wait()
+        assert code == 0, text
+        said.append(text)
+    assert "Going on from the checkpoint of step" in said[2]
+    assert "has no state of rank" not in said[2] + said[3]
+    ends = [
+        json.loads((ranks[0].run_dir / "checkpoints/step_000060/meta.json").read_text())
+        for ranks in (alone, again)
+    ]
+    assert ends[0]["sha256"]["model.pt"] == ends[1]["sha256"]["model.pt"]
+    assert ends[0]["own_sha256"] == ends[1]["own_sha256"]
