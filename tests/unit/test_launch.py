@@ -105,7 +105,7 @@ esac
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
-    # The processes of a lab's hosts are this machine's too, and one of its runs may have the name.
+    # A lab on this machine may have a unit of that name, whose processes are this machine's.
     monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [])
     return tmp_path
 
