@@ -89,7 +89,7 @@ GROUPS = (
     Group(
         "uneven",
         "1gbit",
-        ("solo-4096-float32-on-{slow}", "exact-16384-float32-12.4", "exact-16384-float32-8.8"),
+        ("solo-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
         SOLO,
         slow_second=True,
     ),
@@ -100,7 +100,7 @@ BARS = (
     Bar("1gbit", "exact-16384-float32", ratio=1.9),
     Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
     Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
-    Bar("uneven", "exact-16384-float32-12.4", ratio=1.2),
+    Bar("uneven", "exact-16384-float32-auto", ratio=1.2),
 )
 HOST_STAGES = ("host-float32", "host-bfloat16")
 QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")

@@ -120,9 +120,9 @@ def _measure(args: argparse.Namespace, place: Place) -> int:
 
 def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
     """The run that is rehearsed. Raises ConfigError."""
-    shares = parse_shares(args.shares)
     if args.run_file:
-        return dataclasses.replace(RunFile.load(args.run_file), shares=shares)
+        return RunFile.load(args.run_file)
+    shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))
     rows = args.rows[0] * place.world_size
