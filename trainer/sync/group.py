@@ -3,7 +3,7 @@
 Tensors of a CPU, words among them, go over Gloo and those of a GPU over NCCL.
 
 Every failure of a collective means that a peer is gone or cut off; it becomes PeerLost, which names it.
-Bytes are counted as Gloo's algorithms send them: ring all-reduce, ring reduce and gather, binomial broadcast.
+Bytes are counted as Gloo's algorithms send them: ring all-reduce, gather to one, binomial broadcast.
 """
 
 from __future__ import annotations
@@ -146,13 +146,19 @@ class Group:
         )
 
     def start_collect(self, tensor: Tensor, owner: int) -> Pending:
-        """Begin to replace the owner's flat tensor by its sum over all ranks; the others' are spoilt."""
-        n = self.world_size
-        return self._start(
-            tensor,
-            (n - 1) / n if self.rank == owner else 1.0,
-            lambda part: dist.reduce(part, dst=owner, op=dist.ReduceOp.SUM, async_op=True),
-        )
+        """Begin to add the others' flat tensors to the owner's. Gloo's own reduce has the owner send too."""
+        if self.rank != owner or self.world_size == 1:
+            return self.start_gather(tensor, None, owner)
+        table = tensor.new_empty(self.world_size, tensor.numel())
+        gathered = self.start_gather(tensor, table, owner)
+
+        def add_up() -> None:
+            gathered()
+            for rank, values in enumerate(table):
+                if rank != owner:
+                    tensor.add_(values)
+
+        return add_up
 
     def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
         """Begin to bring all flat tensors to the owner's `table`, (world_size, n), which others lack."""
@@ -179,6 +185,9 @@ class Group:
             return lambda: None
         self.bytes_sent += round(copies * tensor.numel() * tensor.element_size())
         parts = (tensor,) if whole else tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
+        return self._launch(start, parts)
+
+    def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
         with self._naming_the_peer():
             works = [start(part) for part in parts]
         return lambda: [work.wait() for work in works]

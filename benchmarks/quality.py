@@ -1,0 +1,270 @@
+"""Do the sync modes learn alike? The same run in every mode, and once more in `dense` with other slices.
+
+    python benchmarks/quality.py --data-dir .cache/demo/data --out artifacts/quality
+
+Depth 4 and 2,000 steps unless asked otherwise, all on this machine, `--jobs` runs at a time; two ranks each,
+but `solo`. The validation losses of the two dense runs, which differ in the order of addition alone, are the
+noise floor: a mode is held to twice that. Each run is an ordinary run directory: broken
+off, the same command goes on, and `--summary` draws what there is so far. Writes OUT/quality.json and
+OUT/quality.png. Exit code 1 if a mode misses its bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+SAY_EVERY_SECONDS = 30.0
+FLOORS = 2.0  # a mode may be this many noise floors away from dense
+SETTLED = 0.5  # of the run, after which differences count
+
+
+class Kind(NamedTuple):
+    """A run: its ranks, the rows of a step that each takes (in parts of all), and its knobs."""
+
+    ranks: int
+    parts: tuple[int, ...]
+    sync: str
+
+
+KINDS = {
+    "solo": Kind(1, (4,), "dense"),
+    "dense": Kind(2, (2, 2), "dense"),
+    "dense, other slices": Kind(2, (1, 3), "dense"),
+    "exact": Kind(2, (2, 2), "exact"),
+    "fast": Kind(2, (2, 2), "fast"),
+}
+FLOOR = ("dense", "dense, other slices")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs, figures and picture")
+    parser.add_argument("--steps", type=int, default=2000, metavar="N", help="of each run (%(default)s)")
+    parser.add_argument("--depth", type=int, default=4, metavar="N", help="of the model (%(default)s)")
+    parser.add_argument(
+        "--aspect-ratio", type=int, default=64, metavar="N", help="its width per layer (%(default)s)"
+    )
+    parser.add_argument(
+        "--sequence-len", type=int, default=256, metavar="N", help="tokens of a row (%(default)s)"
+    )
+    parser.add_argument(
+        "--rows", type=int, default=8, metavar="N", help="of a step, a multiple of 4 (%(default)s)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (%(default)s)")
+    parser.add_argument(
+        "--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="RUN", help="these runs"
+    )
+    parser.add_argument("--summary", action="store_true", help="train nothing; say what there is")
+    args = parser.parse_args(argv)
+    if args.rows % 4:
+        parser.error(f"--rows is {args.rows}: it must be a multiple of 4")
+    args.out.mkdir(parents=True, exist_ok=True)
+    if not args.summary:
+        train(args)
+    return summarize(args)
+
+
+# -- running -----------------------------------------------------------------------------------------------
+
+
+def train(args: argparse.Namespace) -> None:
+    """All runs that have not finished, `--jobs` at a time; says now and then how far they are."""
+    waiting = [name for name in args.only if not finished(folder(args, name))]
+    running: dict[str, subprocess.Popen[bytes]] = {}
+    say_at = time.monotonic()
+    while waiting or running:
+        while waiting and len(running) < args.jobs:
+            name = waiting.pop(0)
+            running[name] = start(args, name)
+        time.sleep(0.5)
+        for name, run in list(running.items()):
+            if run.poll() is not None:
+                del running[name]
+                if run.returncode:
+                    print(f"{name} ended with {run.returncode}: see {folder(args, name)}.log", flush=True)
+        if time.monotonic() >= say_at:
+            say_at = time.monotonic() + SAY_EVERY_SECONDS
+            print("; ".join(where(args, name) for name in running), flush=True)
+
+
+def folder(args: argparse.Namespace, name: str) -> Path:
+    return Path(args.out) / name.replace(", ", "-").replace(" ", "-")
+
+
+def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
+    """The ranks of a run under torchrun, one thread each."""
+    kind, run_dir = KINDS[name], folder(args, name)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    shares = [part * args.rows // sum(kind.parts) for part in kind.parts]
+    knobs = {
+        "run-id": run_dir.name,
+        "tracker": "none",
+        "sync": kind.sync,
+        "depth": args.depth,
+        "aspect-ratio": args.aspect_ratio,
+        "head-dim": 64,
+        "sequence-len": args.sequence_len,
+        "total-batch-size": args.rows * args.sequence_len,
+        "device-batch-size": args.rows,
+        "num-iterations": args.steps,
+        "eval-every": max(1, args.steps // 40),
+        "eval-tokens": 32768,
+        "save-minutes": 5,
+        "keep-checkpoints": 1,
+        "dtype": "float32",
+        "threads": 1,
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={kind.ranks}"]
+    command += [
+        "--max-restarts=0",
+        "--master-addr=127.0.0.1",
+        f"--master-port={port}",
+        "-m",
+        "trainer",
+        "train",
+    ]
+    command += ["--data-dir", str(args.data_dir.resolve()), "--run-dir", str(run_dir.resolve())]
+    command += [text for knob, value in knobs.items() for text in (f"--{knob}", str(value))]
+    if kind.ranks > 1:
+        command += ["--shares", ",".join(map(str, shares))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(f"{run_dir}.log", "ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+
+
+def finished(run_dir: Path) -> bool:
+    try:
+        return bool(json.loads((run_dir / "outcome.json").read_text())["outcome"] == "finished")
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def where(args: argparse.Namespace, name: str) -> str:
+    curve = Curve.read(folder(args, name))
+    return f"{name} {len(curve.losses):,} of {args.steps:,}" + (
+        f", loss {curve.losses[-1]:.3f}" if curve.losses else ""
+    )
+
+
+# -- figures -----------------------------------------------------------------------------------------------
+
+
+class Curve(NamedTuple):
+    """What metrics.jsonl tells: loss, seconds and bytes of each step, and validation losses by step."""
+
+    losses: list[float]
+    seconds: list[float]
+    sent: list[int]
+    evaluations: dict[int, float]
+
+    @classmethod
+    def read(cls, run_dir: Path) -> Curve:
+        path = run_dir / "metrics.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+        steps = {line["step"]: line for line in lines if "loss" in line}  # the last word on a step counts
+        return cls(
+            [line["loss"] for line in steps.values()],
+            [line["step_seconds"] for line in steps.values()],
+            [line["bytes_sent"] for line in steps.values()],
+            {line["step"]: line["val_loss"] for line in lines if "val_loss" in line},
+        )
+
+
+def difference(one: Curve, other: Curve, until: int) -> float:
+    """The mean difference of validation losses from the middle to step `until`, in nats; nan without any."""
+    steps = [
+        step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
+    ]
+    return statistics.mean(one.evaluations[s] - other.evaluations[s] for s in steps) if steps else math.nan
+
+
+def spread(one: Curve, other: Curve, until: int) -> float:
+    """The same without signs: how far apart they are at a time."""
+    steps = [
+        step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
+    ]
+    return (
+        statistics.mean(abs(one.evaluations[s] - other.evaluations[s]) for s in steps) if steps else math.nan
+    )
+
+
+def summarize(args: argparse.Namespace) -> int:
+    curves = {name: Curve.read(folder(args, name)) for name in KINDS}
+    curves = {name: curve for name, curve in curves.items() if curve.evaluations}
+    if "dense" not in curves:
+        print("no evaluation of the dense run yet")
+        return 1
+    until = min(max(curve.evaluations) for curve in curves.values())
+    dense = curves["dense"]
+    floor = spread(dense, curves[FLOOR[1]], until) if FLOOR[1] in curves else math.nan
+    table: dict[str, dict[str, Any]] = {}
+    for name, curve in curves.items():
+        away = difference(curve, dense, until)
+        apart = spread(curve, dense, until)
+        bar = math.nan if name in FLOOR else FLOORS * floor
+        held = None if math.isnan(bar) else apart <= bar
+        table[name] = {
+            "val_loss": curve.evaluations[until],
+            "difference": away,
+            "mean_absolute_difference": apart,
+            "bar": None if math.isnan(bar) else bar,
+            "held": held,
+            "equal_losses": curve.losses[:until] == dense.losses[:until],
+            "seconds": sum(curve.seconds[:until]),
+            "bytes_per_step": statistics.mean(curve.sent[:until]),
+        }
+    shape = {name: getattr(args, name) for name in ("depth", "aspect_ratio", "sequence_len", "rows", "steps")}
+    result = {**shape, "compared_until_step": until, "noise_floor": floor, "runs": table}
+    (args.out / "quality.json").write_text(json.dumps(result, indent=1) + "\n")
+    tokens = args.rows * args.sequence_len
+    draw(args.out / "quality.png", curves, tokens, args.steps)
+    print(f"after {until:,} of {args.steps:,} steps of {tokens:,} tokens; noise floor {floor:.5f} nat")
+    for name, row in table.items():
+        verdict = (
+            "" if row["held"] is None else f", bar {row['bar']:.5f}: {'held' if row['held'] else 'MISSED'}"
+        )
+        same = ", the same losses at every step" if row["equal_losses"] and name != "dense" else ""
+        print(
+            f"{name:20} val loss {row['val_loss']:.4f}, from dense {row['difference']:+.5f} "
+            f"(apart {row['mean_absolute_difference']:.5f}){verdict}{same}"
+        )
+    return 0 if all(row["held"] is not False for row in table.values()) else 1
+
+
+def draw(path: Path, curves: dict[str, Curve], tokens: int, steps: int) -> None:
+    """Validation loss against seconds of training and against tokens, side by side."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    by_time, by_tokens = figure.subplots(1, 2, sharey=True)
+    for name, curve in curves.items():
+        at, losses = list(curve.evaluations), list(curve.evaluations.values())
+        clock = list(itertools.accumulate(curve.seconds))
+        style = {"linewidth": 4, "color": "0.8"} if name == FLOOR[0] else {"linewidth": 1}
+        by_time.plot([clock[step - 1] / 60 for step in at], losses, label=name, **style)
+        by_tokens.plot([step * tokens / 1e6 for step in at], losses, label=name, **style)
+    by_time.set_xlabel("minutes of training on this machine, all ranks on its cores")
+    by_tokens.set_xlabel(f"million tokens, of {steps * tokens / 1e6:.1f}")
+    by_time.set_ylabel("validation loss, nats per token")
+    by_tokens.legend()
+    FigureCanvasAgg(figure).print_png(str(path))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

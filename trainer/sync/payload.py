@@ -1,0 +1,73 @@
+"""How many bytes a rank puts on the wire in a step, told from shapes alone: nothing is computed or sent.
+
+    predicted_bytes("exact", model_config, world_size=2, rank=0, touched_rows=2000)
+
+The mode's own code goes through a step on tensors without data, in a group that only counts. So what is told
+is what Group.bytes_sent will say, but for the words that ranks exchange beside gradients, some hundred bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainer.host.place import Place
+from trainer.model import GPT, GPTConfig
+from trainer.optim import MuonAdamW, build_optimizer
+from trainer.sync import make_sync
+from trainer.sync.group import Group, Pending
+
+
+def predicted_bytes(
+    mode: str, model_config: GPTConfig, world_size: int, rank: int = 0, touched_rows: int = 0
+) -> int:
+    """Bytes that `rank` sends in a step.
+
+    `touched_rows` is how many different tokens the inputs of a step have, those of all ranks together: what
+    exact and fast send of each embedding. Ranks differ a little, by what they own.
+    """
+    if world_size == 1:
+        return 0
+    group = CountingGroup(rank, world_size)
+    with torch.device("meta"):
+        model = GPT(model_config)
+        sync = make_sync(mode, group, model, IdleOptimizer(model))
+        touched = torch.arange(min(touched_rows, model_config.vocab_size))
+        sync.begin_step(touched)
+        with sync.last_backward():
+            pass
+        sync.reduce_gradients(1)
+        sync.step()
+        sync.hand_out()
+    return group.bytes_sent
+
+
+class CountingGroup(Group):
+    """A rank of a group that is not there."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__(Place(rank=rank, world_size=world_size), [])
+
+    def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
+        return lambda: None
+
+
+class IdleOptimizer(MuonAdamW):
+    """Knows whose step is whose, and takes none."""
+
+    def __init__(self, model: GPT) -> None:
+        groups = build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0).param_groups
+        super().__init__(groups, dict(model.named_parameters()))
+
+    def step_adamw(self) -> None:
+        pass
+
+    def step_muon(self, owned: Iterable[Parameter] | None = None) -> None:
+        pass
+
+    def muon_update(self, p: Parameter) -> Tensor:
+        return p
