@@ -222,7 +222,8 @@ def prepare() -> Path:
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     command += [f"--source={source}" for source in corpus.machine_sources()]
     run([*command, "--vocab-size", str(VOCAB_SIZE), "--max-bytes", str(corpus.MAX_BYTES)], quiet=True)
-    run([sys.executable, "-m", "trainer", "prepare", "--rows", "--data-dir", str(data)], quiet=True)
+    rows = ["--rows", "--data-dir", str(data), "--sequence-len", str(LENGTH)]
+    run([sys.executable, "-m", "trainer", "prepare", *rows], quiet=True)
     return data
 
 
@@ -294,7 +295,7 @@ def check_shaped(job: Job, link: str) -> None:
         ).stdout
         if f"rate {wanted}" not in shown:
             raise SystemExit(f"{host} does not send at {link}: {shown.strip()}")
-        print(f"  {host} sends at {wanted} at most: {shown.split(' root ')[0]}", flush=True)
+        print(f"  {host} sends at {wanted} at most: {shown.strip()}", flush=True)
 
 
 def limit_second(job: Job, cores: float) -> None:
