@@ -89,7 +89,7 @@ GROUPS = (
     Group(
         "uneven",
         "1gbit",
-        ("solo-4096-float32-on-{slow}", "exact-16384-float32-12.4", "exact-16384-float32-8.8"),
+        ("solo-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
         SOLO,
         slow_second=True,
     ),
@@ -100,7 +100,7 @@ BARS = (
     Bar("1gbit", "exact-16384-float32", ratio=1.9),
     Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
     Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
-    Bar("uneven", "exact-16384-float32-12.4", ratio=1.2),
+    Bar("uneven", "exact-16384-float32-auto", ratio=1.2),
 )
 HOST_STAGES = ("host-float32", "host-bfloat16")
 QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
@@ -222,7 +222,8 @@ def prepare() -> Path:
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     command += [f"--source={source}" for source in corpus.machine_sources()]
     run([*command, "--vocab-size", str(VOCAB_SIZE), "--max-bytes", str(corpus.MAX_BYTES)], quiet=True)
-    run([sys.executable, "-m", "trainer", "prepare", "--rows", "--data-dir", str(data)], quiet=True)
+    rows = ["--rows", "--data-dir", str(data), "--sequence-len", str(LENGTH)]
+    run([sys.executable, "-m", "trainer", "prepare", *rows], quiet=True)
     return data
 
 
@@ -294,7 +295,7 @@ def check_shaped(job: Job, link: str) -> None:
         ).stdout
         if f"rate {wanted}" not in shown:
             raise SystemExit(f"{host} does not send at {link}: {shown.strip()}")
-        print(f"  {host} sends at {wanted} at most: {shown.split(' root ')[0]}", flush=True)
+        print(f"  {host} sends at {wanted} at most: {shown.strip()}", flush=True)
 
 
 def limit_second(job: Job, cores: float) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
@@ -34,6 +35,9 @@ from trainer.predict import Prediction, Predictor, Work, choose, table, verdict
 from trainer.shares import first_table, relative_speeds
 from trainer.speed import Link, Speed, measure_link, measure_speed
 from trainer.sync.group import Group, Peer
+from trainer.sync.local import Outer
+
+COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: what local's meetings send of embeddings
 
 
 @dataclass(frozen=True)
@@ -118,10 +122,16 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
     tables = counts["wte"] + counts["value_embeds"]
 
     @functools.cache
+    def first_seen() -> NDArray[np.int64]:
+        """The row, in the run's order, in which each token is an input for the first time; ascending."""
+        count = min(COUNTED_TOKENS // config.sequence_len, len(data.train))
+        rows = data.train[batch_rows(config.seed, 0, count, len(data.train))]
+        _, first = np.unique(rows[:, :-1], return_index=True)
+        return np.sort(first // config.sequence_len)
+
     def touched(rows: int) -> int:
-        """Unique input tokens of the first `rows` rows in the run's order."""
-        rows = min(rows, len(data.train))
-        return len(np.unique(data.train[batch_rows(config.seed, 0, rows, len(data.train))][:, :-1]))
+        """Unique input tokens of the first `rows` rows."""
+        return int(np.searchsorted(first_seen(), rows))
 
     return Work(
         tables=tables,
@@ -155,7 +165,7 @@ def decide(
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
-    predictor = Predictor(speeds, _slowest_link(measured), work, names, by_speed)
+    predictor = Predictor(speeds, _slowest_link(measured), work, names, by_speed, Outer.of(config))
     said = []
     shares = plan.shares
     if by_speed:

@@ -2,6 +2,7 @@
 
 attempts.jsonl   a line for each attempt that is over: how it ended and why, at which step, after how long
 attempt.json     the attempt under way; without an outcome beside it, it was killed
+announced.json   one that was let start and has not begun: if it is the last, it died while it was loading
 
 python -m trainer again --run-dir runs/mine           # exit code 0: try again; 1: no, and why
 python -m trainer again --run-dir runs/mine --wait    # and sleeps first, longer after each fruitless attempt
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.files import write_whole
 
-HISTORY, UNDER_WAY = "attempts.jsonl", "attempt.json"
+HISTORY, UNDER_WAY, ANNOUNCED = "attempts.jsonl", "attempt.json", "announced.json"
 FIRST_WAIT_SECONDS = 5.0
 # Longer would be of no use: an attempt itself waits a minute for the other hosts, and they must meet.
 LONGEST_WAIT_SECONDS = 60.0
@@ -51,9 +52,7 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> V
                 return Verdict(False, f"{kind}: {end.get('reason') or 'no reason was given'}")
     if is_asked_anew(run_dir):
         return Verdict(True, "Nothing stands against a first attempt.")
-    lines = history(run_dir)
-    if (killed := killed_attempt(run_dir)) is not None:
-        lines.append(killed)
+    lines = history(run_dir) + _unwritten(run_dir)
     fruitless, last = _fruitless(lines), lines[-1] if lines else {}
     if first_must_step and last.get("asked_anew") and not has_stepped(run_dir):
         return Verdict(
@@ -103,7 +102,8 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 
 def is_asked_anew(run_dir: Path) -> bool:
     """Whether nothing is left of an attempt before that would want to be tried again."""
-    return not any(run_dir.glob("outcome*.json")) and not any(run_dir.glob("heartbeat-*.json"))
+    names = ("outcome*.json", "heartbeat-*.json", ANNOUNCED)
+    return not any(path for name in names for path in run_dir.glob(name))
 
 
 def has_stepped(run_dir: Path) -> bool:
@@ -116,15 +116,46 @@ def begin(run_dir: Path) -> None:
 
     Raises OSError.
     """
-    if (killed := killed_attempt(run_dir)) is not None:
+    announced = _load(run_dir / ANNOUNCED)
+    if not announced and (killed := killed_attempt(run_dir)) is not None:
         _add(run_dir, killed)
     under_way = {
         "pid": os.getpid(),
         "boot_id": _boot_id(),
         "began": time.time(),
-        "asked_anew": is_asked_anew(run_dir),
+        "asked_anew": announced.get("asked_anew", is_asked_anew(run_dir)),
     }
     write_whole(run_dir / UNDER_WAY, (json.dumps(under_way) + "\n").encode())
+    (run_dir / ANNOUNCED).unlink(missing_ok=True)
+
+
+def announce(run_dir: Path) -> None:
+    """Note that an attempt is let start, so that one which cannot even load is counted."""
+    content = {"began": time.time(), "asked_anew": is_asked_anew(run_dir)}
+    with contextlib.suppress(OSError):  # a full disk is told by the attempt itself
+        for line in _unwritten(run_dir):
+            _add(run_dir, line)
+        (run_dir / UNDER_WAY).unlink(missing_ok=True)
+        write_whole(run_dir / ANNOUNCED, (json.dumps(content) + "\n").encode())
+
+
+def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
+    """What became of attempts that left no line: the one that was killed, the one that never began."""
+    announced = _load(run_dir / ANNOUNCED)
+    if announced:
+        return [_never_began(run_dir, announced)]
+    killed = killed_attempt(run_dir)
+    return [killed] if killed else []
+
+
+def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "outcome": "retryable",
+        "reason": "It ended while it was loading; train.log says why, or it was killed for want of memory.",
+        "step": int((history(run_dir) or [{}])[-1].get("step") or 0),
+        "time": announced.get("began"),
+        **announced,
+    }
 
 
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:
@@ -179,7 +210,7 @@ def settle(run_dir: Path) -> None:
     """Write into outcome.json that nothing follows; an attempt that was killed gets its outcome here."""
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
     known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
-    outcome = (known or ends or [killed_attempt(run_dir) or {}])[0]
+    outcome = (known or ends or _unwritten(run_dir) or [{}])[0]
     if outcome and not outcome.get("settled"):
         with contextlib.suppress(OSError):
             content = json.dumps({**outcome, "settled": True}, indent=1) + "\n"
@@ -235,6 +266,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"Not again. {verdict.reason}", flush=True)
     if args.wait and verdict.again:
         time.sleep(verdict.wait_seconds)
+        announce(args.run_dir)
     elif args.wait:
         settle(args.run_dir)
     return 0 if verdict.again else 1

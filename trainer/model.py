@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
+from trainer.activation import squared_relu
 from trainer.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
 
 VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
@@ -235,7 +236,7 @@ class MLP(nn.Module):
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(F.relu(self.c_fc(x)).square())
+        return self.c_proj(squared_relu(self.c_fc(x)))
 
 
 class Block(nn.Module):

@@ -18,12 +18,12 @@ from trainer.contract import render_table
 from trainer.shares import equal_shares, relative_speeds, slowest, split_rows
 from trainer.speed import Link, Speed
 from trainer.sync.layout import share_out
+from trainer.sync.local import TAIL_STEPS, Outer
+from trainer.sync.quantise import Quantiser
 
 # Of backward's and the optimizer's time in which exact and fast could send, the part in which they do: a
 # processor that computes is also the one that moves the bytes.
 OVERLAP = 0.5
-LOCAL_STEPS = 30  # of the local mode, between two exchanges
-LOCAL_BYTES = 1.0  # a parameter, quantised
 BETTER = 0.03  # of a step, by which a mode must be faster than one that is named before it
 TIMES = (1, 4, 16)  # the asked batch, and larger ones
 LARGEST = 64  # times the asked batch: further on nobody looks for one that pays
@@ -47,14 +47,19 @@ class Work:
         return self.tables + self.matrices + self.others
 
 
-def payload(mode: str, work: Work, rows: int, world_size: int) -> float:
-    """Bytes that a rank sends in a step of so many rows; ring and hand-out move (n-1)/n twice."""
+def payload(mode: str, work: Work, rows: int, world_size: int, outer: Outer | None = None) -> float:
+    """Bytes that a rank sends in a step of so many rows, of local in the mean of its steps.
+
+    Ring and hand-out move (n-1)/n twice. trainer.sync.payload counts the same in the modes' own code.
+    """
     way = 2 * (world_size - 1) / world_size
-    if mode == "local":
-        return work.parameters * LOCAL_BYTES * (world_size - 1) / LOCAL_STEPS
     if mode == "dense":
         return way * work.value_bytes * work.parameters
-    values = work.touched(rows) * work.table_width + work.matrices + work.others
+    outer = outer or Outer()
+    steps = outer.steps + TAIL_STEPS if mode == "local" else 1
+    values = work.touched(steps * rows) * work.table_width + work.matrices + work.others
+    if mode == "local":
+        return (world_size - 1) * values * Quantiser(outer.bits).bytes_a_value / outer.steps
     return way * values * (2 if mode == "fast" else work.value_bytes)
 
 
@@ -67,6 +72,7 @@ class Predictor:
     work: Work
     names: Sequence[str]
     by_speed: bool = True
+    outer: Outer | None = None  # how ranks meet in local
 
     def shares(self, rows: int) -> list[int]:
         if not self.by_speed:
@@ -89,7 +95,8 @@ class Predictor:
         adamw = max(speed.adamw for speed in self.speeds)
         if self.link is None:
             return self.speeds[0].solo(rows)
-        wire = payload(mode, self.work, rows, len(self.speeds)) / self.link.goodput + 4 * self.link.latency
+        sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
+        wire = sent / self.link.goodput + 4 * self.link.latency
         if mode == "local":
             return max(s.solo(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
         muon = self._muon()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from .conftest import LAB, Fleet
+from .lab import LAB, Fleet
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 

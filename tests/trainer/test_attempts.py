@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -150,3 +151,34 @@ def test_one_that_was_killed_once_too_often_gets_an_outcome(tmp_path: Path) -> N
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["settled"]
     assert outcome["reason"].startswith("Killed without a word")
+
+
+def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Killed, or without a library, before the trainer could write a line: it must not be tried for ever."""
+    slept: list[float] = []
+    monkeypatch.setattr(attempts.time, "sleep", slept.append)
+    attempt(tmp_path, "retryable", 5)
+    starts = [main(["again", "--run-dir", str(tmp_path), "--limit", "3", "--wait"]) for _ in range(5)]
+    assert (starts, slept) == ([0, 0, 0, 1, 1], [0, 5, 10])
+    assert "ended while it was loading" in attempts.judge(tmp_path, 3).reason
+    assert [line["step"] for line in attempts.history(tmp_path)] == [5, 5, 5]
+    assert json.loads((tmp_path / "outcome.json").read_text())["settled"]
+
+
+def test_a_first_attempt_that_cannot_even_load_may_be_the_last(tmp_path: Path) -> None:
+    asked = ["again", "--run-dir", str(tmp_path), "--first-must-step", "--wait"]
+    assert main(asked) == 0
+    assert main(asked) == 1
+    assert json.loads((tmp_path / "outcome.json").read_text())["outcome"] == "retryable"
+
+
+def test_an_announced_attempt_that_begins_is_one(tmp_path: Path) -> None:
+    assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
+    attempt(tmp_path, "retryable", 5)
+    assert not (tmp_path / "announced.json").exists()
+    assert [(line["step"], line["asked_anew"]) for line in attempts.history(tmp_path)] == [(5, True)]
+    killed = Attempt(tmp_path, Place())
+    killed.begin()
+    (tmp_path / "heartbeat-0.json").write_text(json.dumps({"pid": os.getpid(), "step": 7, "phase": "sync"}))
+    assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
+    assert [line["step"] for line in attempts.history(tmp_path)] == [5, 7]

@@ -5,8 +5,11 @@ from __future__ import annotations
 from statistics import mean
 
 import pytest
+import torch
 
-from trainer.model import GPTConfig
+from trainer.model import GPT, GPTConfig
+from trainer.predict import Work, payload
+from trainer.sync.local import Outer
 from trainer.sync.payload import predicted_bytes
 
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)
@@ -23,3 +26,32 @@ def test_payload_at_depth_8(mode: str, most: float) -> None:
         ring = 2 * (world_size - 1) / world_size
         assert mean(sent) <= most * MEGABYTE * ring
         assert max(sent) <= 1.02 * mean(sent)
+
+
+@pytest.mark.parametrize(
+    ("mode", "outer"),
+    [
+        ("dense", None),
+        ("exact", None),
+        ("fast", None),
+        ("local", Outer()),
+        ("local", Outer(steps=10, bits=4)),
+    ],
+)
+def test_the_formula_that_predicts_a_step_has_the_same_bytes(mode: str, outer: Outer | None) -> None:
+    with torch.device("meta"):
+        counts = GPT(D8).param_counts()
+    tables = counts["wte"] + counts["value_embeds"]
+    work = Work(
+        tables=tables,
+        table_width=tables // D8.padded_vocab_size,
+        matrices=counts["transformer_matrices"],
+        others=counts["lm_head"] + counts["scalars"],
+        matrix_flops=(),
+        micro_batch=2,
+        touched=lambda rows: 30 * rows,  # few enough that the number of rows counts
+    )
+    touched = 30 * 4 * (outer.steps + 32 if outer else 1)
+    for world_size in (2, 4):
+        counted = predicted_bytes(mode, D8, world_size, 0, touched, outer)
+        assert payload(mode, work, 4, world_size, outer) == pytest.approx(counted, rel=1e-3)

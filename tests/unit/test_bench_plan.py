@@ -65,9 +65,10 @@ def test_a_stage_is_read_from_its_name() -> None:
     assert stage["config"]["dtype"] == "float32"
     assert stage["config"]["total_batch_size"] == 16384
     assert stage["config"]["depth"] == "4"
-    assert stage["arguments"] == ["--shares", "12,4"]
+    assert stage["shares"] == "12,4"
     (stage,) = plan("solo-4096-bfloat16-on-b")
-    assert (stage["hosts"], stage["config"]["dtype"], stage["arguments"]) == (["b"], "bfloat16", [])
+    assert (stage["hosts"], stage["config"]["dtype"], stage["shares"]) == (["b"], "bfloat16", "equal")
+    assert plan("exact-4096-auto")[0]["shares"] == "auto"
 
 
 @pytest.mark.parametrize(

@@ -105,6 +105,8 @@ esac
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    # A lab on this machine may have a unit of that name, whose processes are this machine's.
+    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [])
     return tmp_path
 
 

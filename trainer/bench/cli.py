@@ -20,7 +20,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.bench.words import describe, table
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_whole
 from trainer.host.place import Place
@@ -98,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
 def _measure(args: argparse.Namespace, place: Place) -> int:
     from trainer.__main__ import one_attempt
     from trainer.bench.rehearsal import rehearse
+    from trainer.bench.words import describe
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
@@ -120,9 +120,9 @@ def _measure(args: argparse.Namespace, place: Place) -> int:
 
 def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
     """The run that is rehearsed. Raises ConfigError."""
-    shares = parse_shares(args.shares)
     if args.run_file:
-        return dataclasses.replace(RunFile.load(args.run_file), shares=shares)
+        return RunFile.load(args.run_file)
+    shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))
     rows = args.rows[0] * place.world_size
@@ -140,6 +140,8 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
 
 def _measure_each(args: argparse.Namespace) -> int:
     """One process after the other, each with this one's options but for depth and rows."""
+    from trainer.bench.words import table
+
     results = []
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
         for depth in args.depth:

@@ -3,8 +3,8 @@
 Tensors of a CPU, words among them, go over Gloo and those of a GPU over NCCL.
 
 Every failure of a collective means that a peer is gone or cut off; it becomes PeerLost, which names it.
-Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, gather
-to one, binomial broadcast.
+Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, gather to one, binomial
+broadcast.
 """
 
 from __future__ import annotations

@@ -23,6 +23,11 @@ class Quantiser:
         self.bits = bits
         self._largest = 7 if bits == 4 else 127
 
+    @property
+    def bytes_a_value(self) -> float:
+        """Of float32, a block's scale among them."""
+        return self.bits / 8 + (4 / BLOCK if self.bits < 32 else 0)
+
     def pack(self, values: Tensor) -> Tensor:
         """The bytes, uint8, of flat `values`."""
         if self.bits == 32:

@@ -36,7 +36,7 @@ def bench_plan(
     tokens: int,
     steps: int,
 ) -> list[Stage]:
-    """The stages asked for by name, else all: name, hosts, nproc, config, arguments of each.
+    """The stages asked for by name, else all: name, hosts, nproc, config, shares of each.
 
     Raises AnsibleFilterError for a name that says nothing, or a run that cannot be.
     """
@@ -99,7 +99,7 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
         "hosts": [match["host"] or hosts[0]] if kind in ALONE else list(hosts),
         "nproc": RANKS_ON_A_HOST if kind == "ranks" else 1,
         "config": knobs,
-        "arguments": ["--shares", shares.replace(".", ",")] if shares else [],
+        "shares": shares.replace(".", ",") if shares else "equal",
     }
 
 

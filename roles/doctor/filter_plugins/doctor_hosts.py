@@ -52,7 +52,7 @@ def host_findings(
 
 
 def _preflight() -> Any:
-    """The role preflight has the sentences about a host that SSH does not reach."""
+    """The role preflight has the sentences about a host that SSH does not reach and a port's holder."""
     spec = importlib.util.spec_from_file_location(
         "nanofleet_preflight", ROLES / "preflight" / "filter_plugins" / "preflight.py"
     )
@@ -142,12 +142,9 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
             problem = f"The store's port {port} cannot be opened: {held['reason']}."
             yield finding("store-port", host, problem, "add -e store_port=PORT to take another port")
             continue
-        who = "a process that only root can name (an interrupted doctor's listener would be gone in 30 s)"
-        end = f"sudo ss -Hltnp sport = :{port}"
-        if held.get("pid"):
-            unit = f", unit {held['unit']}" if held.get("unit") else ""
-            who = f"process {held['pid']} of {held['user']} ({held['command']}){unit}"
-            end = f"sudo systemctl stop {held['unit']}" if held.get("unit") else f"sudo kill {held['pid']}"
+        who, end = _preflight().holder(held, port)
+        if not held.get("pid"):
+            who += " (an interrupted doctor's listener would be gone in 30 s)"
         problem = f"The store's port {port} is held by {who}: no run can meet there."
         yield finding(
             "held-port", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)"

@@ -96,7 +96,7 @@ log: {description: The log's last lines, type: list, elements: str, returned: al
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
 leftovers:
-  description: Files that belong to one attempt alone, by name - outcomes, heartbeats, a request to stop.
+  description: Files that belong to one attempt alone, by name - outcomes, heartbeats, a request to stop, ...
   type: list
   elements: str
   returned: always

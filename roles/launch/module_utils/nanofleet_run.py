@@ -14,7 +14,7 @@ from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_up
 
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
-LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|stop")
+LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|stop")
 
 
 def load_json(path):
@@ -72,8 +72,8 @@ def newest_checkpoint(run_dir):
 
 def rebooted_since(run_dir, unit, beats, outcome, now):
     """When the host came up, if the last attempt was before and its unit went with the host, unasked."""
-    under_way = load_json(os.path.join(run_dir, "attempt.json")) or {}
-    signs = [*(beat.get("time") for beat in beats), outcome.get("time"), under_way.get("began")]
+    begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
+    signs = [*(beat.get("time") for beat in beats), outcome.get("time"), *(one.get("began") for one in begun)]
     last = max((float(sign) for sign in signs if sign), default=None)
     up_since = booted(now)
     gone = not is_up(unit) and unit["active_state"] != "failed" and not outcome.get("settled")

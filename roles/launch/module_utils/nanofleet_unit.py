@@ -118,10 +118,10 @@ def _pids():
 
 
 def unit_of(pid):
-    """The systemd service a process belongs to, or an empty string."""
+    """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         for part in reversed(line.rstrip().split("/")):
-            if part.endswith(".service"):
+            if part.endswith(".service") and not part.startswith("user@"):
                 return part
     return ""
 

@@ -1,25 +1,20 @@
-"""Findings about an inventory and its hosts, and the table that shows them.
+"""Findings about an inventory, words about hosts, and the table that shows all findings.
 
-A finding is {"host", "problem", "remedy"}: where, one sentence, and what to type next.
+A finding is {"host", "problem", "remedy", "severity"}: where, one sentence, what to type next, and whether it
+stops (a refusal) or only tells (a warning). Those about hosts: preflight_hosts, preflight_run, preflight_use.
 """
 
 from __future__ import annotations
 
 import socket
-import sys
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from ansible.module_utils.parsing.convert_bool import boolean
-
-REPOSITORY = Path(__file__).resolve().parents[3]
 SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
     "or, for two hosts on this machine: ansible-playbook lab.yml"
 )
-PACKAGES = {"ip": "iproute2", "sysctl": "procps"}
 # What ssh says -> (what it means, what to type). The first match counts.
 SSH_ERRORS = (
     (
@@ -44,19 +39,43 @@ SSH_ERRORS = (
 )
 
 
-def finding(host: str, problem: str, remedy: str) -> dict[str, str]:
-    return {"host": host, "problem": problem, "remedy": remedy}
+def finding(host: str, problem: str, remedy: str, severity: str = "refusal") -> dict[str, str]:
+    return {"host": host, "problem": problem, "remedy": remedy, "severity": severity}
+
+
+def warning(host: str, problem: str, remedy: str) -> dict[str, str]:
+    return finding(host, problem, remedy, "warning")
+
+
+def refusals(findings: list[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """Those that stop."""
+    return [f for f in findings if f.get("severity") != "warning"]
 
 
 def table(findings: list[Mapping[str, str]]) -> str:
-    """All findings as aligned lines, each followed by what to type next."""
+    """All findings as aligned lines, what stops first, each followed by what to type next."""
     width = max((len(f["host"]) for f in findings), default=0)
-    count = len(findings)
-    lines = [f"{count} finding{'' if count == 1 else 's'}; nothing was changed."]
-    for f in findings:
-        lines.append(f"{f['host']:<{width}}  {f['problem']}")
-        lines.append(f"{'':<{width}}  Type: {f['remedy']}")
+    stops = refusals(findings)
+    tells = [f for f in findings if f not in stops]
+    lines = []
+    if stops:
+        lines.append(f"{_count(stops, 'finding')}; nothing was changed.")
+        lines += _lines(stops, width)
+    if tells:
+        lines.append(f"{_count(tells, 'warning')}; nothing stops for {'it' if len(tells) == 1 else 'them'}.")
+        lines += _lines(tells, width)
     return "\n".join(lines)
+
+
+def _count(things: list[Mapping[str, str]], name: str) -> str:
+    return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
+
+
+def _lines(findings: list[Mapping[str, str]], width: int) -> list[str]:
+    pairs = [
+        (f"{f['host']:<{width}}  {f['problem']}", f"{'':<{width}}  Type: {f['remedy']}") for f in findings
+    ]
+    return [line for pair in pairs for line in pair]
 
 
 def is_resolvable(address: str) -> bool:
@@ -127,150 +146,25 @@ def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -
     return finding(host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
 
 
-def parse_probe(text: str) -> dict[str, Any]:
-    """The `key=value` lines of templates/probe.sh.j2; some come more than once."""
-    facts: dict[str, Any] = {"pythons": [], "missing": [], "disks": {}}
-    for line in text.replace("\r", "").splitlines():
-        key, separator, value = line.partition("=")
-        if not separator:
-            continue
-        if key == "python":
-            facts["pythons"].append(value)
-        elif key == "missing":
-            facts["missing"].append(value)
-        elif key == "disk":
-            words = value.split()
-            if len(words) == 3 and words[1].isdigit():
-                facts["disks"][words[0]] = {"free_kb": int(words[1]), "mount": words[2]}
-        else:
-            facts[key] = value.strip()
-    return facts
+def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
+    """Who has a port, in words, and the command that ends it.
 
-
-def fixed_memory_gb(values: Mapping[str, Any], vocabulary: int = 32768) -> float:
-    """GiB that weights, gradients and two optimizer moments take in float32, whatever the batch."""
-    if str(REPOSITORY) not in sys.path:
-        sys.path.insert(0, str(REPOSITORY))
-    from trainer.config import RunConfig
-
-    config = RunConfig.from_strings(values)
-    width = config.n_embd
-    kv_width = (config.n_kv_head or config.n_head) * config.head_dim
-    tables = 2 * vocabulary * width + (config.depth + 1) // 2 * vocabulary * kv_width
-    blocks = config.depth * (2 * width * width + 2 * width * kv_width + 8 * width * width)
-    return (tables + blocks) * 16 / 2**30
-
-
-def system_findings(host: str, facts: Mapping[str, Any], limits: Mapping[str, Any]) -> list[dict[str, str]]:
-    """What is wrong with one reachable host, from its probe."""
-    findings = []
-    pythons, architectures = list(limits["pythons"]), list(limits["architectures"])
-    if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
-        problem = (
-            f"It runs {facts.get('kernel') or 'an unknown system'} without systemd; runs are systemd units."
-        )
-        return [
-            finding(
-                host, problem, f"remove {host} from the inventory, or use Debian 12+ or Ubuntu 24.04+ on it"
-            )
-        ]
-    if facts.get("machine") not in architectures:
-        problem = (
-            f"Its processor is {facts.get('machine')}; torch is at hand for {' and '.join(architectures)}."
-        )
-        findings.append(finding(host, problem, f"remove {host} from the inventory"))
-    range_ = " or ".join(pythons)
-    if facts.get("python3") != "yes":
-        problem = f"No python3 is installed; Ansible and the trainer need Python {range_}."
-        findings.append(finding(host, problem, f"sudo apt install python3 python3-venv  (on {host})"))
-    elif not set(facts["pythons"]) & set(pythons):
-        found = ", ".join(sorted(set(facts["pythons"]))) or "none"
-        problem = (
-            f"Python {range_} is needed; it has {found} ({facts.get('distribution') or 'unknown system'})."
-        )
-        findings.append(
-            finding(host, problem, f"sudo apt install python{pythons[0]}  (on {host}), or upgrade it")
-        )
-    for command in facts["missing"]:
-        package = PACKAGES.get(command, command)
-        findings.append(
-            finding(host, f"The command {command} is missing.", f"sudo apt install {package}  (on {host})")
-        )
-    # A host that is set up has its environment already; what is left to grow are runs and the odd upgrade.
-    needed_gb = min(1.0, limits["free_gb"]) if facts.get("installed") == "yes" else limits["free_gb"]
-    full: dict[str, list[str]] = {}
-    for path, disk in facts["disks"].items():
-        if disk["free_kb"] < float(needed_gb) * 2**20:
-            full.setdefault(disk["mount"], []).append(path)
-    for mount, paths in full.items():
-        free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
-        problem = f"{free:.1f} GiB are free on {mount} for {' and '.join(paths)}; {needed_gb:g} are needed."
-        findings.append(
-            finding(host, problem, f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})")
-        )
-    memory = str(facts.get("memory_kb", ""))
-    if limits.get("config") and memory.isdigit():
-        needed, has = fixed_memory_gb(limits["config"]) + 0.5, int(memory) / 2**20
-        if needed > has:
-            depth = limits["config"].get("depth", 8)
-            problem = f"Depth {depth} needs at least {needed:.1f} GiB of memory; it has {has:.1f} GiB."
-            findings.append(
-                finding(host, problem, f"ansible-playbook train.yml -e depth={max(1, int(depth) // 2)}")
-            )
-    return findings
-
-
-def may_become_root(variables: Mapping[str, Any]) -> bool:
-    """Whether plays may become root there; ansible_become: false in the inventory says that nobody may."""
-    return bool(boolean(variables.get("ansible_become", True), strict=False))
-
-
-def root_findings(
-    host: str, variables: Mapping[str, Any], result: Mapping[str, Any], skew_s: float
-) -> list[dict[str, str]]:
-    """Whether sudo works without asking, and whether the clocks agree."""
-    words = dict(pair.split("=", 1) for pair in str(result.get("stdout", "")).split() if "=" in pair)
-    if "time" not in words or (words.get("uid") != "0" and may_become_root(variables)):
-        said = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
-        user = variables.get("ansible_user") or "the SSH user"
-        if "incorrect" in said.lower():
-            return [
-                finding(host, f"sudo refuses the password of {user}.", "add -K and type the password again")
-            ]
-        return [
-            finding(
-                host, f"sudo asks for a password of {user}.", "add -K (--ask-become-pass) to the same command"
-            )
-        ]
-    skew = int(words["time"]) - int(words["sent"])
-    if abs(skew) > float(skew_s):
-        way = "ahead of" if skew > 0 else "behind"
-        problem = f"Its clock is {abs(skew)} s {way} the controller's."
-        return [finding(host, problem, f"sudo timedatectl set-ntp true  (on {host})")]
-    return []
-
-
-def host_findings(
-    hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping[str, Any]
-) -> list[dict[str, str]]:
-    """All findings of all `hosts` from the results that tasks/hosts.yml registered."""
-    findings = []
-    for host in hosts:
-        variables = hostvars[host]
-        probe = variables["__preflight_probe"]
-        if probe.get("unreachable"):
-            findings.append(unreachable_finding(host, variables, str(probe.get("msg", ""))))
-            continue
-        facts = parse_probe(str(probe.get("stdout", "")))
-        findings += system_findings(host, facts, limits)
-        findings += root_findings(host, variables, variables.get("__preflight_root", {}), limits["skew_s"])
-    return findings
+    held: pid (nothing if unknown), user, command, unit.
+    """
+    if not held.get("pid"):
+        return "a process that only root can name", f"sudo ss -Hltnp sport = :{port}"
+    if int(held["pid"]) == 1:
+        return "systemd itself, for a socket unit", f"systemctl list-sockets | grep :{port}"
+    who = f"process {held['pid']} of {held['user']} ({held['command']})"
+    if held.get("unit"):
+        return f"{who}, unit {held['unit']}", f"sudo systemctl stop {held['unit']}"
+    return who, f"sudo kill {held['pid']}"
 
 
 class FilterModule:
     def filters(self) -> dict[str, Any]:
         return {
             "preflight_table": table,
+            "preflight_refusals": refusals,
             "preflight_inventory_findings": inventory_findings,
-            "preflight_host_findings": host_findings,
         }

@@ -1,0 +1,241 @@
+"""What the run that is asked for takes, and whether every host has it: memory, disk, processor.
+
+Facts are those of preflight_hosts.py. Sizes are GiB, worked out from the parameter count: float32 weights and
+gradients, AdamW's two moments of the tables and Muon's one of the matrices it owns, a micro-batch's
+activations, and on the coordinator the copy that a checkpoint is written from (trainer/saving.py).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+GIB = 2**30
+# Both fitted to the peak of a rank's resident memory (see the role's README): what Python and torch take, and
+# how many numbers of the model's width a layer keeps of a token for the way back.
+BASE_GIB = 0.45
+KEPT_PER_LAYER = 35
+VOCABULARY = 32768
+NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
+Finding = dict[str, str]
+Facts = Mapping[str, Any]
+
+
+def _sibling(name: str) -> Any:
+    """Another filter plugin of this role: Ansible loads each as a file of its own."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+words = _sibling("preflight")
+
+
+def run_config(values: Mapping[str, Any]) -> Any:
+    """The trainer's RunConfig of these knobs; it needs only the standard library."""
+    if str(REPOSITORY) not in sys.path:
+        sys.path.insert(0, str(REPOSITORY))
+    from trainer.config import RunConfig
+
+    return RunConfig.from_strings(values)
+
+
+def run_name(values: Mapping[str, Any], run_id: str = "") -> str:
+    """The run's name: the one asked for, else that of its configuration."""
+    return run_id or str(run_config(values).default_run_id())
+
+
+def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
+    """All findings of all hosts, the coordinator's first; none where no run is asked for.
+
+    options: asked (whether a run is), config (its knobs, as far as given), nproc_per_node.
+    """
+    if not options["asked"]:
+        return []
+    reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
+    stored = next((found for facts in reached.values() if (found := _stored(facts))), {})
+    # As train.yml resumes it: an existing run keeps its values for every knob that is not given anew.
+    values = {**stored, **options["config"]}
+    config = run_config(values)
+    ranks = int(options["nproc_per_node"])
+    on_gpu = config.device == "cuda" or (
+        config.device == "auto" and all(facts.get("gpu") for facts in reached.values())
+    )
+    findings: list[Finding] = []
+    for place, (host, facts) in enumerate(facts_by_host.items()):
+        if "unreachable" in facts:
+            continue
+        need = Need(values, _vocabulary(reached), ranks, ranks * len(facts_by_host), place == 0, on_gpu)
+        findings += _memory(host, facts, need, bool(stored))
+        findings += _disk(host, facts, need) if place == 0 else []
+        findings += [] if on_gpu else _processor(host, facts, config)
+    return findings
+
+
+def _stored(facts: Facts) -> Mapping[str, Any]:
+    """The configuration of the run's earlier attempts."""
+    try:
+        read = json.loads(facts.get("run_file", ""))
+    except ValueError:
+        return {}
+    stored = read.get("config") if isinstance(read, dict) else None
+    return stored if isinstance(stored, dict) else {}
+
+
+def _vocabulary(facts_by_host: Mapping[str, Facts]) -> int:
+    told = [str(facts["vocabulary"]) for facts in facts_by_host.values() if facts.get("vocabulary")]
+    return int(told[0]) if told and told[0].isdigit() else VOCABULARY
+
+
+class Need:
+    """What a host must have for its ranks of a run. `coordinates`: whether rank 0 is there."""
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        vocabulary: int = VOCABULARY,
+        ranks: int = 1,
+        world_size: int = 1,
+        coordinates: bool = True,
+        on_gpu: bool = False,
+    ) -> None:
+        self.values, self.ranks = values, ranks
+        self._others = (vocabulary, ranks, world_size, coordinates, on_gpu)
+        self.config = config = run_config(values)
+        width = config.n_embd
+        kv_width = (config.n_kv_head or config.n_head) * config.head_dim
+        rows = math.ceil(vocabulary / 64) * 64
+        number = (8 if config.dtype == "float64" else 4) / GIB
+        tables = number * rows * (2 * width + (config.depth + 1) // 2 * kv_width)
+        matrices = number * config.depth * (10 * width * width + 2 * width * kv_width)
+        micro_batch = config.device_batch_size * config.sequence_len
+        self.checkpoint_gb = 3 * tables + 2 * matrices
+        activations = number * KEPT_PER_LAYER * micro_batch * config.depth * width
+        head = number * rows * width
+        # By rank, then once for rank 0.
+        self.parts = {
+            "weights": tables + matrices,
+            "gradients": tables + matrices + head,
+            "optimizer": 2 * tables + matrices / world_size,
+            f"a micro-batch of {config.device_batch_size} x {config.sequence_len} tokens": activations,
+            "Python and torch": BASE_GIB,
+        }
+        if on_gpu:
+            self.parts = {"Python, torch and CUDA": 5 * BASE_GIB}
+        self.copy_gb = self.checkpoint_gb if coordinates else 0.0
+
+    @property
+    def memory_gb(self) -> float:
+        return self.ranks * sum(self.parts.values()) + self.copy_gb
+
+    def smaller(self, depth: int) -> Need:
+        return Need({**self.values, "depth": depth}, *self._others)
+
+    def described(self) -> str:
+        """How it adds up, the largest first."""
+        parts = {name: self.ranks * size for name, size in self.parts.items()}
+        parts["the copy a checkpoint is written from"] = self.copy_gb
+        largest = sorted(parts.items(), key=lambda part: -part[1])
+        return ", ".join(f"{name} {size:.1f}" for name, size in largest if size >= 0.05)
+
+    def subject(self) -> str:
+        ranks = f"{self.ranks} ranks of depth" if self.ranks > 1 else "Depth"
+        return f"{ranks} {self.config.depth} need{'' if self.ranks > 1 else 's'}"
+
+
+def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Finding]:
+    """Too little in all is a refusal; too little that is free, beside what else runs there, a warning."""
+    if not str(facts.get("memory_kb", "")).isdigit():
+        return
+    total, needed = int(facts["memory_kb"]) / 2**20, need.memory_gb
+    limit = limited_gb(facts.get("limit", ""), total)
+    # How deep a model that fits there may be; a run that is resumed keeps its depth.
+    fits = next((d for d in range(need.config.depth - 1, 0, -1) if need.smaller(d).memory_gb <= limit), 0)
+    typed = f"remove {host} from the inventory"
+    if fits and not resumes:
+        typed = f"ansible-playbook train.yml -e depth={fits}"
+    if needed > limit:
+        what = "it has" if limit == total else "fleet_memory allows"
+        problem = (
+            f"{need.subject()} about {needed:.1f} GiB of memory ({need.described()}); {what} {limit:.1f} GiB."
+        )
+        yield words.finding(host, problem, typed)
+        return
+    available = int(facts.get("available_kb") or facts["memory_kb"]) / 2**20
+    if needed > available and not facts["active"]:
+        problem = (
+            f"{need.subject()} about {needed:.1f} GiB of memory; {available:.1f} of its {total:.1f} are free"
+        )
+        size, pid, user, command = [*str(facts.get("biggest", "")).split(" ", 3), "", "", "", ""][:4]
+        if command:
+            problem += f": {command} (PID {pid} of {user}) has {int(size) / 2**20:.1f}"
+        yield words.warning(
+            host, f"{problem}.", f"ps aux --sort=-rss | head  (on {host}; end what is not needed)"
+        )
+
+
+def limited_gb(limit: str, total_gb: float) -> float:
+    """GiB that a unit may use: systemd's MemoryMax=, such as 8G or 50%, where one is set."""
+    match = re.fullmatch(r"(\d+)([KMGT%])", limit)
+    if not match:
+        return total_gb
+    amount = int(match[1])
+    if match[2] == "%":
+        return total_gb * amount / 100
+    return min(total_gb, amount * {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}[match[2]] / GIB)
+
+
+def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
+    """Room for checkpoints: without any for two a run cannot replace its first one."""
+    disks = facts["disks"]
+    if not disks:
+        return
+    path, disk = list(disks.items())[-1]
+    there = int(facts.get("kept_kb") or 0)
+    has, each, keep = (disk["free_kb"] + there) / 2**20, need.checkpoint_gb, need.config.keep_checkpoints
+    wanted = keep + 2
+    if has >= wanted * each:
+        return
+    problem = (
+        f"A checkpoint of depth {need.config.depth} takes {each:.1f} GiB and {path} has room for "
+        f"{has:.1f} GiB of them; keep_checkpoints={keep}, the best one and the one being written "
+        f"take {wanted * each:.1f}."
+    )
+    typed = f"sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
+    if has < 2 * each:
+        yield words.finding(host, problem, typed)
+    else:
+        fewer = f", or ansible-playbook train.yml -e keep_checkpoints={keep - 1}" if keep > 1 else ""
+        yield words.warning(host, problem, typed + fewer)
+
+
+def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
+    """What matrices are multiplied with; only x86 says enough of itself."""
+    flags: Sequence[str] = facts.get("flags", "").split()
+    if facts.get("machine") != "x86_64" or not flags:
+        return
+    has = f"of the faster instructions it has {', '.join(flags)} alone"
+    if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
+        problem = f"dtype is bfloat16, but its processor only emulates it ({has}): steps would take minutes."
+        typed = "ansible-playbook train.yml -e dtype=auto"
+        yield words.finding(host, problem, f"{typed}  (takes on every host what is fast there)")
+    if "avx2" not in flags:
+        problem = f"Its processor has no AVX2 ({has}): it multiplies at half the rate of others or less."
+        yield words.warning(
+            host, problem, f"ansible-playbook doctor.yml  (shows its rate), or leave {host} out"
+        )
+
+
+class FilterModule:
+    def filters(self) -> dict[str, Any]:
+        return {"preflight_run_id": run_name, "preflight_run_findings": run_findings}

@@ -1,0 +1,132 @@
+"""Processes that die, run short of memory or of a tracker, files that are damaged: the run goes on.
+
+One run gets all of them, one after another. Its losses are at last those of a run that nobody disturbed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from e2e.lab import ROOT
+
+from .site import COORDINATOR, IMPATIENT, STATE, WORKER, Site
+
+pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
+
+HOG = (
+    "import os, time; open('/proc/self/oom_score_adj', 'w').write('-1000')\n"
+    "held = []\n"
+    "while True: held.append(bytearray(os.urandom(1 << 20))); time.sleep(0.002)"
+)
+"""A process that the kernel spares, and that takes all the memory there is."""
+
+
+@pytest.fixture(scope="module")
+def run(site: Site) -> Iterator[str]:
+    name = f"processes-{int(time.time())}"
+    site.train(name, launch_stall_seconds=IMPATIENT)
+    site.trains(name, beyond=10)  # past its first checkpoint
+    yield name
+    site.stop(name)
+    site.nothing_is_left()
+
+
+@pytest.mark.parametrize("host", [WORKER, COORDINATOR])
+def test_torchrun_killed(site: Site, run: str, host: int) -> None:
+    site.survives(
+        run,
+        f"SIGKILL of {'the coordinator' if host == COORDINATOR else 'a worker'}'s torchrun",
+        lambda: site.inside(host, f"kill -KILL {site.pid(host, run, 'torchrun')}"),
+        "torchrun, which started this rank, is gone",
+        within=10,
+        host=host,
+    )
+
+
+def test_a_rank_killed_by_the_kernel_for_want_of_memory(site: Site, run: str) -> None:
+    """The host's memory is limited to little more than is in use, then another process takes the rest."""
+    old, new = "/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory.current"
+    used = int(site.inside(WORKER, f"cat {old} 2> /dev/null || cat {new}"))
+
+    def plant() -> None:
+        site.outside(f"podman update --memory {used + (64 << 20)} {{name}}", WORKER)
+        site.inside(WORKER, f'systemd-run --quiet --unit=hog --collect python3 -c "{HOG}"')
+
+    def mend() -> None:
+        site.inside(WORKER, "systemctl kill -s KILL hog || true")
+        site.outside("podman update --memory 1000g {name}", WORKER)
+        (ROOT / "oom").unlink(missing_ok=True)  # podman's monitor writes it where the lab was started
+
+    site.survives(run, "a rank killed for want of memory", plant, "Lost rank 1", within=30, mend=mend)
+    attempts = site.inside(WORKER, f"tail -n 3 {STATE}/runs/{run}/attempts.jsonl")
+    assert "Killed without a word (SIGKILL, or the kernel for want of memory)" in attempts
+
+
+def test_a_damaged_checkpoint_is_passed_over(site: Site, run: str) -> None:
+    folder = f"{STATE}/runs/{run}/checkpoints"
+
+    def plant() -> None:
+        pid = site.pid(COORDINATOR, run)
+        site.inside(
+            COORDINATOR,
+            f"kill -STOP {pid}; f=$(ls -S $(ls -d {folder}/step_* | tail -n 1)/* | head -n 1)"
+            f" && printf X | dd of=$f bs=1 seek=1000 conv=notrunc status=none; kill -KILL {pid}",
+        )
+
+    said = site.survives(
+        run, "a damaged checkpoint", plant, "is damaged", "The checkpoint before it is taken", within=60
+    )
+    assert "sha256" in said.line
+    assert site.inside(COORDINATOR, f"ls -d {folder}/damaged_step_*")
+
+
+def test_the_tracker_is_killed_and_comes_back(site: Site, run: str) -> None:
+    """Its unit would start it again at once: it is kept down until the run has said that it is away."""
+    site.survives(
+        run,
+        "the tracker gone",
+        lambda: site.inside(
+            COORDINATOR, "systemctl kill -s KILL nanofleet-tracker; systemctl stop nanofleet-tracker"
+        ),
+        "training goes on without it",
+        within=60,
+        restarts=False,
+    )
+    with site.hears(run, "The tracker at", "is back", seconds=90):
+        site.inside(COORDINATOR, "systemctl start nanofleet-tracker")
+
+
+def test_a_run_file_that_differs_ends_the_run_with_a_table(site: Site, run: str) -> None:
+    """Seen by the contract at the next attempt; train.yml renders it again and the run goes on."""
+    path = f"{STATE}/runs/{run}/run.json"
+    site.inside(WORKER, f'sed -i \'s/"seed": [0-9]*/"seed": 7/\' {path} && grep -q \'"seed": 7\' {path}')
+    log = site.log_size(COORDINATOR, run)
+    with site.hears(run, "The ranks do not agree", "config.seed is 42", f"{site.names[1]}) has 7") as said:
+        site.inside(WORKER, f"kill -KILL {site.pid(WORKER, run)}")
+    site.ended(run, 30)
+    for host in (COORDINATOR, WORKER):
+        outcome = site.json(host, run, "outcome.json")
+        assert outcome["outcome"] == "final", outcome
+        assert "config.seed" in outcome["reason"]
+    assert "config.seed" in said.log[said.log.index("field ") :], "the table"
+    site.nothing_is_left()
+    site.train(run, launch_stall_seconds=IMPATIENT)
+    site.resumed(run, log)
+    site.note("run files that differ", said.seconds, said.line, "ended; train.yml renders it again")
+
+
+def test_the_losses_are_those_of_a_run_that_nobody_disturbed(site: Site, run: str) -> None:
+    attempts = site.inside(COORDINATOR, f"cat {STATE}/runs/{run}/attempts.jsonl").splitlines()
+    assert len(attempts) >= 2
+    site.stop(run)
+    disturbed = site.losses(run)
+    calm = f"{run}-calm"
+    site.train(calm)
+    site.trains(calm, beyond=min(max(disturbed), 400), seconds=600)
+    site.stop(calm)
+    undisturbed = site.losses(calm)
+    common = disturbed.keys() & undisturbed.keys()
+    assert len(common) >= min(len(disturbed), 400)
+    assert {step: disturbed[step] for step in common} == {step: undisturbed[step] for step in common}
