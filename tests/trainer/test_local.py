@@ -111,15 +111,16 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def test_meeting_after_each_step_is_the_mean_weighted_by_tokens() -> None:
-    """One step between meetings, outer rate 1, no momentum, no rounding; three ranks, unequal.
+@pytest.mark.parametrize("rows", [(1, 3, 2), (4,)])
+def test_meeting_after_each_step_is_the_mean_weighted_by_tokens(rows: tuple[int, ...]) -> None:
+    """One step between meetings, outer rate 1, no momentum, no rounding; three ranks, unequal, and one alone.
 
     Held against the mean of what the ranks have right before they meet. Ranks simulated a second time would
     not do: AdamW divides by its tiny eps what are zeros but for rounding, as the first gradients of scalars.
     """
-    rows, steps = (1, 3, 2), 3
-    room, outer = Room(3), Outer(steps=1, lr=1.0, momentum=0.0, bits=32, delay=0)
-    ranks = [Rank(rank, 3, room, outer, torch.float64) for rank in range(3)]
+    world_size, steps = len(rows), 3
+    room, outer = Room(world_size), Outer(steps=1, lr=1.0, momentum=0.0, bits=32, delay=0)
+    ranks = [Rank(rank, world_size, room, outer, torch.float64) for rank in range(world_size)]
 
     def work(rank: Rank) -> list[Tensor]:
         seen = []
@@ -138,14 +139,14 @@ def test_meeting_after_each_step_is_the_mean_weighted_by_tokens() -> None:
         for number, name in enumerate(names, start=first):
             apart = [values[number] for values in seen]
             after = [values[number + len(names)] for values in seen]
-            assert equal(after, [after[0]] * 3)
+            assert equal(after, [after[0]] * world_size)
             largest = max(value.abs().max() for value in [*apart, *after])
             # Some 20 roundings of numbers that are at most twice the largest, by half of eps each.
             tolerance = 20 * torch.finfo(torch.float64).eps * largest
             mean = sum(n * value for n, value in zip(rows, apart, strict=True)) / sum(rows)
             assert (after[0] - mean).abs().max() <= tolerance, (step, name)
-            if step == 1 and apart[0].dim() == 2:
-                assert (sum(apart) / 3 - mean).abs().max() > 1e6 * tolerance, "tokens weigh nothing"
+            if world_size > 1 and step == 1 and apart[0].dim() == 2:
+                assert (sum(apart) / world_size - mean).abs().max() > 1e6 * tolerance, "tokens weigh nothing"
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -186,6 +187,20 @@ def test_ranks_agree_bitwise_and_go_on_bitwise(bits: int) -> None:
     assert all(equal(ends[0], end) for end in [*ends, *resumed])
     mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
     assert equal(mine[0], mine[2]), "after the end nobody has anything of its own"
+
+
+def test_one_rank_alone_meets_itself() -> None:
+    outer = Outer(steps=2, lr=1.0, momentum=0.0, bits=8, delay=1)
+    rank = Rank(0, 1, Room(1), outer, torch.float32)
+    alone, errors = rank.in_common(), []
+    [idx] = batches = batches_of(0, (4,))
+    for _ in range(6):
+        rank.step(batches)
+        errors.append(rank.model(idx[:, :-1], idx[:, 1:]).item())
+    rank.sync.finish()
+    assert equal(rank.own(), rank.in_common())
+    assert not equal(rank.own(), alone)
+    assert errors[-1] < errors[0] - 0.5
 
 
 @pytest.mark.parametrize(("bits", "levels"), [(4, 7), (8, 127)])

@@ -270,6 +270,20 @@ def test_a_worker_keeps_no_copy_and_a_gpu_no_weights() -> None:
     assert run.Need({"depth": 12}, coordinates=False, on_gpu=True).memory_gb < 3
 
 
+def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
+    """Beside its own weights each has those in common, their momentum and what rounding left over."""
+    exact, local = (run.Need({"depth": 8, "sync": sync}, world_size=2) for sync in ("exact", "local"))
+    weights = exact.parts["weights"]
+    assert local.parts["what ranks have in common"] == pytest.approx(3 * weights)
+    assert local.parts["optimizer"] > exact.parts["optimizer"]
+    assert local.checkpoint_gb == pytest.approx(exact.checkpoint_gb + weights)
+    assert local.own_gb == pytest.approx(2 * weights)
+    small = put(GOOD, memory_kb="5000000")
+    memory, disk = told(small, config={"depth": "8", "sync": "local"})
+    assert "what ranks have in common 1.4" in memory["problem"]
+    assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
+
+
 def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
     small = put(GOOD, memory_kb="3000000", available_kb="2900000", disk="/var/lib/nanofleet 90000000 /")
     stored = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 4}}))

@@ -188,7 +188,7 @@ class Local(Sync):
     def _mean(self, journey: Journey, fragment: Fragment) -> Tensor:
         """The ranks' ways, weighted by their tokens, in a row: the same bits on every rank."""
         values, counts = journey.table[:, :-COUNT_BYTES], journey.table[:, -COUNT_BYTES:]
-        tokens = counts.clone().view(torch.int64).flatten().double()
+        tokens = counts.flatten().clone().view(torch.int64).double()  # a copy starts where int64 may
         dtype = fragment.outer[0].dtype
         weights = (tokens / tokens.sum()).to(dtype)
         n = sum(_some(outer, journey.rows).numel() for outer in fragment.outer)

@@ -2,7 +2,9 @@
 
 Facts are those of preflight_hosts.py. Sizes are GiB, worked out from the parameter count: float32 weights and
 gradients, AdamW's two moments of the tables and Muon's one of the matrices it owns, a micro-batch's
-activations, and on the coordinator the copy that a checkpoint is written from (trainer/saving.py).
+activations, and on the coordinator the copy that a checkpoint is written from (trainer/saving.py). In sync
+mode local each rank has all of the optimizer's state, and beside its own parameters the run's, their momentum
+and what rounding left over (trainer/sync/local.py).
 """
 
 from __future__ import annotations
@@ -119,14 +121,19 @@ class Need:
         tables = number * rows * (2 * width + (config.depth + 1) // 2 * kv_width)
         matrices = number * config.depth * (10 * width * width + 2 * width * kv_width)
         micro_batch = config.device_batch_size * config.sequence_len
-        self.checkpoint_gb = 3 * tables + 2 * matrices
+        alone = config.sync == "local"
+        together = tables + matrices if alone else 0.0
+        self.checkpoint_gb = 3 * tables + 2 * matrices + together
+        # Rank 0's own parameters and what rounding left over, in a file beside each checkpoint.
+        self.own_gb = 2 * together
         activations = number * KEPT_PER_LAYER * micro_batch * config.depth * width
         head = number * rows * width
         # By rank, then once for rank 0.
         self.parts = {
             "weights": tables + matrices,
             "gradients": tables + matrices + head,
-            "optimizer": 2 * tables + matrices / world_size,
+            "optimizer": 2 * tables + matrices / (1 if alone else world_size),
+            "what ranks have in common": 3 * together,
             f"a micro-batch of {config.device_batch_size} x {config.sequence_len} tokens": activations,
             "Python and torch": BASE_GIB,
         }
@@ -202,7 +209,8 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
         return
     path, disk = list(disks.items())[-1]
     there = int(facts.get("kept_kb") or 0)
-    has, each, keep = (disk["free_kb"] + there) / 2**20, need.checkpoint_gb, need.config.keep_checkpoints
+    has, keep = (disk["free_kb"] + there) / 2**20, need.config.keep_checkpoints
+    each = need.checkpoint_gb + need.own_gb
     wanted = keep + 2
     if has >= wanted * each:
         return
