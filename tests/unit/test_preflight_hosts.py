@@ -402,6 +402,10 @@ def test_a_port_in_other_hands() -> None:
     [(problem, remedy)] = host(root=ROOT_OK + "port=tracker 5000\n")
     assert problem == "The tracker's port 5000 is held by a process that only root can name."
     assert "-e tracker_port=PORT" in remedy
+    assert host(root=ROOT_OK + "port=tracker 5000 - nanofleet nanofleet-tracker.service\n") == []
+    [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 - ada squatter.service\n")
+    assert problem == "The store's port 29500 is held by squatter.service of ada."
+    assert remedy.startswith("sudo systemctl stop squatter.service")
     [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 1 root init.scope /sbin/init\n")
     assert "systemd itself" in problem
     assert "kill" not in remedy
