@@ -616,6 +616,16 @@ def test_status_when_nothing_ever_ran() -> None:
     )
 
 
+def test_who_asks_for_a_run_that_is_not_there_hears_the_nearest_and_ends_none() -> None:
+    runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
+    there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
+    assert status.launch_status(there, "cc") == (
+        "No run cc here. Did you mean c? Known runs: c (active), evening."
+    )
+    assert "Did you mean evening?" in status.launch_status(there, "evning")
+    assert "Did you mean" not in status.launch_status(there, "xyz")
+
+
 def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
     old = state(**stored(), runs=[{"run_id": "a", "time": 1}])
     new = state(**stored(), runs=[{"run_id": "b", "time": 2}]) | {"run_id": "b"}

@@ -5,6 +5,7 @@ Figures that a rank does not give (an older trainer, a host without sensors) are
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import time
 from collections.abc import Mapping
@@ -40,8 +41,7 @@ def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: st
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
     if not found and run_id:
-        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
-        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
+        lines.append(_unknown(reached, run_id))
     elif not found and reached:
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
     if found:
@@ -66,10 +66,20 @@ def hosts_and_facts(
         lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += reboots(found, run_id) + silences(found) + _about(found, tracker_uri)
-    lines += text.others_active(states, run_id)
+    # Who has asked for a run that is not there wants none ended.
+    lines += text.others_active(states, run_id) if found or not run_id else []
     said = text.launch_errors(found) if errors else []
     over = text.ending({host: state for host, state in found.items() if state["ended"]})
     return [*lines, *said, *([""] if said and over else []), *over]
+
+
+def _unknown(reached: Mapping[str, State], run_id: str) -> str:
+    """That there is no such run, with the one that was perhaps meant."""
+    runs = {run["run_id"]: run.get("active") for state in reached.values() for run in state["runs"]}
+    near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    known = ", ".join(f"{name} (active)" if active else name for name, active in runs.items())
+    return f"No run {run_id} here.{meant} Known runs: {known or 'none'}."
 
 
 def _title(found: Mapping[str, State], run_id: str) -> str:
