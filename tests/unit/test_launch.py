@@ -593,6 +593,33 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     assert "rank 0 on tower has not beaten" not in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "up"),
+    [
+        ({"over": True}, {}),
+        ({"before": True}, {}),
+        ({}, {"between": True}),
+        ({}, {"ended": True}),
+        ({"age": 40.0}, {}),
+    ],
+    ids=[
+        "its rank has ended",
+        "its rank joins anew",
+        "its unit waits",
+        "the run is over",
+        "its rank is frozen",
+    ],
+)
+def test_nobody_is_blamed_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
+    said = beat(blame="rank 1 (laptop) is frozen", warning="No room")
+    tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
+    shown = status.launch_status({"tower": tower, "laptop": {"unreachable": True}}, "a")
+    assert "Blame" not in shown
+    assert ("Warning" in shown) == ("age" in changes)
+    living = state(**stored(), ended=False, heartbeats=[said])
+    assert "Blame:       rank 1 (laptop) is frozen" in status.launch_status({"tower": living}, "a")
+
+
 def test_the_cause_is_said_once_and_last() -> None:
     outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
     end = "[rank 0] final: The loss of step 2 is nan."

@@ -156,9 +156,10 @@ def silences(found: Mapping[str, State]) -> list[str]:
                     f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
                     "its disk is full. See: ansible-playbook logs.yml"
                 )
-    up = [beat for state in found.values() if not state["ended"] for beat in state["heartbeats"]]
+    up = [beat for state in found.values() for beat in state["heartbeats"] if is_under_way(beat, state)]
     lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
-    said = [beat["blame"] for state in found.values() for beat in state["heartbeats"] if beat.get("blame")]
+    # What a rank said before it stood still may be long over.
+    said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
     return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
 
 
