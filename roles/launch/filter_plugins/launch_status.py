@@ -99,11 +99,31 @@ def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
     if not state["found"]:
         return [[host, "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)
-    beats = [
-        {**beat, "phase": "joining", "loss": None} if beat.get("before") else beat
-        for beat in state["heartbeats"]
-    ]
+    beats = [{**beat, **_instead(beat, state)} for beat in state["heartbeats"]]
     return [[host, unit, *_beat_cells(beat)] for beat in beats] or [[host, unit, *blank]]
+
+
+def _instead(beat: Beat, state: State) -> dict[str, Any]:
+    """What is shown instead of the last words of a rank whose attempt is over."""
+    if beat.get("before"):
+        return {"phase": "joining", "loss": None}
+    if state["ended"] or is_under_way(beat, state):
+        return {}
+    again = (state["outcome"] or {}).get("outcome") in (None, "retryable")
+    return {"phase": "ended, restarting" if again else "ended"}
+
+
+def is_under_way(beat: Beat, state: State) -> bool:
+    """Whether a heartbeat is of the attempt that the unit is at, and of a rank that has not ended."""
+    return not (beat.get("before") or beat.get("over") or text.is_over(state))
+
+
+def is_frozen(beat: Beat, state: State) -> bool:
+    """Whether a rank should beat and does not."""
+    # Only a trainer whose heart beats on its own says when it entered its phase.
+    beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
+    late = beats and beat["age"] > FROZEN_SECONDS and beat.get("phase") != "done"
+    return late and is_under_way(beat, state)
 
 
 def _beat_cells(beat: Beat) -> list[str]:
@@ -139,25 +159,17 @@ def silences(found: Mapping[str, State]) -> list[str]:
     """A line for each rank that is blamed or warns, and for each that should beat and does not."""
     lines = []
     for host, state in found.items():
-        if state["ended"]:
-            continue
         for beat in state["heartbeats"]:
-            # Only a trainer whose heart beats on its own says when it entered its phase.
-            beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
-            if (
-                beats
-                and not beat.get("before")
-                and beat["age"] > FROZEN_SECONDS
-                and beat.get("phase") != "done"
-            ):
+            if is_frozen(beat, state):
                 lines.append(
                     f"Frozen:      rank {beat.get('rank')} on {host} has not beaten for "
                     f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
                     "its disk is full. See: ansible-playbook logs.yml"
                 )
-    up = [beat for state in found.values() if not state["ended"] for beat in state["heartbeats"]]
+    up = [beat for state in found.values() for beat in state["heartbeats"] if is_under_way(beat, state)]
     lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
-    said = [beat["blame"] for state in found.values() for beat in state["heartbeats"] if beat.get("blame")]
+    # What a rank said before it stood still may be long over.
+    said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
     return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
 
 
