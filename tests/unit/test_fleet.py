@@ -247,12 +247,12 @@ class TestRunView:
         view = RunView()
         beat = {"entered": 1.0, "tok_per_s_average": 2000.0, "sync_share": 0.125, "temperature": 91.0}
         late = state(0, checkpoint="checkpoints/step_000010", checkpoint_time=940.0)
-        late["heartbeats"][0].update(beat, age=34.0, throttled=True, blame="rank 1 (b) waits")  # type: ignore[index]
+        late["heartbeats"][0].update(beat, age=34.0, throttled=True)  # type: ignore[index]
         view.fold("a", late)
         view.lost["b"] = "No route to host"
         panel = drawn(progress.run_panel(view), 140)
         for piece in (
-            "12 %", "91 °C throttled", "Blame:       rank 1 (b) waits", "2,000 on average",
+            "12 %", "91 °C throttled", "2,000 on average",
             "Frozen:      rank 0 on a has not beaten for 34 s", "step 10, 1m00s ago", "b did not answer",
         ):  # fmt: skip
             assert piece in panel

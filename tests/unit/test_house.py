@@ -84,3 +84,23 @@ def test_what_a_role_registers_hides_none_of_its_variables(role: Path) -> None:
     for path in role.glob("tasks/*.yml"):
         registered = set(re.findall(r"^ *register: (\w+)", path.read_text(), re.MULTILINE))
         assert not registered & held, path
+
+
+@pytest.mark.parametrize("verb", [*VERBS, ROOT / "playbooks" / "watch.yml"], ids=lambda p: p.name)
+def test_every_playbook_looks_for_a_limit_first(verb: Path) -> None:
+    while verb.name != "check_limit.yml":
+        verb = verb.parent / load(verb)[0]["ansible.builtin.import_playbook"]
+
+
+@pytest.mark.parametrize("verb", ["train.yml", "lab.yml"])
+def test_a_limit_is_refused_on_whatever_host_it_leaves(verb: str) -> None:
+    """With it the plays on localhost would be passed over without a word, the check of the knobs too."""
+    hosts = ROOT / "inventory" / "sample" / "hosts.yml"
+    done = subprocess.run(
+        ["ansible-playbook", "-i", str(hosts), "-l", "workers", "-e", "dept=4", verb],
+        cwd=ROOT, env=_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout.count("TASK [") == 1, done.stdout
+    assert "every playbook needs all hosts" in done.stdout
+    assert str(hosts) in done.stdout.replace("\n", "")

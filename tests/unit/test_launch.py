@@ -311,6 +311,30 @@ def test_torchruns_own_traceback_is_left_out() -> None:
     assert log.first_error([*lines, *follow], 20) == lines[1:]
 
 
+def test_a_rank_that_has_ended_is_told_from_one_that_lives(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its unit may still be up: torchrun takes its time to end after its rank has."""
+    (systemd / "state").write_text("active")
+    for rank in (0, 1):
+        beat = {"rank": rank, "time": time.time() - 30, "entered": 1.0, "pid": os.getpid()}
+        (run_dir / f"heartbeat-{rank}.json").write_text(json.dumps(beat))
+
+    def over() -> list[bool]:
+        read = call(run_state, monkeypatch, state_dir=str(systemd))
+        return [beat["over"] for beat in read["heartbeats"]]
+
+    assert over() == [False, False]
+    (run_dir / "outcome-1.json").write_text('{"rank": 1, "outcome": "retryable"}')
+    assert over() == [False, True]
+    (run_dir / "heartbeat-0.json").write_text(json.dumps({"rank": 0, "time": time.time(), "pid": 2**22 + 1}))
+    assert over() == [True, True], "there is no such process"
+    (run_dir / "heartbeat-0.json").write_text(json.dumps({"rank": 0, "time": time.time()}))
+    assert over() == [False, True]
+    (systemd / "state").write_text("deactivating")
+    assert over() == [True, True]
+
+
 def test_a_unit_gone_without_an_outcome_has_failed(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -569,6 +593,33 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     assert "rank 0 on tower has not beaten" not in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "up"),
+    [
+        ({"over": True}, {}),
+        ({"before": True}, {}),
+        ({}, {"between": True}),
+        ({}, {"ended": True}),
+        ({"age": 40.0}, {}),
+    ],
+    ids=[
+        "its rank has ended",
+        "its rank joins anew",
+        "its unit waits",
+        "the run is over",
+        "its rank is frozen",
+    ],
+)
+def test_nobody_is_blamed_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
+    said = beat(blame="rank 1 (laptop) is frozen", warning="No room")
+    tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
+    shown = status.launch_status({"tower": tower, "laptop": {"unreachable": True}}, "a")
+    assert "Blame" not in shown
+    assert ("Warning" in shown) == ("age" in changes)
+    living = state(**stored(), ended=False, heartbeats=[said])
+    assert "Blame:       rank 1 (laptop) is frozen" in status.launch_status({"tower": living}, "a")
+
+
 def test_the_cause_is_said_once_and_last() -> None:
     outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
     end = "[rank 0] final: The loss of step 2 is nan."
@@ -587,8 +638,23 @@ def test_status_of_a_unit_between_two_attempts() -> None:
         **stored(), ended=False, between=True, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)]
     )
     said = status.launch_status({"tower": waiting}, "a")
-    assert "restarting" in said
+    assert "restarting     0  ended, restarting" in said
     assert "Frozen" not in said, "it is dead, and known to be"
+
+
+def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
+    """Rank 0 has ended, its torchrun not yet; rank 1 stands still in the attempt before."""
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    lost = {"outcome": "retryable", "rank": 0, "reason": "Lost rank 1 (laptop)"}
+    silent = {"age": 40.0, "entered": 1.0}
+    tower = state(**up, heartbeats=[beat(**silent, over=True)], outcome=lost)
+    laptop = state(**up, heartbeats=[beat(**silent, rank=1)])
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "tower   active     0  ended, restarting" in said
+    assert "Frozen:      rank 1 on laptop" in said
+    assert "rank 0 on tower has not beaten" not in said
+    stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
+    assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
 
 
 def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
@@ -614,6 +680,16 @@ def test_status_when_nothing_ever_ran() -> None:
     assert "No run b here. Known runs: a" in status.launch_status(
         {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
     )
+
+
+def test_who_asks_for_a_run_that_is_not_there_hears_the_nearest_and_ends_none() -> None:
+    runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
+    there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
+    assert status.launch_status(there, "cc") == (
+        "No run cc here. Did you mean c? Known runs: c (active), evening."
+    )
+    assert "Did you mean evening?" in status.launch_status(there, "evning")
+    assert "Did you mean" not in status.launch_status(there, "xyz")
 
 
 def test_the_run_shown_is_the_active_one_else_the_newest() -> None:

@@ -242,7 +242,7 @@ def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
     assert "the copy a checkpoint is written from 1.3" in found["problem"]
     assert "it has 2.9 GiB." in found["problem"]
     depth = int(found["remedy"].rpartition("=")[2])
-    assert found["remedy"] == f"ansible-playbook train.yml -e depth={depth}"
+    assert found["remedy"] == f"the same with -e depth={depth}"
     assert run.Need({"depth": depth}).memory_gb <= 2.9 < run.Need({"depth": depth + 1}).memory_gb
 
 
@@ -416,6 +416,10 @@ def test_a_port_in_other_hands() -> None:
     [(problem, remedy)] = host(root=ROOT_OK + "port=tracker 5000\n")
     assert problem == "The tracker's port 5000 is held by a process that only root can name."
     assert "-e tracker_port=PORT" in remedy
+    assert host(root=ROOT_OK + "port=tracker 5000 - nanofleet nanofleet-tracker.service\n") == []
+    [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 - ada squatter.service\n")
+    assert problem == "The store's port 29500 is held by squatter.service of ada."
+    assert remedy.startswith("sudo systemctl stop squatter.service")
     [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 1 root init.scope /sbin/init\n")
     assert "systemd itself" in problem
     assert "kill" not in remedy

@@ -5,6 +5,7 @@ Figures that a rank does not give (an older trainer, a host without sensors) are
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import time
 from collections.abc import Mapping
@@ -40,8 +41,7 @@ def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: st
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
     if not found and run_id:
-        known = list(dict.fromkeys(run["run_id"] for state in reached.values() for run in state["runs"]))
-        lines.append(f"No run {run_id} here. Known runs: {', '.join(known) or 'none'}.")
+        lines.append(_unknown(reached, run_id))
     elif not found and reached:
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
     if found:
@@ -66,10 +66,20 @@ def hosts_and_facts(
         lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += reboots(found, run_id) + silences(found) + _about(found, tracker_uri)
-    lines += text.others_active(states, run_id)
+    # Who has asked for a run that is not there wants none ended.
+    lines += text.others_active(states, run_id) if found or not run_id else []
     said = text.launch_errors(found) if errors else []
     over = text.ending({host: state for host, state in found.items() if state["ended"]})
     return [*lines, *said, *([""] if said and over else []), *over]
+
+
+def _unknown(reached: Mapping[str, State], run_id: str) -> str:
+    """That there is no such run, with the one that was perhaps meant."""
+    runs = {run["run_id"]: run.get("active") for state in reached.values() for run in state["runs"]}
+    near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)
+    meant = f" Did you mean {near[0]}?" if near else ""
+    known = ", ".join(f"{name} (active)" if active else name for name, active in runs.items())
+    return f"No run {run_id} here.{meant} Known runs: {known or 'none'}."
 
 
 def _title(found: Mapping[str, State], run_id: str) -> str:
@@ -89,11 +99,31 @@ def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
     if not state["found"]:
         return [[host, "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)
-    beats = [
-        {**beat, "phase": "joining", "loss": None} if beat.get("before") else beat
-        for beat in state["heartbeats"]
-    ]
+    beats = [{**beat, **_instead(beat, state)} for beat in state["heartbeats"]]
     return [[host, unit, *_beat_cells(beat)] for beat in beats] or [[host, unit, *blank]]
+
+
+def _instead(beat: Beat, state: State) -> dict[str, Any]:
+    """What is shown instead of the last words of a rank whose attempt is over."""
+    if beat.get("before"):
+        return {"phase": "joining", "loss": None}
+    if state["ended"] or is_under_way(beat, state):
+        return {}
+    again = (state["outcome"] or {}).get("outcome") in (None, "retryable")
+    return {"phase": "ended, restarting" if again else "ended"}
+
+
+def is_under_way(beat: Beat, state: State) -> bool:
+    """Whether a heartbeat is of the attempt that the unit is at, and of a rank that has not ended."""
+    return not (beat.get("before") or beat.get("over") or text.is_over(state))
+
+
+def is_frozen(beat: Beat, state: State) -> bool:
+    """Whether a rank should beat and does not."""
+    # Only a trainer whose heart beats on its own says when it entered its phase.
+    beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
+    late = beats and beat["age"] > FROZEN_SECONDS and beat.get("phase") != "done"
+    return late and is_under_way(beat, state)
 
 
 def _beat_cells(beat: Beat) -> list[str]:
@@ -129,25 +159,17 @@ def silences(found: Mapping[str, State]) -> list[str]:
     """A line for each rank that is blamed or warns, and for each that should beat and does not."""
     lines = []
     for host, state in found.items():
-        if state["ended"]:
-            continue
         for beat in state["heartbeats"]:
-            # Only a trainer whose heart beats on its own says when it entered its phase.
-            beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
-            if (
-                beats
-                and not beat.get("before")
-                and beat["age"] > FROZEN_SECONDS
-                and beat.get("phase") != "done"
-            ):
+            if is_frozen(beat, state):
                 lines.append(
                     f"Frozen:      rank {beat.get('rank')} on {host} has not beaten for "
                     f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
                     "its disk is full. See: ansible-playbook logs.yml"
                 )
-    up = [beat for state in found.values() if not state["ended"] for beat in state["heartbeats"]]
+    up = [beat for state in found.values() for beat in state["heartbeats"] if is_under_way(beat, state)]
     lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
-    said = [beat["blame"] for state in found.values() for beat in state["heartbeats"] if beat.get("blame")]
+    # What a rank said before it stood still may be long over.
+    said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
     return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
 
 

@@ -83,8 +83,8 @@ unit:
   returned: always
 heartbeats:
   description: >-
-    Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time, and C(before), whether
-    it is of an earlier attempt than the one under way.
+    Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time, C(before), whether it is
+    of an earlier attempt than the one under way, and C(over), whether the rank has ended since.
   type: list
   elements: dict
   returned: always

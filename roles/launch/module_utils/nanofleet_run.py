@@ -10,7 +10,7 @@ import os
 import re
 
 from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
-from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_up
+from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_missing, is_up
 
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
@@ -49,11 +49,22 @@ def attempts(path):
     return found
 
 
+def ended_ranks(run_dir):
+    """The ranks whose attempt is over: the next one takes their outcome away as it begins."""
+    names = [name for name in os.listdir(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
+    return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
+
+
 def heartbeats(run_dir, now, unit):
     found = []
+    ended = ended_ranks(run_dir)
+    # torchrun may take its time to end after its ranks have.
+    ends = between_attempts(unit) or unit["active_state"] == "deactivating" or not is_up(unit)
     for name in sorted(os.listdir(run_dir)):
         beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
         if beat:
+            gone = beat.get("pid") is not None and is_missing(beat["pid"])
+            beat["over"] = ends or gone or beat.get("rank", 0) in ended
             began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
             beat["before"] = float(beat.get("time") or now) < began - 1
             beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)

@@ -96,6 +96,11 @@ def between_attempts(unit):
     return unit["sub_state"] == "auto-restart" or waits
 
 
+def is_missing(pid):
+    """Whether a process is gone, as far as this user may see who is there."""
+    return os.path.isdir("/proc/1") and not os.path.isdir(f"/proc/{pid}")
+
+
 def booted(now):
     """When this host came up (a container: when it was started): the start of process 1. None if closed."""
     try:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from ansible import context
 from ansible.plugins.action import ActionBase
 from ansible.utils.vars import load_extra_vars
 
@@ -58,14 +57,14 @@ def finding(where: str, problem: str, remedy: str) -> dict[str, str]:
     return {"host": where, "problem": problem, "remedy": remedy}
 
 
-def unknown_finding(name: str, value: Any, names: list[str], verb: str) -> dict[str, str]:
+def unknown_finding(name: str, value: Any, names: list[str]) -> dict[str, str]:
     """A name nobody reads: almost always a typing error."""
     if name == "_raw_params":
         word = str(value).split()[0]
         return finding(
             f"-e {word}",
             "a knob needs a value.",
-            f"ansible-playbook {verb} -e {word}=VALUE (no blanks around =)",
+            f"the same with -e {word}=VALUE  (no blanks around =)",
         )
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=1)
@@ -77,7 +76,7 @@ def unknown_finding(name: str, value: Any, names: list[str], verb: str) -> dict[
     return finding(
         f"-e {name}={value}",
         f"no such knob; did you mean {nearest}?",
-        f"ansible-playbook {verb} -e {nearest}={value}",
+        f"the same with -e {nearest}={value} instead of -e {name}={value}",
     )
 
 
@@ -127,13 +126,12 @@ def check(
     inventory: Mapping[str, Any],
     known: Mapping[str, Mapping[str, Any]],
     config: Any,
-    verb: str,
 ) -> list[dict[str, str]]:
     """All findings about `asked` (extra vars, which win) and `inventory` (a fleet host's variables)."""
     fields = config.field_names()
     names = sorted({*known, *fields})
     findings = [
-        unknown_finding(name, value, names, verb)
+        unknown_finding(name, value, names)
         for name, value in asked.items()
         if name not in names and not name.startswith("ansible_")
     ]
@@ -148,13 +146,13 @@ def check(
         proposed = re.search(r"; use (\d+)", message)
         example = EXAMPLES.get(name, known.get(name, {}).get("default", getattr(config, name, "VALUE")))
         example = proposed.group(1) if proposed else example
-        return f"ansible-playbook {verb} -e {name}={example}"
+        instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
+        return f"the same with -e {name}={example}{instead}"
 
     if "steps" in values and "num_iterations" in asked:
         message = "steps and num_iterations are the same knob; give one of them."
-        findings.append(
-            finding(label("steps"), message, f"ansible-playbook {verb} -e steps={values['steps']}")
-        )
+        typed = f"the same without -e num_iterations={asked['num_iterations']}"
+        findings.append(finding(label("steps"), message, typed))
     for name, value in values.items():
         problem = None if name in fields else value_problem(name, value, known[name])
         if problem:
@@ -184,8 +182,6 @@ class ActionModule(ActionBase):
         if host and host in hostvars:
             wanted = {*config.field_names(), *read_yaml(ROLE / "vars/knobs.yml")["preflight_known_knobs"]}
             inventory = {name: hostvars[host][name] for name in wanted if name in hostvars[host]}
-        typed = [Path(path).name for path in context.CLIARGS.get("args", ())]
-        verb = typed[0] if typed else "train.yml"
         asked = dict(load_extra_vars(self._loader))
-        result.update(changed=False, findings=check(asked, inventory, known, config, verb))
+        result.update(changed=False, findings=check(asked, inventory, known, config))
         return result

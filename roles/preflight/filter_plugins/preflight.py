@@ -149,8 +149,10 @@ def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
     """Who has a port, in words, and the command that ends it.
 
-    held: pid (nothing if unknown), user, command, unit.
+    held: pid, user, command, unit; nothing where it is unknown.
     """
+    if not held.get("pid") and held.get("unit"):
+        return f"{held['unit']} of {held['user']}", f"sudo systemctl stop {held['unit']}"
     if not held.get("pid"):
         return "a process that only root can name", f"sudo ss -Hltnp sport = :{port}"
     if int(held["pid"]) == 1:

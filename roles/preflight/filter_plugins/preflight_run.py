@@ -170,7 +170,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
     fits = next((d for d in range(need.config.depth - 1, 0, -1) if need.smaller(d).memory_gb <= limit), 0)
     typed = f"remove {host} from the inventory"
     if fits and not resumes:
-        typed = f"ansible-playbook train.yml -e depth={fits}"
+        typed = f"the same with -e depth={fits}"
     if needed > limit:
         what = "it has" if limit == total else "fleet_memory allows"
         problem = (
@@ -223,7 +223,7 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
     if has < 2 * each:
         yield words.finding(host, problem, typed)
     else:
-        fewer = f", or ansible-playbook train.yml -e keep_checkpoints={keep - 1}" if keep > 1 else ""
+        fewer = f", or the same with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
         yield words.warning(host, problem, typed + fewer)
 
 
@@ -235,7 +235,7 @@ def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
     has = f"of the faster instructions it has {', '.join(flags)} alone"
     if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
         problem = f"dtype is bfloat16, but its processor only emulates it ({has}): steps would take minutes."
-        typed = "ansible-playbook train.yml -e dtype=auto"
+        typed = "the same with -e dtype=auto"
         yield words.finding(host, problem, f"{typed}  (takes on every host what is fast there)")
     if "avx2" not in flags:
         problem = f"Its processor has no AVX2 ({has}): it multiplies at half the rate of others or less."

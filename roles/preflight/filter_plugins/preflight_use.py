@@ -48,7 +48,8 @@ def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 def holder_of(text: str) -> dict[str, str]:
     """`PID USER UNIT COMMAND`, as root.sh.j2 describes a process; empty where it is not known."""
     pid, user, unit, command = [*text.split(" ", 3), "", "", "", ""][:4]
-    return {"pid": pid, "user": user, "unit": "" if unit == "-" else unit, "command": command.strip()}
+    pid, unit = ("" if word == "-" else word for word in (pid, unit))
+    return {"pid": pid, "user": user, "unit": unit, "command": command.strip()}
 
 
 def is_ours(unit: str) -> bool:

@@ -1,0 +1,52 @@
+"""`TEXT | as_typed`: the commands in a message with the -i and -K that this very command was given.
+
+A message says `ansible-playbook status.yml`; without the person's own -i that would show another fleet. What
+ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible import constants, context
+
+COMMAND = re.compile(r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml)| (?=\S+ -m ))")
+
+
+def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, folder: Path) -> str:
+    """What a command needs besides, each followed by a blank; paths below `folder`, where it is typed, short.
+
+    given, usual: the inventories of this command, and those of one without -i.
+    """
+    words = []
+    for source in given if list(given) != list(usual) else ():
+        path = Path(source)
+        short = str(path.relative_to(folder)) if path.is_relative_to(folder) else source
+        words += ["-i", shlex.quote(short)]
+    return "".join(f"{word} " for word in [*words, *(["-K"] if asks_password else [])])
+
+
+def as_typed(text: Any) -> Any:
+    """A text, or a list of them, with every command as the person has to type it."""
+    if isinstance(text, list):
+        return [as_typed(line) for line in text]
+    cli = context.CLIARGS
+    needed = options(
+        cli.get("inventory") or (),
+        constants.DEFAULT_HOST_LIST,
+        bool(cli.get("become_ask_pass")),
+        Path(os.environ.get("PWD", os.getcwd())),
+    )
+    return COMMAND.sub(lambda found: found[0] + needed, str(text))
+
+
+class FilterModule:
+    """Ansible's entry point."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"as_typed": as_typed}

@@ -1,0 +1,70 @@
+"""Commands in messages: with the -i and -K that the person gave, so that they can be typed as they stand."""
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from ansible import constants, context
+from ansible.module_utils.common.collections import ImmutableDict
+
+ROOT = Path(__file__).resolve().parents[2]
+spec = importlib.util.spec_from_file_location("as_typed", ROOT / "plugins" / "filter" / "as_typed.py")
+assert spec is not None
+assert spec.loader is not None
+plugin = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(plugin)
+
+SAID = "See it: ansible-playbook status.yml. Is it on? Try: ansible b -m ping"
+
+
+@pytest.fixture
+def _given(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setattr(context, "CLIARGS", ImmutableDict(request.param))
+    monkeypatch.setattr(constants, "DEFAULT_HOST_LIST", ["/repo/inventory/lab"])
+    monkeypatch.setenv("PWD", "/repo")
+
+
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize(
+    ("_given", "options"),
+    [
+        ({"inventory": ("/repo/inventory/lab",)}, ""),
+        ({}, ""),
+        ({"inventory": ("/repo/inventory/home",)}, "-i inventory/home "),
+        ({"inventory": ("/else/where", "a,b,")}, "-i /else/where -i a,b, "),
+        ({"inventory": ("/repo/my hosts",)}, "-i 'my hosts' "),
+        ({"inventory": ("/repo/inventory/home",), "become_ask_pass": True}, "-i inventory/home -K "),
+        ({"inventory": ("/repo/inventory/lab",), "become_ask_pass": True}, "-K "),
+    ],
+    indirect=["_given"],
+)
+def test_commands_carry_what_this_one_was_given(options: str) -> None:
+    assert plugin.as_typed(SAID) == (
+        f"See it: ansible-playbook {options}status.yml. Is it on? Try: ansible {options}b -m ping"
+    )
+    assert plugin.as_typed(["", SAID]) == ["", plugin.as_typed(SAID)]
+
+
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize("_given", [{"inventory": ("/else/where",)}], indirect=True)
+def test_what_is_no_command_on_the_fleet_stays() -> None:
+    for text in ("ansible-playbook lab.yml -e lab_state=down", "ansible is needed", "run setup.yml again"):
+        assert plugin.as_typed(text) == text
+
+
+def test_every_command_in_a_message_of_a_task_goes_through_it() -> None:
+    for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
+        for said in _messages(yaml.safe_load(path.read_text())):
+            left = re.sub(r"\{\{(?:(?!\}\}).)*\| as_typed \}\}", "", said, flags=re.DOTALL)
+            assert not plugin.COMMAND.search(left), f"{path}: {said}"
+
+
+def _messages(node: object) -> list[str]:
+    if isinstance(node, list):
+        return [said for part in node for said in _messages(part)]
+    if not isinstance(node, dict):
+        return []
+    own = [str(node[key]) for key in ("msg", "fail_msg", "success_msg") if key in node]
+    return own + [said for part in node.values() for said in _messages(part)]
