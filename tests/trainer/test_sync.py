@@ -102,7 +102,8 @@ def check_predicted(mode: str, run_dir: Path, data_dir: Path, world_size: int, s
     model = GPTConfig.from_depth(2, data.info.vocab_size, 32, aspect_ratio=16, head_dim=16)
     with torch.device("meta"):
         words = 8 * len(list(GPT(model).parameters())) * (world_size - 1)  # digests
-    words += round(2 * (world_size - 1) / world_size * 4 * 8)  # the loss, and what rank 0 wishes
+    # Five words for all, each rank's seconds, each rank's rows: see Agreement.
+    words += round(2 * (world_size - 1) / world_size * 8 * (5 + 2 * world_size))
     for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         if "loss" in line:
             rows = batch_rows(RunConfig().seed, line["step"] - 1, 5, len(data.train))
