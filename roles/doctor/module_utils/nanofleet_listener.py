@@ -101,7 +101,7 @@ class Listener:
         self.sockets.append(control)
 
     def serve(self):
-        """Answer until told to stop, until nobody calls any more, or until the limit; then close all sockets."""
+        """Answer until told to stop, until nobody calls, or until the limit; then close all sockets."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             ready = closing.enter_context(selectors.DefaultSelector())
