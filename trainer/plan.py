@@ -104,11 +104,11 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
     accumulation = [math.ceil(share / config.device_batch_size) for share in plan.shares]
     shape = plan.model
     text = [
-        f"depth {shape.n_layer}: width {shape.n_embd}, {shape.n_head} heads of {shape.head_dim} "
+        f"depth {shape.n_layer}: width {shape.n_embd}, {_some(shape.n_head, 'head')} of {shape.head_dim} "
         f"({shape.n_kv_head} key/value), context {shape.sequence_len}, vocabulary {shape.vocab_size:,}",
         render_table([["parameters", ""], *([name, f"{count:>13,}"] for name, count in counts.items())]),
-        f"{plan.num_iterations:,} steps of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
-        f"{_by_rank(plan.shares)} rows a rank in {_by_rank(accumulation)} micro-batches",
+        f"{_some(plan.num_iterations, 'step')} of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
+        f"{_by_rank(plan.shares, 'row')} a rank in {_by_rank(accumulation, 'micro-batch')}",
         f"{flops:,} FLOPs per token, {flops * tokens:.4g} in all",
         f"{ratio:.3g} tokens per scaling parameter (transformer matrices and lm_head)",
         f"scales: learning rates {plan.scales.lr:.4f}, Muon's weight decay "
@@ -135,9 +135,15 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
     return "\n".join(text)
 
 
-def _by_rank(numbers: Sequence[int]) -> str:
-    """2 where all are alike, else 3/2/2."""
-    return str(numbers[0]) if len(set(numbers)) == 1 else "/".join(map(str, numbers))
+def _by_rank(numbers: Sequence[int], noun: str) -> str:
+    """2 rows where all are alike, else 3/2/2 rows."""
+    counted = _some(max(numbers), noun)
+    return counted if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + counted.lstrip("0123456789,")
+
+
+def _some(number: int, noun: str) -> str:
+    """1 head, 2 heads, 3 micro-batches."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
 
 
 def duration(seconds: float) -> str:

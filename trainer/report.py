@@ -166,7 +166,7 @@ class Report:
         if not left:
             return
         at = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
-        self.say(f"About {duration(seconds)} for the {left} steps left, until {at}.")
+        self.say(f"About {duration(seconds)} for the {left} step{'s' * (left > 1)} left, until {at}.")
 
     def evaluation(self, bpb: float, loss: float) -> bool:
         """An evaluation of the present step; returns whether it is the best so far."""
@@ -215,7 +215,8 @@ class Report:
         """The sentence a finished run ends with."""
         loss, bpb = self.progress.loss, self.progress.val_bpb
         steps = self.plan.num_iterations
-        closing = f"All {steps} steps done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
+        what = f"All {steps} steps" if steps > 1 else "The only step"
+        closing = f"{what} done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
         if self.prediction is not None and self.durations:
             closing += f" {self.prediction.against(self.median)}"
         return closing

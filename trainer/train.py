@@ -6,6 +6,7 @@ torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import os
@@ -87,6 +88,7 @@ class Run:
         self._take(way.ready())
         if self.place.coordinates:
             self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
+            self._recall_sample()
             self.report.tracker = self._make_tracker(tracker_uri)
             self.attempt.at_end(self.report.tracker.close)
 
@@ -391,6 +393,13 @@ class Run:
             if not is_full(error):
                 raise
             self.say("warning: the disk has no room for a sample of text.", level="warning")
+
+    def _recall_sample(self) -> None:
+        """The last text of an earlier attempt is also this one's, until there is a newer one."""
+        if self.report.progress.step:
+            with contextlib.suppress(OSError, ValueError):
+                text = (self.run_dir / "sample.txt").read_text(encoding="utf-8")
+                self.attempt.state(sample=text.removesuffix("\n"))
 
     def _part(self) -> None:
         self.heartbeat.enter("done")

@@ -168,7 +168,7 @@ def test_what_depth_8_says_before_step_0() -> None:
         "value_embeds             67,108,864",
         "transformer_matrices     25,166,016",
         "273,679,632 FLOPs per token, 5.605e+15 in all",
-        "5,000 steps of 4,096 tokens = 20,480,000 tokens; 2 rows a rank in 1 micro-batches",
+        "5,000 steps of 4,096 tokens = 20,480,000 tokens; 2 rows a rank in 1 micro-batch",
         "0.488 tokens per scaling parameter",
         "learning rates 0.0884, Muon's weight decay 0.064965, AdamW's width 1.224745",
         "warning: the model will stay undertrained; 12 tokens per scaling parameter would take 122,880 steps",
@@ -180,7 +180,7 @@ def test_what_depth_8_says_before_step_0() -> None:
     said = describe(plan, long, model, train_rows=1_000_000)
     assert "warning" not in said
     assert "reads them" not in said
-    assert "2/1/1 rows a rank in 1 micro-batches" in said
+    assert "2/1/1 rows a rank in 1 micro-batch" in said
 
 
 def test_place_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch) -> None:

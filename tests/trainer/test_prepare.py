@@ -1,6 +1,7 @@
 """`prepare` as a person runs it: its lines, its exit code, and a second run that does only what is needed."""
 
 import argparse
+import gzip
 import json
 import random
 import re
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 
 from trainer.data import directory, prepare, progress
+from trainer.data.corpus import collect
+from trainer.data.sources import find_files
+from trainer.data.spool import Spool
 
 
 def run(*arguments: object) -> int:
@@ -174,12 +178,37 @@ def test_progress_is_told_in_lines_with_rate_and_what_is_left(
         "checking shards",
     }
     text = json.loads((tmp_path / "data" / "manifest.json").read_text())["text_bytes"]
-    for label in ("reading text", "writing shards"):
-        assert f"{text / 1e6:,.1f} of" in last[label]
+    read = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
+    for label, n_bytes in (("reading text", read), ("writing shards", text)):
+        assert f"{n_bytes / 1e6:,.1f} of" in last[label]
     for label, line in last.items():
         assert re.search(r", [\d.,]+ (MB|files)/s, \d+ s", line), line
         if label != "looking for text":
             assert "(100%)" in line
+
+
+@pytest.mark.parametrize("max_bytes", [0, 200_000])
+def test_progress_of_compressed_text_never_passes_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int
+) -> None:
+    """It counts what all files have on disk, or the text where a part of that is asked for."""
+    told: list[tuple[int, int]] = []
+    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress.Progress, "say", lambda self: told.append((self.done, self.total)))
+    for number in range(4):
+        noise = random.Random(number).randbytes(40_000).hex().encode()
+        (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(noise))
+        (tmp_path / f"{number}.txt").write_bytes(noise)
+    (tmp_path / "no.txt").write_bytes(b"\0" * 1000)
+    files, _ = find_files([tmp_path])
+    told.clear()
+    with Spool(tmp_path, 1) as spool:
+        collect(files, spool, max_bytes, 1)
+    on_disk = sum(file.size for file in files)
+    assert {total for _, total in told} == {max_bytes or on_disk}
+    assert max(done for done, _ in told) <= (max_bytes or on_disk)
+    if not max_bytes:
+        assert told[-1] == (on_disk, on_disk)
 
 
 @pytest.mark.parametrize(

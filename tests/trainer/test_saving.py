@@ -97,6 +97,15 @@ def test_saves_by_minutes_and_samples_on_the_way(data_dir: Path, tmp_path: Path)
     assert len(losses(tmp_path)) == 12
 
 
+def test_a_second_attempt_at_a_finished_run_has_its_outcome(data_dir: Path, tmp_path: Path) -> None:
+    """With nothing left to do, and so no text written anew."""
+    outcomes = [json.loads(train_here(data_dir, tmp_path).path.read_text()) for _ in range(2)]
+    kept = ("outcome", "step", "loss", "val_bpb", "checkpoint", "sample")
+    first, second = ({name: outcome[name] for name in kept} for outcome in outcomes)
+    assert first == second
+    assert first["sample"]
+
+
 def test_without_saving_on_the_way_there_is_one_at_the_end(data_dir: Path, tmp_path: Path) -> None:
     train_here(data_dir, tmp_path, save_minutes=0, eval_every=2)
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step_000006"]

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -231,6 +232,49 @@ def test_a_server_in_health_has_everything_once(
     assert (status, "0 figures were missing" in text) == (0, True), text
     assert server.requests == requests + 1, "it looks whether the run is there and sends nothing"
     assert len(run["artifacts"]) == len(artifacts)
+
+
+def test_the_link_has_the_address_that_people_reach(
+    server: StandIn, begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NANOFLEET_TRACKER_PAGE", "http://tower:5000")
+    said: list[str] = []
+    begin(server.uri, said=said)
+    until(lambda: said, "it says where")
+    assert said[0].startswith("Tracked at http://tower:5000/#/experiments/")
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "says"),
+    [
+        (404, b"<p>not here</p>", "it answers error 404"),
+        (200, b"<p>hello</p>", "it answers something other than JSON"),
+    ],
+)
+def test_what_answers_but_is_no_mlflow_is_told_so(
+    begin: Callable[..., Tracker], tmp_path: Path, track: Track, status: int, body: bytes, says: str
+) -> None:
+    class Page(BaseHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET  # noqa: N815 - http.server's names
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as page:
+        threading.Thread(target=page.serve_forever, daemon=True).start()
+        steps(begin(""), 1, 3)
+        code, text = track(f"http://127.0.0.1:{page.server_port}")
+        page.shutdown()
+    assert code == 1
+    assert f"is no MLflow server ({says}" in text
+    assert "does not answer" not in text
+    assert "it got 0 figures. Nothing is lost" in text
 
 
 def test_a_server_that_is_away_gets_it_afterwards(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -655,6 +656,44 @@ def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
     assert "rank 0 on tower has not beaten" not in said
     stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
     assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
+
+
+def frozen(process: str, **changes: Any) -> str:
+    """The line on rank 1, whose process does as the kernel says."""
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    others = changes.pop("others", {})
+    still = beat(rank=1, age=34.0, entered=1.0, process=process, **{"world_size": 2, **changes})
+    states = {"tower": state(**up, heartbeats=[beat(**others)]), "laptop": state(**up, heartbeats=[still])}
+    states["laptop"]["unit"]["scope"] = changes.get("scope", "system")
+    said: str = status.launch_status(states, "a")
+    (line,) = [line for line in said.splitlines() if line.startswith("Frozen")]
+    return line.partition("rank 1 on laptop has not beaten for 34 s")[2]
+
+
+def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
+    go_on = "on laptop: sudo systemctl kill -s CONT nanofleet-a"
+    assert frozen("stopped") == f": it is stopped (SIGSTOP). Let it go on, {go_on}"
+    assert "laptop: systemctl --user kill -s CONT nanofleet-a" in frozen("stopped", scope="user")
+    assert "a debugger on laptop holds it" in frozen("tracing stop")
+    waits = frozen("disk sleep", stall_seconds=30.0)
+    assert "Nothing to type: the others give it up in about 26 s and start again; it ends and" in waits
+    assert "about 2m26s and" in frozen("disk sleep", step_seconds=24.0)
+    assert "any moment now" in frozen("disk sleep", stall_seconds=10.0)
+    assert "the others have given it up;" in frozen("disk sleep", others={"over": True})
+    assert "goes on by itself" in frozen("disk sleep", world_size=1)
+    assert f"If it was stopped (SIGSTOP), {go_on}. Else the others give it up" in frozen("")
+
+
+def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
+        assert unit_facts.process_state(sleeper.pid) in ("sleeping", "running")
+        assert not unit_facts.is_missing(sleeper.pid)
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        assert unit_facts.process_state(sleeper.pid) == "stopped"
+        sleeper.kill()
+    assert unit_facts.process_state(sleeper.pid) == ""
+    assert unit_facts.is_missing(sleeper.pid)
 
 
 def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:

@@ -31,7 +31,21 @@ def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
         "laptop: nothing of setup.yml is left.",
     ]
     assert "reset_checkpoints=true" in lines[5]
-    assert lines[-1] == f"Nothing was changed. To do it, type: {reset.CONFIRM}"
+    assert lines[-2].startswith("Nothing was changed;")
+    assert lines[-1] == "To do it, type the same with -e reset_confirm=true"
+
+
+def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
+    hostvars = {host: {**HOSTVARS["tower"], "launch_active": ["d8"]} for host in ("tower", "laptop")}
+    lines = reset.report(["tower", "laptop"], hostvars, False, [])
+    assert lines[-3] == (
+        "A run is active on tower, laptop (d8), so it would be refused. "
+        "First, which saves: ansible-playbook stop.yml -e run_id=d8"
+    )
+    assert "-e reset_force=true" in lines[-2]
+    forced = reset.report(["tower", "laptop"], hostvars, False, [], True)
+    assert forced[-2] == "A run is active on tower, laptop (d8): it would be ended, and nothing of it saved."
+    assert not any("would be refused" in line for line in reset.report(["tower"], hostvars, True, []))
 
 
 def test_a_reset_says_what_went_and_what_stays_on_the_controller() -> None:

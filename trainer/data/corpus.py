@@ -37,6 +37,20 @@ GROUP_DOCUMENTS = 1024
 GROUP_BYTES = 8 * 2**20
 
 
+@dataclass
+class _Reading:
+    """The documents of a file, and how much of its size on disk is not told of as done yet."""
+
+    documents: Iterator[str]
+    left: int
+
+    def part(self, n_bytes: int) -> int:
+        """What so much text of it counts: a compressed file has more text than its size."""
+        part = min(n_bytes, self.left)
+        self.left -= part
+        return part
+
+
 def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int) -> Counter[str]:
     """Put the documents of `files` into `spool`, at most `max_bytes` of text (0: all of it).
 
@@ -44,17 +58,17 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
     nor a few huge files fill the corpus. Returns how many files gave no text, by reason.
     """
     skipped: Counter[str] = Counter()
-    expected = sum(file.size for file in files)
-    if max_bytes:
-        expected = min(expected, max_bytes)
+    on_disk = sum(file.size for file in files)
+    expected = min(on_disk, max_bytes) if max_bytes else on_disk
+    by_text = expected < on_disk  # what ends it, and so what its progress is: the text taken, or all files
     # Short enough documents that a small corpus, too, has a fair share of them for validation.
     limit = min(MAX_DOCUMENT, max(MIN_DOCUMENT, expected // VALIDATION_PART))
     turn_bytes = max(limit, max_bytes // TURNS) if max_bytes else float("inf")
-    waiting: deque[Iterator[str]] = deque()  # at most TURNS of them, each with a few MB in its hands
+    waiting: deque[_Reading] = deque()  # at most TURNS of them, each with a few MB in its hands
 
-    def readers() -> Iterator[Iterator[str]]:
+    def readers() -> Iterator[_Reading]:
         for index in permutation(len(files), seed, 0):
-            yield documents(files[index], limit)
+            yield _Reading(documents(files[index], limit), files[index].size)
         while waiting:
             yield waiting.popleft()
 
@@ -63,19 +77,22 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
         for reader in readers():
             turn = 0
             try:
-                for text in reader:
+                for text in reader.documents:
                     data = text.encode()
                     if max_bytes and taken + len(data) > max_bytes:
                         return skipped
                     size = spool.add(data)
-                    progress.add(size)
+                    progress.add(size if by_text else reader.part(size))
                     taken += size
                     turn += size
                     if turn >= turn_bytes:
                         waiting.append(reader)
                         break
+                else:
+                    progress.add(0 if by_text else reader.left)
             except SkippedFileError as reason:
                 skipped[str(reason)] += 1
+                progress.add(0 if by_text else reader.left)
     return skipped
 
 

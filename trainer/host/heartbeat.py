@@ -83,6 +83,7 @@ class Heartbeat:
             "cpu": None,
             "temperature": None,
             "throttled": None,
+            "stall_seconds": None,
             "blame": None,
             "warning": None,
         }

@@ -83,6 +83,7 @@ class Watchdog:
 
     def start(self) -> None:
         """Watch from now on, this rank alone at first."""
+        self._heartbeat.state(stall_seconds=self._stall)
         if self._place.world_size > 1 and self._me.address:
             with contextlib.suppress(OSError):  # then the others find it unknown
                 self._listener = Listener(self._me.address, self._answer)

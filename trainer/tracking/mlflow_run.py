@@ -19,6 +19,7 @@ from urllib.parse import urlsplit
 from trainer.tracking.files import Facts
 
 EXPERIMENT = "nanofleet"
+PAGE_VARIABLE = "NANOFLEET_TRACKER_PAGE"  # the server's address for people, where ranks use another
 RUN_ID_TAG, DIGEST_TAG = "nanofleet.run_id", "nanofleet.digest"
 CHANGED_TAG = "now."  # before the name of a param whose value is another one than when the run began
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "retryable": "FAILED", "final": "FAILED"}
@@ -69,8 +70,9 @@ class MlflowRun:
 
     @property
     def page(self) -> str:
-        """Where a person looks at it."""
-        return f"{shown_uri(self._uri)}/#/experiments/{self._experiment}/runs/{self.id}"
+        """Where a person looks at it, who may not be on this host."""
+        server = os.environ.get(PAGE_VARIABLE) or self._uri
+        return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
         """Send figures, at most BATCH_METRICS of them. Raises RunGoneError or RefusedError."""
@@ -179,6 +181,15 @@ def is_server(uri: str) -> bool:
     """Whether this is the address of a server, and not of a folder or database, which MLflow also knows."""
     parts = urlsplit(uri)
     return parts.scheme in ("http", "https") and bool(parts.netloc)
+
+
+def ailment(error: BaseException) -> str:
+    """What a failed call says of the server: that it does not answer, or answers as MLflow's never does."""
+    answer = re.search(r"failed with error code (\d+) != 200|not in a valid JSON format", str(error))
+    if not answer:
+        return f"does not answer ({reason(error)})"
+    what = f"error {answer[1]}" if answer[1] else "something other than JSON"
+    return f"is no MLflow server (it answers {what} where one is asked for its experiments)"
 
 
 def reason(error: BaseException) -> str:

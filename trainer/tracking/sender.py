@@ -33,6 +33,7 @@ from trainer.tracking.mlflow_run import (
     Point,
     RefusedError,
     RunGoneError,
+    ailment,
     is_server,
     reason,
     shown_uri,
@@ -187,7 +188,7 @@ def follow(run_dir: Path, uri: str, patience: float) -> int:
                     _tell_rank_0({"away": True})
                     return 1
                 if not failures:
-                    said = f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}); "
+                    said = f"The tracker at {shown_uri(uri)} {ailment(error)}; "
                     _tell_rank_0({"away": True, "say": said + "training goes on without it."})
                 failures += 1
             wait = RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else LOOK_EVERY_SECONDS
@@ -276,8 +277,9 @@ def run(args: argparse.Namespace) -> int:
             sender.finish(outcome)
         except Exception as error:  # the many ways of a server to be unwell
             print(
-                f"The tracker at {shown_uri(uri)} does not answer ({reason(error)}) after {sent:,} "
-                "figures. Nothing is lost: type this again when it does.",
+                f"The tracker at {shown_uri(uri)} {ailment(error)}; it got {sent:,} "
+                f"figure{'' if sent == 1 else 's'}. Nothing is lost: type this again when it is there, "
+                "or with another address.",
                 file=sys.stderr,
             )
             return 1

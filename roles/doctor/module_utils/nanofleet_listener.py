@@ -101,11 +101,12 @@ class Listener:
         self.sockets.append(control)
 
     def serve(self):
-        """Answer until told to stop, until nobody calls any more, or until the limit."""
+        """Answer until told to stop, until nobody calls, or until the limit; then close all sockets."""
         called = time.monotonic()
-        with selectors.DefaultSelector() as ready:
+        with contextlib.ExitStack() as closing:
+            ready = closing.enter_context(selectors.DefaultSelector())
             for opened in self.sockets:
-                ready.register(opened, selectors.EVENT_READ)
+                ready.register(closing.enter_context(opened), selectors.EVENT_READ)
             while time.monotonic() < min(self.ends, called + self.idle):
                 for key, _events in ready.select(timeout=0.5):
                     called = time.monotonic()

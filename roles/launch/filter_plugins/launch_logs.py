@@ -121,9 +121,9 @@ def launch_fetched(
     lines = []
     for host, result in by_host.items():
         if "files" in result:
-            n_bytes = result["bytes"]
+            n_bytes, count = result["bytes"], len(result["files"])
             size = f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:,.1f} kB"
-            lines.append(f"{host}: {len(result['files'])} files, {size}, verified, in {folder}/{host}")
+            lines.append(f"{host}: {count} file{'s' * (count != 1)}, {size}, verified, in {folder}/{host}")
             if states[host].get("checkpoint"):
                 path = f"{folder}/{host}/{states[host]['checkpoint']}"
                 lines.append(f'  text from it: python -m trainer sample --checkpoint {path} --prompt "The "')

@@ -18,6 +18,9 @@ Beat = Mapping[str, Any]
 HEADER = ("host", "unit", "rank", "phase", "step", "loss", "sync", "temp", "last beat")
 FROZEN_SECONDS = 10.0
 """A rank beats every second from a thread of its own: one that is silent for so long does not run."""
+USUAL_STALL_SECONDS = 60.0
+LATE_STEPS = 5
+"""As the trainer's watchdog has them: after how long a step is late, and how many usual steps that is."""
 STALE_SECONDS = 60.0
 SHOWN_ATTEMPTS = 5
 
@@ -161,16 +164,43 @@ def silences(found: Mapping[str, State]) -> list[str]:
     for host, state in found.items():
         for beat in state["heartbeats"]:
             if is_frozen(beat, state):
-                lines.append(
-                    f"Frozen:      rank {beat.get('rank')} on {host} has not beaten for "
-                    f"{text.duration(beat['age'])} though its unit is up: stopped (SIGSTOP), swapping, or "
-                    "its disk is full. See: ansible-playbook logs.yml"
-                )
+                silent = f"rank {beat.get('rank')} on {host} has not beaten for {text.duration(beat['age'])}"
+                lines.append(f"Frozen:      {silent}{_remedy(beat, host, found)}")
     up = [beat for state in found.values() for beat in state["heartbeats"] if is_under_way(beat, state)]
     lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
     # What a rank said before it stood still may be long over.
     said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
     return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
+
+
+def _remedy(beat: Beat, host: str, found: Mapping[str, State]) -> str:
+    """Why a rank stands still, and what to type; or that nothing has to be."""
+    unit = found[host]["unit"]
+    systemctl = "systemctl --user" if unit.get("scope") == "user" else "sudo systemctl"
+    command = f"{systemctl} kill -s CONT nanofleet-{found[host]['run_id']}"
+    process = beat.get("process") or ""
+    if process == "stopped":
+        return f": it is stopped (SIGSTOP). Let it go on, on {host}: {command}"
+    if process == "tracing stop":
+        return f": a debugger on {host} holds it. It goes on once the debugger lets it."
+    why = " though its unit is up: its host swaps, sleeps, or its disk is slow or full. "
+    typed = "Nothing to type: " if process else f"If it was stopped (SIGSTOP), on {host}: {command}. Else "
+    return f"{why}{typed}{_given_up(beat, host, found)}"
+
+
+def _given_up(beat: Beat, host: str, found: Mapping[str, State]) -> str:
+    """What becomes by itself of a rank that stands still."""
+    itself = "it ends and starts again by itself, once its host lets it"
+    if (beat.get("world_size") or 1) < 2:
+        return "it goes on by itself, once its host lets it."
+    others = [state for other, state in found.items() if other != host]
+    if any(not is_under_way(known, state) for state in others for known in state["heartbeats"]):
+        return f"the others have given it up; {itself}."
+    # Late after this long, and given up when it still is so another minute later; see the trainer's watchdog.
+    stall = float(beat.get("stall_seconds") or USUAL_STALL_SECONDS)
+    left = max(stall, LATE_STEPS * float(beat.get("step_seconds") or 0.0)) + stall - float(beat["age"])
+    when = f"in about {text.duration(left)}" if left > 0 else "any moment now"
+    return f"the others give it up {when} and start again; {itself}."
 
 
 def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:

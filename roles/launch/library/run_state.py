@@ -84,7 +84,8 @@ unit:
 heartbeats:
   description: >-
     Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time, C(before), whether it is
-    of an earlier attempt than the one under way, and C(over), whether the rank has ended since.
+    of an earlier attempt than the one under way, C(over), whether the rank has ended since, and C(process),
+    the kernel's word for what its process does.
   type: list
   elements: dict
   returned: always

@@ -10,7 +10,7 @@ import os
 import re
 
 from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
-from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_missing, is_up
+from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_missing, is_up, process_state
 
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
@@ -65,6 +65,7 @@ def heartbeats(run_dir, now, unit):
         if beat:
             gone = beat.get("pid") is not None and is_missing(beat["pid"])
             beat["over"] = ends or gone or beat.get("rank", 0) in ended
+            beat["process"] = process_state(beat["pid"]) if beat.get("pid") is not None else ""
             began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
             beat["before"] = float(beat.get("time") or now) < began - 1
             beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)

@@ -96,6 +96,14 @@ def between_attempts(unit):
     return unit["sub_state"] == "auto-restart" or waits
 
 
+def process_state(pid):
+    """What the kernel says of a process: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("State:"):
+            return line.partition("(")[2].rstrip(")")
+    return ""
+
+
 def is_missing(pid):
     """Whether a process is gone, as far as this user may see who is there."""
     return os.path.isdir("/proc/1") and not os.path.isdir(f"/proc/{pid}")

@@ -8,7 +8,7 @@ from typing import Any
 from ansible.module_utils.parsing.convert_bool import boolean
 
 ROLES = ("launch", "tracker", "dataset", "network", "runtime")
-CONFIRM = "ansible-playbook reset.yml -e reset_confirm=true"
+CONFIRM = "type the same with -e reset_confirm=true"
 
 
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
@@ -17,9 +17,13 @@ def published(variables: Mapping[str, Any], what: str) -> list[str]:
 
 
 def report(
-    hosts: Sequence[str], hostvars: Mapping[str, Any], done: bool, on_controller: Sequence[str]
+    hosts: Sequence[str],
+    hostvars: Mapping[str, Any],
+    done: bool,
+    on_controller: Sequence[str],
+    force: bool = False,
 ) -> list[str]:
-    """Sentences for the screen. done: whether it was done or only said."""
+    """Sentences for the screen. done: whether it was done or only said; force: active runs stop nothing."""
     lines, kept_anywhere, anything = [], False, False
     for host in hosts:
         removed = published(hostvars[host], "removed")
@@ -46,8 +50,26 @@ def report(
             f"On this machine stays what was made here; to remove it: rm -r {' '.join(on_controller)}"
         )
     if not done and anything:
-        lines.append(f"Nothing was changed. To do it, type: {CONFIRM}")
+        lines.append("Nothing was changed; what is counted as changed below is what would be.")
+        lines += _refused({host: hostvars[host].get("launch_active") or [] for host in hosts}, force)
+        lines.append(f"To do it, {CONFIRM}")
     return lines
+
+
+def _refused(active: Mapping[str, Sequence[str]], force: bool) -> list[str]:
+    """That it would be refused, or what it would end."""
+    runs = list(dict.fromkeys(run for up in active.values() for run in up))
+    if not runs:
+        return []
+    where = ", ".join(host for host, up in active.items() if up)
+    what = f"{'Runs are' if len(runs) > 1 else 'A run is'} active on {where} ({', '.join(runs)})"
+    if force:
+        return [f"{what}: it would be ended, and nothing of it saved."]
+    stops = " and ".join(f"ansible-playbook stop.yml -e run_id={run}" for run in runs)
+    return [
+        f"{what}, so it would be refused. First, which saves: {stops}",
+        "Or let the reset end it, which saves nothing: -e reset_force=true",
+    ]
 
 
 class FilterModule:
