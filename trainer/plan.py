@@ -116,10 +116,10 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
         f"AdamW's width {width_scale(shape.n_embd):.6f}",
     ]
     if config.sync == "local" and len(plan.shares) > 1:
-        own = _by_rank([rows * shape.sequence_len for rows in plan.shares])
+        own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
         text.append(
-            f"local: each rank steps on its own {own} tokens, and rates are scaled for that; ranks meet "
-            f"every {config.local_steps} steps"
+            f"local: each rank steps on its own {own}, and rates are scaled for that; ranks meet "
+            f"every {_some(config.local_steps, 'step')}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)

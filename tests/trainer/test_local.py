@@ -19,7 +19,7 @@ from trainer.host.place import Place
 from trainer.model import GPT, GPTConfig
 from trainer.optim import build_optimizer
 from trainer.own import find_own, keep_own
-from trainer.plan import make_plan
+from trainer.plan import describe, make_plan
 from trainer.sync.group import Group, Pending
 from trainer.sync.local import Local, Outer
 from trainer.sync.payload import predicted_bytes
@@ -249,6 +249,9 @@ def test_rates_are_scaled_for_what_a_rank_steps_on() -> None:
     solo = make_plan(RunConfig(total_batch_size=4096), 32768, 1)
     assert local.scales == solo.scales
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
+    with torch.device("meta"):
+        said = describe(local, config, GPT(local.model), train_rows=1000)
+    assert "each rank steps on its own 4,096 tokens, and rates are scaled for that" in said
 
 
 def test_auto_does_not_take_it() -> None:
