@@ -269,6 +269,7 @@ def test_a_live_run_is_read_whole(systemd: Path, run_dir: Path, monkeypatch: pyt
     beat = {"rank": 0, "step": 3, "num_iterations": 9, "loss": 5.0, "time": time.time() - 4}
     (run_dir / "heartbeat-0.json").write_text(json.dumps(beat))
     (run_dir / "heartbeat-1.json").write_text('{"rank": 1, "st')
+    (run_dir / "attempt.json").write_text('{"pid": 7, "began": 7.5}')
     (run_dir / "metrics.jsonl").write_text(
         '{"step":2,"loss":5.5}\n{"step":2,"val_bpb":2.0}\n{"step":3,"loss":5.0}\n{"ste'
     )
@@ -281,6 +282,7 @@ def test_a_live_run_is_read_whole(systemd: Path, run_dir: Path, monkeypatch: pyt
     assert state["heartbeats"][0]["age"] == pytest.approx(4, abs=1)
     assert len(state["heartbeats"]) == 1, "a half-written file is no heartbeat"
     assert (state["metrics"]["step"], state["evaluation"]["val_bpb"]) == (3, 2.0)
+    assert state["began"] == 7.5
     assert state["checkpoint"] == "checkpoints/step_000002", "one without meta.json is not whole"
     assert (state["ended"], state["failed_unit"], state["stepped"], state["error"]) == (
         False,
@@ -656,6 +658,22 @@ def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
     assert "rank 0 on tower has not beaten" not in said
     stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
     assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
+
+
+def test_status_says_what_a_host_is_at_before_its_first_heartbeat() -> None:
+    up = {**stored(), "ended": False, "time": 190.0,
+          "unit": {"active_state": "active", "sub_state": "running", "since": 100.0}}  # fmt: skip
+    joins, imports = state(**up), state(**up, began=145.0, heartbeats=[beat(before=True, entered=1.0)])
+    lines = status.launch_status({"tower": joins, "laptop": imports}, "a").splitlines()
+    at, later = (time.strftime("%H:%M:%S", time.localtime(moment)) for moment in (100, 145))
+    assert f"Starting:    tower: torchrun loads and joins the other hosts, since {at} (1m30s)" in lines
+    assert f"Starting:    laptop: its ranks are importing torch, since {later} (45 s)" in lines
+    assert any(line.startswith("tower   active     -  joining  ") for line in lines)
+    assert any(line.startswith("laptop  active     0  importing torch  ") for line in lines)
+    old = state(**up, began=50.0)  # it was killed, and the next one has not got so far yet
+    assert "joining" in status.launch_status({"tower": old}, "a")
+    for there in ({"heartbeats": [beat(phase="load")]}, {"ended": True}, {"between": True}):
+        assert "Starting" not in status.launch_status({"tower": state(**{**up, **there})}, "a")
 
 
 def frozen(process: str, **changes: Any) -> str:

@@ -161,6 +161,7 @@ def read_run(run_dir, unit, now, log_lines):
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
         "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
         "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
+        "began": (load_json(os.path.join(run_dir, "attempt.json")) or {}).get("began"),
     }
 
 
@@ -180,4 +181,5 @@ NOTHING = {
     "checkpoint_time": None,
     "leftovers": [],
     "past_attempts": [],
+    "began": None,
 }
