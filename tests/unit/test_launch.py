@@ -314,6 +314,32 @@ def test_torchruns_own_traceback_is_left_out() -> None:
     assert log.first_error([*lines, *follow], 20) == lines[1:]
 
 
+def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_in_words() -> None:
+    line = "E1121 16:55:44.1 7 api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 7) of binary: python"
+    assert log.in_words(line.format(-9)) == log.KILLED == report.KILLED
+    assert log.in_words(line.format(-11)) == "Ended by SIGSEGV"
+    for kept in (line.format(-99), line.format(1), "ValueError: no rows"):
+        assert log.in_words(kept) == kept
+
+
+def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (systemd / "state").write_text("failed")
+    (run_dir / "heartbeat-0.json").write_text(json.dumps({**beat(), "time": time.time()}))
+    (run_dir / "train.log").write_text(
+        "=== nanofleet-a started\nE1121 16:55:44 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)\n"
+    )
+    dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    said = status.launch_status({"tower": dead}, "a")
+    assert f"tower: {log.KILLED} in forward after step 3." in said.splitlines()
+    assert "exitcode" not in said
+    settled = "Killed without a word (SIGKILL, or the kernel for want of memory) in forward after step 3."
+    (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
+    dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    assert status.launch_status({"tower": dead}, "a").count("Killed") == 1
+
+
 def test_a_rank_that_has_ended_is_told_from_one_that_lives(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -588,12 +614,35 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
     laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
     said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
-    for part in ("12 %", "91 °C throttled", "1,235 tok/s, 1,200 on average", f"Blame:       {blame}",
+    for part in ("12 %", "91 °C throttled", f"Blame:       {blame}",
                  "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
                  "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
         assert part in said
     assert said.count(blame) == 1
     assert "rank 0 on tower has not beaten" not in said
+    assert "Time left" not in said
+    laptop = state(**up, heartbeats=[beat(**now, rank=1)])
+    assert "1,235 tok/s, 1,200 on average" in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+
+
+@pytest.mark.parametrize(
+    "laptop",
+    [
+        {"between": True, "heartbeats": [beat(rank=1)]},
+        {"heartbeats": [beat(rank=1, over=True)]},
+        {"heartbeats": [beat(rank=1, before=True)]},
+        {"heartbeats": []},
+        {"ended": True, "heartbeats": [beat(rank=1)]},
+    ],
+    ids=["waits", "was killed", "joins", "starts", "is over"],
+)
+def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) -> None:
+    up = {**stored(), "ended": False, "heartbeats": [beat()]}
+    tower = state(**up)
+    assert "Time left" in status.launch_status({"tower": tower, "laptop": tower}, "a")
+    said = status.launch_status({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
+    assert "Time left" not in said
+    assert "tok/s" not in said
 
 
 @pytest.mark.parametrize(

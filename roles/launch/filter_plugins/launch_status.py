@@ -160,6 +160,15 @@ def is_frozen(beat: Beat, state: State) -> bool:
     return late and is_under_way(beat, state)
 
 
+def is_training(found: Mapping[str, State]) -> bool:
+    """Whether the ranks of all hosts that answer are at work: else the last pace is no more true."""
+    return all(
+        state["heartbeats"]
+        and all(is_under_way(beat, state) and not is_frozen(beat, state) for beat in state["heartbeats"])
+        for state in found.values()
+    )
+
+
 def _beat_cells(beat: Beat) -> list[str]:
     step, share, warm = beat.get("step"), beat.get("sync_share"), beat.get("temperature")
     return [
@@ -239,7 +248,7 @@ def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
     lines = []
     if any(not state["ended"] for state in found.values()):
         beat = text.rank_zero(found)
-        lines += [] if beat.get("before") or beat.get("age", 0.0) > STALE_SECONDS else _pace(beat)
+        lines += _pace(beat) if is_training(found) and beat.get("age", 0.0) <= STALE_SECONDS else []
         ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
         if ages and min(ages) > STALE_SECONDS:
             lines.append(f"No rank has said anything for {text.duration(min(ages))}.")

@@ -8,7 +8,7 @@ import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, tail, without_echo
+from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, in_words, tail, without_echo
 from ansible.module_utils.nanofleet_unit import find_unit, is_up, run, unit_name
 
 DOCUMENTATION = r"""
@@ -141,7 +141,7 @@ def error_of(lines, texts, count):
     error = first_error(attempt, count)
     start = len(texts) - len(attempt)
     at = next(i for i in range(start, len(texts)) if texts[i : i + len(error)] == error)
-    return [line_of(*line) for line in lines[at : at + len(error)]]
+    return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
 
 
 def main():
