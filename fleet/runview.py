@@ -106,6 +106,12 @@ class RunView:
         return any(ending.found for ending in self.endings.values())
 
     @property
+    def trains(self) -> bool:
+        """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
+        found = {host: s for host, s in self.states.items() if s.get("found") and host not in self.lost}
+        return bool(status.is_training(found))
+
+    @property
     def rebooted(self) -> dict[str, float]:
         """Hosts that came up again without the unit of this run, and when."""
         found = {host: state for host, state in self.states.items() if state.get("found")}

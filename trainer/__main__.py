@@ -140,6 +140,8 @@ def train(args: argparse.Namespace) -> int:
     place = Place.from_environment()
 
     def start(run_file: RunFile, attempt: Attempt, say: Voice) -> str:
+        if place.speaks_for_host and "torch" not in sys.modules:
+            say("Importing torch; on a cold disk that takes a while.")
         from trainer.train import train as train_run
 
         return train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)

@@ -145,6 +145,7 @@ def test_a_whole_run_as_json(data_dir: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = said(done.stdout)
     assert {(line["rank"], line["host"], line["level"]) for line in lines} == {(0, "a", "info")}
+    assert lines[0]["message"].startswith("Importing torch"), "which may take a minute"
     assert (lines[-1]["event"], lines[-1]["outcome"]) == ("outcome", "finished")
     steps = [line for line in lines if line["event"] == "step"]
     assert (steps[0]["step"], steps[-1]["step"]) == (1, 3)

@@ -231,6 +231,12 @@ class TestRunView:
             in progress.run_plain(view)
         )
 
+    def test_no_pace_is_told_of_a_run_that_does_not_train(self) -> None:
+        view = RunView()
+        view.fold("a", state(0))
+        view.fold("b", state(1, between=True))
+        assert "step 12/100  loss 5.5000  a" in progress.run_plain(view)
+
     def test_before_the_first_heartbeat_the_hosts_are_there(self) -> None:
         view = RunView()
         view.fold("b", state(1, step=None))
@@ -252,7 +258,7 @@ class TestRunView:
         view.lost["b"] = "No route to host"
         panel = drawn(progress.run_panel(view), 140)
         for piece in (
-            "12 %", "91 °C throttled", "2,000 on average",
+            "12 %", "91 °C throttled",
             "Frozen:      rank 0 on a has not beaten for 34 s", "step 10, 1m00s ago", "b did not answer",
         ):  # fmt: skip
             assert piece in panel

@@ -123,6 +123,15 @@ def test_containers_of_the_name_are_found_with_their_owner():
     assert lab.lab_containers(None, "x") == []
 
 
+def test_stopped_hosts_are_told_from_those_that_are_up():
+    ours = {"nanofleet.lab": "x", "nanofleet.state": "/a/.lab/x"}
+    states = {"x-1": "running", "x-2": "exited", "x-3": "paused", "x-4": "created"}
+    containers = [{"Names": [name], "Labels": ours, "State": state} for name, state in states.items()]
+    containers.append({"Names": ["other"], "Labels": {}, "State": "exited"})
+    assert lab.lab_stopped(containers, "x") == ["x-2", "x-4"]
+    assert lab.lab_stopped(None, "x") == []
+
+
 def test_failures_name_the_host_and_its_words():
     results = [
         {"failed": False, "item": {"name": "x-1"}},

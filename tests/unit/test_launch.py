@@ -269,6 +269,7 @@ def test_a_live_run_is_read_whole(systemd: Path, run_dir: Path, monkeypatch: pyt
     beat = {"rank": 0, "step": 3, "num_iterations": 9, "loss": 5.0, "time": time.time() - 4}
     (run_dir / "heartbeat-0.json").write_text(json.dumps(beat))
     (run_dir / "heartbeat-1.json").write_text('{"rank": 1, "st')
+    (run_dir / "attempt.json").write_text('{"pid": 7, "began": 7.5}')
     (run_dir / "metrics.jsonl").write_text(
         '{"step":2,"loss":5.5}\n{"step":2,"val_bpb":2.0}\n{"step":3,"loss":5.0}\n{"ste'
     )
@@ -281,6 +282,7 @@ def test_a_live_run_is_read_whole(systemd: Path, run_dir: Path, monkeypatch: pyt
     assert state["heartbeats"][0]["age"] == pytest.approx(4, abs=1)
     assert len(state["heartbeats"]) == 1, "a half-written file is no heartbeat"
     assert (state["metrics"]["step"], state["evaluation"]["val_bpb"]) == (3, 2.0)
+    assert state["began"] == 7.5
     assert state["checkpoint"] == "checkpoints/step_000002", "one without meta.json is not whole"
     assert (state["ended"], state["failed_unit"], state["stepped"], state["error"]) == (
         False,
@@ -310,6 +312,32 @@ def test_torchruns_own_traceback_is_left_out() -> None:
     lines = ["[rank 0] step 6/9", "E1121 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)"]
     follow = ["Traceback (most recent call last):", '  File "run.py"', "ChildFailedError: trainer FAILED"]
     assert log.first_error([*lines, *follow], 20) == lines[1:]
+
+
+def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_in_words() -> None:
+    line = "E1121 16:55:44.1 7 api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 7) of binary: python"
+    assert log.in_words(line.format(-9)) == log.KILLED == report.KILLED
+    assert log.in_words(line.format(-11)) == "Ended by SIGSEGV"
+    for kept in (line.format(-99), line.format(1), "ValueError: no rows"):
+        assert log.in_words(kept) == kept
+
+
+def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
+    systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (systemd / "state").write_text("failed")
+    (run_dir / "heartbeat-0.json").write_text(json.dumps({**beat(), "time": time.time()}))
+    (run_dir / "train.log").write_text(
+        "=== nanofleet-a started\nE1121 16:55:44 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)\n"
+    )
+    dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    said = status.launch_status({"tower": dead}, "a")
+    assert f"tower: {log.KILLED} in forward after step 3." in said.splitlines()
+    assert "exitcode" not in said
+    settled = "Killed without a word (SIGKILL, or the kernel for want of memory) in forward after step 3."
+    (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
+    dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    assert status.launch_status({"tower": dead}, "a").count("Killed") == 1
 
 
 def test_a_rank_that_has_ended_is_told_from_one_that_lives(
@@ -586,12 +614,35 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
     laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
     said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
-    for part in ("12 %", "91 °C throttled", "1,235 tok/s, 1,200 on average", f"Blame:       {blame}",
+    for part in ("12 %", "91 °C throttled", f"Blame:       {blame}",
                  "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
                  "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
         assert part in said
     assert said.count(blame) == 1
     assert "rank 0 on tower has not beaten" not in said
+    assert "Time left" not in said
+    laptop = state(**up, heartbeats=[beat(**now, rank=1)])
+    assert "1,235 tok/s, 1,200 on average" in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+
+
+@pytest.mark.parametrize(
+    "laptop",
+    [
+        {"between": True, "heartbeats": [beat(rank=1)]},
+        {"heartbeats": [beat(rank=1, over=True)]},
+        {"heartbeats": [beat(rank=1, before=True)]},
+        {"heartbeats": []},
+        {"ended": True, "heartbeats": [beat(rank=1)]},
+    ],
+    ids=["waits", "was killed", "joins", "starts", "is over"],
+)
+def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) -> None:
+    up = {**stored(), "ended": False, "heartbeats": [beat()]}
+    tower = state(**up)
+    assert "Time left" in status.launch_status({"tower": tower, "laptop": tower}, "a")
+    said = status.launch_status({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
+    assert "Time left" not in said
+    assert "tok/s" not in said
 
 
 @pytest.mark.parametrize(
@@ -656,6 +707,22 @@ def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
     assert "rank 0 on tower has not beaten" not in said
     stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
     assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
+
+
+def test_status_says_what_a_host_is_at_before_its_first_heartbeat() -> None:
+    up = {**stored(), "ended": False, "time": 190.0,
+          "unit": {"active_state": "active", "sub_state": "running", "since": 100.0}}  # fmt: skip
+    joins, imports = state(**up), state(**up, began=145.0, heartbeats=[beat(before=True, entered=1.0)])
+    lines = status.launch_status({"tower": joins, "laptop": imports}, "a").splitlines()
+    at, later = (time.strftime("%H:%M:%S", time.localtime(moment)) for moment in (100, 145))
+    assert f"Starting:    tower: torchrun loads and joins the other hosts, since {at} (1m30s)" in lines
+    assert f"Starting:    laptop: its ranks are importing torch, since {later} (45 s)" in lines
+    assert any(line.startswith("tower   active     -  joining  ") for line in lines)
+    assert any(line.startswith("laptop  active     0  importing torch  ") for line in lines)
+    old = state(**up, began=50.0)  # it was killed, and the next one has not got so far yet
+    assert "joining" in status.launch_status({"tower": old}, "a")
+    for there in ({"heartbeats": [beat(phase="load")]}, {"ended": True}, {"between": True}):
+        assert "Starting" not in status.launch_status({"tower": state(**{**up, **there})}, "a")
 
 
 def frozen(process: str, **changes: Any) -> str:

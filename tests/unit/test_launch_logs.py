@@ -93,6 +93,27 @@ def test_a_closed_journal_is_made_up_for_by_the_log(journal: Path, monkeypatch: 
     assert read["error"] == []
 
 
+def test_a_step_is_told_by_one_host_unless_all_are_asked_for(
+    journal: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = [
+        "[rank 1] step 1/9 loss 5.0000 lr 1.00",
+        "[rank 1] step 1: 2.1 bits per byte",
+        "[rank 1] step 2/9",
+    ]
+    (journal / "journal").write_text(entries(*said, "[rank 1] step 2/9 loss 4.0000 lr 1.00"))
+    asked: dict[str, Any] = {"run_id": "a", "run_dir": str(journal)}
+    quiet = call(run_log, monkeypatch, **asked, steps=False, lines=2)
+    assert [line["text"] for line in quiet["lines"]] == ["step 1: 2.1 bits per byte", "step 2/9"]
+    assert quiet["cursor"] == "c4", "what is left out is not read again"
+    assert len(call(run_log, monkeypatch, **asked)["lines"]) == 4
+    up = {"found": True}
+    fleet = {"tower": up, "laptop": up}
+    assert [logs.launch_tells_steps(fleet, host) for host in fleet] == [True, False]
+    without = {"tower": {"unreachable": True}, "laptop": up, "attic": up}
+    assert [logs.launch_tells_steps(without, host) for host in without] == [False, True, False]
+
+
 def line(text: str, time: float | None, rank: int | None = None) -> dict[str, Any]:
     return {"text": text, "time": time, "rank": rank}
 

@@ -97,6 +97,17 @@ def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[d
     return found
 
 
+def lab_stopped(containers: list[dict[str, Any]] | None, name: str) -> list[str]:
+    """Lab `name`'s containers that are there and not up, in the output of `podman ps --format json`."""
+    ours = {container["name"] for container in lab_containers(containers, name)}
+    return [
+        called
+        for container in containers or []
+        for called in container["Names"]
+        if called in ours and container.get("State") not in ("running", "paused")
+    ]
+
+
 def lab_failures(results: list[dict[str, Any]]) -> str:
     """What the failed ones among a loop's results said, by host."""
     said = []
@@ -153,6 +164,7 @@ class FilterModule:
             lab_cpus,
             lab_subnets,
             lab_containers,
+            lab_stopped,
             lab_failures,
             lab_burst,
             lab_can_raise_limits,

@@ -44,6 +44,14 @@ def rendered(host: str, line: Line, dated: bool = False) -> str:
     return f"{at} {who}  {line['text']}"
 
 
+def launch_tells_steps(states: Mapping[str, Mapping[str, Any]], host: str) -> bool:
+    """Whether a host's lines on steps are shown: the first that answers, in rank order, speaks for all.
+
+    states: host -> result of run_state in rank order.
+    """
+    return host == next((name for name, state in states.items() if state.get("found")), host)
+
+
 def launch_logs(
     by_host: Mapping[str, Mapping[str, Any]],
     run_id: str,
@@ -134,4 +142,9 @@ class FilterModule:
     """Ansible's entry point."""
 
     def filters(self) -> dict[str, Any]:
-        return {"launch_fetched": launch_fetched, "launch_logs": launch_logs, "launch_since": launch_since}
+        return {
+            "launch_fetched": launch_fetched,
+            "launch_logs": launch_logs,
+            "launch_since": launch_since,
+            "launch_tells_steps": launch_tells_steps,
+        }

@@ -12,6 +12,8 @@ State = Mapping[str, Any]
 
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
 """Columns whose cells stand to the right."""
+KILLED = "Killed (SIGKILL, or the kernel for want of memory)"
+"""As nanofleet_log has it, which runs on the hosts."""
 GFLOPS_A_THREAD = 40
 """Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
 USUAL_VOCABULARY = 32_768
@@ -128,10 +130,22 @@ def launch_errors(states: Mapping[str, State]) -> list[str]:
     for host, state in answered(states).items():
         outcome = state["outcome"] or {}
         end = f"[rank {outcome.get('rank')}] {outcome.get('outcome')}: {outcome.get('reason')}"
-        if state["error"] and list(state["error"]) != [end]:
+        if state["error"] and state["error"][0] == KILLED:
+            # The attempts' own sentence says more: it comes with the outcome, or with the next attempt.
+            told = str(outcome.get("reason") or "").startswith("Killed")
+            lines += [] if told else ["", f"{host}: {KILLED}{_last_seen(state)}."]
+        elif state["error"] and list(state["error"]) != [end]:
             lines += ["", f"{host}: {state['run_dir']}/train.log says"]
             lines += [f"  {line}" for line in state["error"]]
     return lines
+
+
+def _last_seen(state: State) -> str:
+    """Where the rank of a host was, if it is one."""
+    beats = [beat for beat in state["heartbeats"] if not beat.get("before")]
+    if len(beats) != 1 or not beats[0].get("phase"):
+        return ""
+    return f" in {beats[0]['phase']} after step {beats[0].get('step') or 0}"
 
 
 def launch_failure(states: Mapping[str, State], run_id: str) -> str:

@@ -68,7 +68,7 @@ def hosts_and_facts(
         rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
         lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
-    lines += reboots(found, run_id) + silences(found) + _about(found, tracker_uri)
+    lines += reboots(found, run_id) + starting(found) + silences(found) + _about(found, tracker_uri)
     # Who has asked for a run that is not there wants none ended.
     lines += text.others_active(states, run_id) if found or not run_id else []
     said = text.launch_errors(found) if errors else []
@@ -103,13 +103,14 @@ def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
         return [[host, "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)
     beats = [{**beat, **_instead(beat, state)} for beat in state["heartbeats"]]
-    return [[host, unit, *_beat_cells(beat)] for beat in beats] or [[host, unit, *blank]]
+    none = [host, unit, "-", starts(state)[0], *blank[2:]] if is_starting(state) else [host, unit, *blank]
+    return [[host, unit, *_beat_cells(beat)] for beat in beats] or [none]
 
 
 def _instead(beat: Beat, state: State) -> dict[str, Any]:
     """What is shown instead of the last words of a rank whose attempt is over."""
     if beat.get("before"):
-        return {"phase": "joining", "loss": None}
+        return {"phase": starts(state)[0], "loss": None}
     if state["ended"] or is_under_way(beat, state):
         return {}
     again = (state["outcome"] or {}).get("outcome") in (None, "retryable")
@@ -121,12 +122,51 @@ def is_under_way(beat: Beat, state: State) -> bool:
     return not (beat.get("before") or beat.get("over") or text.is_over(state))
 
 
+def is_starting(state: State) -> bool:
+    """Whether the unit is up and no rank of its attempt has given a sign of life yet."""
+    up = not text.is_over(state) and state["unit"]["active_state"] in ("activating", "active")
+    return up and all(beat.get("before") for beat in state["heartbeats"])
+
+
+def starts(state: State) -> tuple[str, float | None]:
+    """What a host is at before its ranks' first heartbeat, and since when."""
+    since = state["unit"].get("since")
+    began = state.get("began")
+    if began is not None and began >= (since or 0.0) - 1:
+        return "importing torch", began
+    return "joining", since
+
+
+def starting(found: Mapping[str, State]) -> list[str]:
+    """A line for each host whose ranks load: on a cold disk that takes a minute or two."""
+    lines = []
+    for host, state in found.items():
+        if is_starting(state):
+            word, since = starts(state)
+            what = (
+                "torchrun loads and joins the other hosts" if word == "joining" else f"its ranks are {word}"
+            )
+            at = time.strftime(", since %H:%M:%S", time.localtime(since)) if since else ""
+            lasts = f" ({text.duration(max(0.0, state['time'] - since))})" if since else ""
+            lines.append(f"Starting:    {host}: {what}{at}{lasts}")
+    return lines
+
+
 def is_frozen(beat: Beat, state: State) -> bool:
     """Whether a rank should beat and does not."""
     # Only a trainer whose heart beats on its own says when it entered its phase.
     beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
     late = beats and beat["age"] > FROZEN_SECONDS and beat.get("phase") != "done"
     return late and is_under_way(beat, state)
+
+
+def is_training(found: Mapping[str, State]) -> bool:
+    """Whether the ranks of all hosts that answer are at work: else the last pace is no more true."""
+    return all(
+        state["heartbeats"]
+        and all(is_under_way(beat, state) and not is_frozen(beat, state) for beat in state["heartbeats"])
+        for state in found.values()
+    )
 
 
 def _beat_cells(beat: Beat) -> list[str]:
@@ -208,7 +248,7 @@ def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
     lines = []
     if any(not state["ended"] for state in found.values()):
         beat = text.rank_zero(found)
-        lines += [] if beat.get("before") or beat.get("age", 0.0) > STALE_SECONDS else _pace(beat)
+        lines += _pace(beat) if is_training(found) and beat.get("age", 0.0) <= STALE_SECONDS else []
         ages = [beat["age"] for state in found.values() for beat in state["heartbeats"]]
         if ages and min(ages) > STALE_SECONDS:
             lines.append(f"No rank has said anything for {text.duration(min(ages))}.")

@@ -8,7 +8,7 @@ import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, tail, without_echo
+from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, in_words, tail, without_echo
 from ansible.module_utils.nanofleet_unit import find_unit, is_up, run, unit_name
 
 DOCUMENTATION = r"""
@@ -44,6 +44,10 @@ options:
     description: How long to wait for the first line after O(cursor).
     type: int
     default: 0
+  steps:
+    description: Whether lines that tell of a step are returned; every host's say the same.
+    type: bool
+    default: true
   error_lines:
     description: Lines of the first error at most.
     type: int
@@ -78,6 +82,8 @@ ended: {description: Whether the unit is neither up nor about to be, type: bool,
 
 SEARCHED = 2000
 """Lines that are searched for the first error, though fewer may be returned."""
+STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
+"""How a rank tells of a step (see trainer.report)."""
 RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
@@ -123,6 +129,7 @@ def read(params):
         lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
     texts = [text for text, _moment in lines]
     kept = [lines[index] for index in without_echo(texts)]
+    kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
     unit = find_unit("nanofleet-" + params["run_id"], time.time())
     return {
         "lines": [line_of(*line) for line in kept[-params["lines"] :]],
@@ -141,7 +148,7 @@ def error_of(lines, texts, count):
     error = first_error(attempt, count)
     start = len(texts) - len(attempt)
     at = next(i for i in range(start, len(texts)) if texts[i : i + len(error)] == error)
-    return [line_of(*line) for line in lines[at : at + len(error)]]
+    return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
 
 
 def main():
@@ -153,6 +160,7 @@ def main():
             "lines": {"type": "int", "default": 100},
             "cursor": {"type": "str", "default": ""},
             "wait_seconds": {"type": "int", "default": 0},
+            "steps": {"type": "bool", "default": True},
             "error_lines": {"type": "int", "default": 20},
         },
         supports_check_mode=True,

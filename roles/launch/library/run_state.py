@@ -108,6 +108,10 @@ past_attempts:
   type: list
   elements: dict
   returned: always
+began:
+  description: When the trainer took up the attempt under way; torchrun and the rendezvous come before.
+  type: float
+  returned: always
 time: {description: This host's clock, type: float, returned: always}
 runs:
   description: >-

@@ -3,7 +3,9 @@
 
 import os
 import re
+import signal
 
+KILLED = "Killed (SIGKILL, or the kernel for want of memory)"
 TAIL_BYTES = 1 << 18
 ATTEMPT = "=== "
 """What the line begins with that opens an attempt in train.log (see the role's unit)."""
@@ -15,6 +17,7 @@ ERROR = re.compile(
 )
 END = re.compile(r"^\[rank \d+\] (?:retryable|final): ")
 """How a rank says its own end; what follows of ranks is detail, what follows of torchrun is echo."""
+BY_SIGNAL = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: \d+")
 RULE = re.compile(r"={20,}")
 PREFIXED = re.compile(r"^\[[^]]*\]:? ")
 """The rank in front of a line."""
@@ -60,6 +63,20 @@ def first_error(lines, count):
             end += 1
         return lines[index:end][:count]
     return lines[-count:]
+
+
+def in_words(line):
+    """torchrun's line on a rank that a signal has ended, as a sentence; any other line as it is."""
+    found = BY_SIGNAL.search(line)
+    if not found:
+        return line
+    number = int(found.group(1))
+    if number == signal.SIGKILL:
+        return KILLED
+    try:
+        return "Ended by " + signal.Signals(number).name
+    except ValueError:
+        return line
 
 
 def without_echo(texts):

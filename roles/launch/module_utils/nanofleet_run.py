@@ -9,7 +9,7 @@ import json
 import os
 import re
 
-from ansible.module_utils.nanofleet_log import attempt_of, first_error, tail
+from ansible.module_utils.nanofleet_log import attempt_of, first_error, in_words, tail
 from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_missing, is_up, process_state
 
 PREFIX = "nanofleet-"
@@ -155,12 +155,13 @@ def read_run(run_dir, unit, now, log_lines):
         "outcome": outcome,
         "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
         "log": log[-log_lines:],
-        "error": first_error(attempt_of(log), log_lines) if bad else [],
+        "error": [in_words(line) for line in first_error(attempt_of(log), log_lines)] if bad else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
         "checkpoint": checkpoint,
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
         "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
         "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
+        "began": (load_json(os.path.join(run_dir, "attempt.json")) or {}).get("began"),
     }
 
 
@@ -180,4 +181,5 @@ NOTHING = {
     "checkpoint_time": None,
     "leftovers": [],
     "past_attempts": [],
+    "began": None,
 }
