@@ -1,11 +1,11 @@
 """What is known of a run: its hosts' reports folded into one state. No terminal here."""
 
-import importlib.util
 import json
+import runpy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any
 
 from fleet.text import Point, number
@@ -13,19 +13,9 @@ from fleet.text import Point, number
 ENDED = ("finished", "stopped", "retryable", "final")
 
 
-def _status_screen() -> ModuleType:
-    """The words of status.yml, whose role keeps them: the console shows the same."""
-    name = "launch_status"
-    path = Path(__file__).resolve().parent.parent / "roles" / "launch" / "filter_plugins" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-status = _status_screen()
+# The words of status.yml, whose role keeps them: the console shows the same.
+STATUS = Path(__file__).resolve().parent.parent / "roles" / "launch" / "filter_plugins" / "launch_status.py"
+status = SimpleNamespace(**runpy.run_path(str(STATUS)))
 
 
 def is_report(result: object) -> bool:

@@ -1,6 +1,5 @@
 """Commands in messages: with the -i and -K that the person gave, so that they can be typed as they stand."""
 
-import importlib.util
 import re
 from pathlib import Path
 
@@ -8,13 +7,10 @@ import pytest
 import yaml
 from ansible import constants, context
 from ansible.module_utils.common.collections import ImmutableDict
+from role_files import load
 
 ROOT = Path(__file__).resolve().parents[2]
-spec = importlib.util.spec_from_file_location("as_typed", ROOT / "plugins" / "filter" / "as_typed.py")
-assert spec is not None
-assert spec.loader is not None
-plugin = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(plugin)
+plugin = load(ROOT / "plugins" / "filter" / "as_typed.py")
 
 SAID = "See it: ansible-playbook status.yml. Is it on? Try: ansible b -m ping"
 

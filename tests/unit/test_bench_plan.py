@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
+from role_files import load
 
 from benchmarks import lab
 from trainer.bench import report
@@ -18,17 +17,7 @@ from trainer.config import SYNC_MODES
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def load_filters() -> ModuleType:
-    path = ROOT / "roles/bench/filter_plugins/bench.py"
-    spec = importlib.util.spec_from_file_location("bench_filters", path)
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-filters = load_filters()
+filters = load(ROOT / "roles/bench/filter_plugins/bench.py")
 
 
 def plan(asked: str = "", hosts: tuple[str, ...] = ("a", "b"), **config: Any) -> list[dict[str, Any]]:

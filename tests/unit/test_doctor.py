@@ -3,32 +3,22 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import itertools
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from role_files import load
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "doctor"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROLE / "filter_plugins" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-doctor = load("doctor")
-ways = load("doctor_ways")
-links = load("doctor_links")
-hosts = load("doctor_hosts")
-report = load("doctor_report")
+doctor = load(ROLE / "filter_plugins" / "doctor.py")
+ways = load(ROLE / "filter_plugins" / "doctor_ways.py")
+links = load(ROLE / "filter_plugins" / "doctor_links.py")
+hosts = load(ROLE / "filter_plugins" / "doctor_hosts.py")
+report = load(ROLE / "filter_plugins" / "doctor_report.py")
 
 OPTIONS = {
     "port_low": 20000, "port_high": 20999, "store_port": 29500, "slow_mbit": 300.0, "slow_rtt_ms": 10.0,

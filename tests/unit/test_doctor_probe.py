@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -14,23 +13,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from role_files import load
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "doctor"
 TOKEN = secrets.token_hex(16)  # its control socket has one name on this machine
-
-
-def load(path: Path, name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 listening = load(ROLE / "module_utils" / "nanofleet_listener.py", "ansible.module_utils.nanofleet_listener")

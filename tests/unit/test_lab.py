@@ -2,33 +2,23 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import json
 import os
 import shutil
 import subprocess
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import yaml
+from role_files import load
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "lab"
 BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
 
 
-def load_filters() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("lab_filters", ROLE / "filter_plugins" / "lab.py")
-    assert spec
-    assert spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-lab = load_filters()
+lab = load(ROLE / "filter_plugins" / "lab.py")
 
 
 # The subnet

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import ModuleType
@@ -17,22 +15,12 @@ import pytest
 import yaml
 from ansible.module_utils import basic
 from ansible.module_utils.testing import patch_module_args
+from role_files import load
 
 from trainer.config import RunConfig, code_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "launch"
-
-
-def load(path: Path, name: str | None = None) -> ModuleType:
-    name = name or path.stem
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 unit_facts = load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
+from role_files import load
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "launch"
 HOSTS = {
@@ -18,16 +17,6 @@ HOSTS = {
     "launch_addresses": ["10.0.0.1", "10.0.0.2"],
     "launch_plan": {"run_id": "a", "file": {"hosts": ["tower", "laptop"]}},
 }
-
-
-def load(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")

@@ -1,23 +1,13 @@
 """The network role: the interface to the peers, and what about it would stand in a run's way."""
 
-import importlib.util
 import json
 import threading
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from role_files import load
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"network_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 network = load(ROLE / "filter_plugins" / "network.py")

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ansible.module_utils
 import pytest
+from role_files import load
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
 ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
 sys.path.insert(0, str(ROLE / "module_utils"))
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"network_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 rules = load(ROLE / "filter_plugins" / "network_rules.py")

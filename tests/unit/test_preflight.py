@@ -1,27 +1,17 @@
 """The preflight role: every sentence about a knob, an inventory or a host, and the table of them all."""
 
-import importlib.util
 import re
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 import yaml
+from role_files import load
 
 from trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
-
-
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"test_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 knobs = load(ROLE / "action_plugins" / "preflight_knobs.py")

@@ -1,30 +1,20 @@
 """The preflight role's findings about hosts: every sentence, from what a probe says on a real host."""
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from role_files import load
 
 ROOT = Path(__file__).resolve().parents[2]
 PLUGINS = ROOT / "roles" / "preflight" / "filter_plugins"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"test_{name}", PLUGINS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-preflight = load("preflight")
-hosts = load("preflight_hosts")
-run = load("preflight_run")
-use = load("preflight_use")
+preflight = load(PLUGINS / "preflight.py")
+hosts = load(PLUGINS / "preflight_hosts.py")
+run = load(PLUGINS / "preflight_run.py")
+use = load(PLUGINS / "preflight_use.py")
 
 LIMITS: dict[str, Any] = {
     "free_gb": 3,

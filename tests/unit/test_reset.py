@@ -1,14 +1,11 @@
 """What reset.yml says: every host's losses and what it keeps, and how to go on."""
 
-import importlib.util
 from pathlib import Path
 
+from role_files import load
+
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "reset"
-spec = importlib.util.spec_from_file_location("reset_filters", ROLE / "filter_plugins" / "reset.py")
-assert spec is not None
-assert spec.loader is not None
-reset = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reset)
+reset = load(ROLE / "filter_plugins" / "reset.py")
 
 HOSTVARS = {
     "tower": {

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib.util
+import importlib
 import json
 import shutil
 import sys
 import zipfile
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ansible.module_utils
 import pytest
+from role_files import load
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "runtime"
@@ -22,21 +22,12 @@ sys.path.insert(0, str(ROLE / "module_utils"))
 ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
 
 
-def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"nanofleet_test_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 wheelhouse = load(ROLE / "library" / "wheelhouse.py")
 locked_venv = load(ROLE / "library" / "locked_venv.py")
 filters = load(ROLE / "filter_plugins" / "runtime.py")
-from ansible.module_utils import nanofleet_lock as locks  # type: ignore[attr-defined]  # noqa: E402
-from ansible.module_utils import nanofleet_pins as pins  # type: ignore[attr-defined]  # noqa: E402
-from ansible.module_utils import nanofleet_pip as pip  # type: ignore[attr-defined]  # noqa: E402
+locks = importlib.import_module("ansible.module_utils.nanofleet_lock")
+pins = importlib.import_module("ansible.module_utils.nanofleet_pins")
+pip = importlib.import_module("ansible.module_utils.nanofleet_pip")
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), body: str = "") -> Path:

@@ -5,13 +5,16 @@ A finding has the fields of doctor_ways.py's.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-ROLES = Path(__file__).resolve().parents[2]
+# The role preflight has the sentences about a host that SSH does not reach and a port's holder.
+PREFLIGHT = Path(__file__).resolve().parents[2] / "preflight" / "filter_plugins" / "preflight.py"
+preflight = SimpleNamespace(**runpy.run_path(str(PREFLIGHT)))
 Measured = Mapping[str, Mapping[str, Any]]
 Finding = dict[str, str]
 SETUP = "ansible-playbook setup.yml"
@@ -51,21 +54,9 @@ def host_findings(
     return [*found, *_data(measured, options), *_installed(measured, options), *_rehearsal(measured)]
 
 
-def _preflight() -> Any:
-    """The role preflight has the sentences about a host that SSH does not reach and a port's holder."""
-    spec = importlib.util.spec_from_file_location(
-        "nanofleet_preflight", ROLES / "preflight" / "filter_plugins" / "preflight.py"
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
     """With what the others see of it: whether it is down, or only the controller's way to it."""
-    told = _preflight().unreachable_finding(host, variables, measured[host]["why"])
+    told = preflight.unreachable_finding(host, variables, measured[host]["why"])
     views = {peer: (of_peer["ways"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
     seen = [peer for peer, up in views.items() if up]
     blind = [peer for peer, up in views.items() if up is False]
@@ -142,7 +133,7 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
             problem = f"The store's port {port} cannot be opened: {held['reason']}."
             yield finding("store-port", host, problem, "add -e store_port=PORT to take another port")
             continue
-        who, end = _preflight().holder(held, port)
+        who, end = preflight.holder(held, port)
         if not held.get("pid"):
             who += " (an interrupted doctor's listener would be gone in 30 s)"
         problem = f"The store's port {port} is held by {who}: no run can meet there."

@@ -6,26 +6,19 @@ loop of its own, so that the lines of all come as they are said.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
 
 WAIT_SECONDS = 5
+# The filters of logs.yml, for the form of a line.
+LOGS = Path(__file__).resolve().parents[1] / "filter_plugins" / "launch_logs.py"
+logs = SimpleNamespace(**runpy.run_path(str(LOGS)))
 display = Display()
-
-
-def _logs() -> Any:
-    """The filters of logs.yml, for the form of a line."""
-    path = Path(__file__).resolve().parents[1] / "filter_plugins" / "launch_logs.py"
-    spec = importlib.util.spec_from_file_location("launch_logs", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class ActionModule(ActionBase):
@@ -33,7 +26,7 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
-        logs, host = _logs(), (task_vars or {})["inventory_hostname"]
+        host = (task_vars or {})["inventory_hostname"]
         arguments = dict(self._task.args)
         while True:
             read = self._execute_module("run_log", arguments, task_vars=task_vars)

@@ -5,15 +5,18 @@ Lines come from the module run_log. Used by the action plugin follow_log too.
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import runpy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
 
+# Ansible loads each filter plugin as a file of its own: one does not import another.
+report = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("launch_report.py"))))
 Line = Mapping[str, Any]
 SPAN = re.compile(r"(\d+) ?(s|sec|seconds?|min|m|minutes?|h|hours?|d|days?|w|weeks?)")
 MOMENT = re.compile(r"now|today|yesterday|@\d+|(\d{4}-\d\d-\d\d)?[ T]?(\d\d:\d\d(:\d\d)?)?")
@@ -86,14 +89,7 @@ def launch_logs(
 
 
 def _ending(ended: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How the run ended, in the words of status.yml (Ansible loads a filter plugin as a file of its own)."""
-    spec = importlib.util.spec_from_file_location(
-        "launch_report", Path(__file__).with_name("launch_report.py")
-    )
-    assert spec is not None
-    assert spec.loader is not None
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
+    """How the run ended, in the words of status.yml."""
     lines: list[str] = report.ending(ended)
     return lines
 

@@ -6,10 +6,11 @@ Figures that a rank does not give (an older trainer, a host without sensors) are
 from __future__ import annotations
 
 import difflib
-import importlib.util
+import runpy
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 State = Mapping[str, Any]
@@ -25,17 +26,8 @@ STALE_SECONDS = 60.0
 SHOWN_ATTEMPTS = 5
 
 
-def _sibling(name: str) -> Any:
-    """Another filter plugin of this role: Ansible loads each as a file of its own."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-text = _sibling("launch_report")
+# Ansible loads each filter plugin as a file of its own: one does not import another.
+text = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("launch_report.py"))))
 
 
 def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:

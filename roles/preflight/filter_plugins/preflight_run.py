@@ -9,13 +9,14 @@ and what rounding left over (trainer/sync/local.py).
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import math
 import re
+import runpy
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -30,17 +31,8 @@ Finding = dict[str, str]
 Facts = Mapping[str, Any]
 
 
-def _sibling(name: str) -> Any:
-    """Another filter plugin of this role: Ansible loads each as a file of its own."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-words = _sibling("preflight")
+# Ansible loads each filter plugin as a file of its own: one does not import another.
+words = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("preflight.py"))))
 
 
 def run_config(values: Mapping[str, Any]) -> Any:

@@ -5,9 +5,10 @@ Facts are those of preflight_hosts.py.
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 # Chassis types of the SMBIOS specification, and hostnamectl's names: what has a lid or is carried about.
@@ -19,17 +20,8 @@ Finding = dict[str, str]
 Facts = Mapping[str, Any]
 
 
-def _sibling(name: str) -> Any:
-    """Another filter plugin of this role: Ansible loads each as a file of its own."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-words = _sibling("preflight")
+# Ansible loads each filter plugin as a file of its own: one does not import another.
+words = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("preflight.py"))))
 
 
 def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
