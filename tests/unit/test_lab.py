@@ -71,6 +71,7 @@ def test_each_host_has_an_address_and_cores_of_its_own():
     plan = lab.lab_plan("x", 2, "10.90.1.0/24", 2, [0, 1, 2, 3])
     assert [host["name"] for host in plan] == ["x-1", "x-2"]
     assert [host["address"] for host in plan] == ["10.90.1.11", "10.90.1.12"]
+    assert [host["mac"] for host in plan] == ["02:00:0a:5a:01:0b", "02:00:0a:5a:01:0c"]
     assert [host["cpuset"] for host in plan] == ["0,1", "2,3"]
 
 

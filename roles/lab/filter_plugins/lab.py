@@ -48,15 +48,21 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
 
 
 def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) -> list[dict[str, str]]:
-    """Every host's name, address and cores: `cores` of its own each, shared in turn if too few."""
+    """Every host's name, addresses and cores: `cores` of its own each, shared in turn if too few.
+
+    Its MAC address is its own as a network card's is: podman's, which changes with every start, would leave
+    a host that was started again out of reach until its peers forget the old one (half a minute).
+    """
     network = ipaddress.ip_network(subnet)
     plan = []
     for i in range(int(count)):
         own = sorted({cpus[(i * int(cores) + k) % len(cpus)] for k in range(int(cores))})
+        address = network[11 + i]
         plan.append(
             {
                 "name": f"{name}-{i + 1}",
-                "address": str(network[11 + i]),
+                "address": str(address),
+                "mac": ":".join(f"{byte:02x}" for byte in b"\x02\x00" + address.packed),
                 "cpuset": ",".join(str(cpu) for cpu in own),
             }
         )
