@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -223,8 +224,6 @@ def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_listener_is_named_with_its_process() -> None:
-    import socket
-
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
@@ -232,6 +231,27 @@ def test_a_listener_is_named_with_its_process() -> None:
         (held,) = unit_facts.listeners([port])
         assert (held["port"], held["pid"]) == (port, os.getpid())
     assert unit_facts.listeners([port]) == []
+
+
+def test_a_listener_that_ends_while_it_is_looked_for_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run between two attempts lets go of its port: that is no stranger's."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
+        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: server.close())
+        assert unit_facts.listeners([port]) == []
+
+
+def test_a_listener_in_a_process_that_nobody_shows_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
+        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: None)
+        (held,) = unit_facts.listeners([server.getsockname()[1]])
+    assert held["pid"] is None
 
 
 # -- run_state -------------------------------------------------------------------------------------------

@@ -160,8 +160,9 @@ def _is_zombie(pid):
 
 
 def describe(pid):
-    """A process in words: pid, user, command, unit."""
+    """A process in words: pid, user, command, unit; None once it has ended."""
     command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or _read(f"/proc/{pid}/comm").strip()
+    unit = unit_of(pid)
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
     except OSError:
@@ -170,11 +171,26 @@ def describe(pid):
         user = pwd.getpwuid(uid).pw_name
     except KeyError:
         user = str(uid)
-    return {"pid": pid, "user": user, "command": command[:200], "unit": unit_of(pid)}
+    return {"pid": pid, "user": user, "command": command[:200], "unit": unit}
 
 
 def listeners(ports):
-    """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown."""
+    """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown.
+
+    A process may end while it is looked for, as those of a run between two attempts do: what seems to be
+    in nobody's hands is looked at again.
+    """
+    for wait in (0.2, 0.5, 1.0):
+        known, unknown = _listeners(ports)
+        if not unknown:
+            return known
+        time.sleep(wait)
+    known, unknown = _listeners(ports)
+    return known + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
+
+
+def _listeners(ports):
+    """What is known of each listener, and the ports of those of whom nothing is."""
     inodes = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _read(table).splitlines()[1:]:
@@ -187,12 +203,11 @@ def listeners(ports):
     for pid in _pids() if inodes else []:
         for link in _links(f"/proc/{pid}/fd"):
             if link in inodes:
-                found.setdefault((inodes.pop(link), pid), describe(pid))
-    held = [dict(holder, port=port) for (port, _pid), holder in sorted(found.items()) if holder]
-    unknown = [
-        {"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in set(inodes.values())
-    ]
-    return held + unknown
+                holder = describe(pid)
+                if holder:
+                    port = inodes.pop(link)
+                    found[port, pid] = dict(holder, port=port)
+    return [found[key] for key in sorted(found)], sorted(set(inodes.values()))
 
 
 def _links(folder):
