@@ -14,7 +14,7 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,15 @@ class Site:
         text = fleet.inventory.read_text()
         names = re.findall(r"^    (\S+-\d+):$", text, re.MULTILINE)
         return cls(fleet, data, names, re.findall(r"ansible_host: [\"']?([0-9.]+)", text))
+
+    def changed(self, folder: Path, variables: str) -> Site:
+        """The same hosts by an inventory that gives all of them further variables (a line of YAML)."""
+        assert self.fleet.inventory is not None
+        text = self.fleet.inventory.read_text()
+        inventory = folder / "hosts.yml"
+        inventory.write_text(re.sub(r"^  vars:$", f"  vars:\n    {variables}", text, flags=re.MULTILINE))
+        assert variables in inventory.read_text()
+        return replace(self, fleet=Fleet(self.fleet.workdir, inventory))
 
     # -- what a person does ----------------------------------------------------------------------------
 
@@ -163,12 +172,18 @@ class Site:
 
     # -- waiting ---------------------------------------------------------------------------------------
 
-    def until(self, what: Callable[[], Any], seconds: float, why: str) -> float:
-        """Wait for something to be true; returns the seconds it took."""
+    def until(self, what: Callable[[], Any], seconds: float, why: str, during: Play | None = None) -> float:
+        """Wait for something to be true; returns the seconds it took.
+
+        What a playbook is to bring about is not waited for once the playbook has ended, and where it fails to
+        come the playbook's words are shown.
+        """
         started = time.monotonic()
         limit = seconds * slack()
         while not what():
-            assert time.monotonic() - started < limit, f"{why}: not within {limit:.0f} s"
+            said = during.output if during else ""
+            assert not during or during.process.poll() is None, f"{why}: the playbook has ended\n{said}"
+            assert time.monotonic() - started < limit, f"{why}: not within {limit:.0f} s\n{said}"
             time.sleep(POLL_SECONDS)
         return time.monotonic() - started
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from e2e.lab import ROOT
 
-from .site import COORDINATOR, IMPATIENT, STATE, WORKER, Site
+from .said import message
+from .site import COORDINATOR, IMPATIENT, STATE, WORKER, Site, slack
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -21,6 +23,16 @@ HOG = (
     "while True: held.append(bytearray(os.urandom(1 << 20))); time.sleep(0.002)"
 )
 """A process that the kernel spares, and that takes all the memory there is."""
+
+
+DEAF = (
+    "import signal, time\n"
+    "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+    "heed = signal.signal\n"
+    "signal.signal = lambda number, do: signal.SIG_IGN if number == signal.SIGTERM else heed(number, do)\n"
+    "signal.sigwaitinfo = lambda numbers: time.sleep(1e6)"
+)
+"""Python that does not heed SIGTERM, whatever its program wants: torchrun and the rank alike."""
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +142,27 @@ def test_the_losses_are_those_of_a_run_that_nobody_disturbed(site: Site, run: st
     common = disturbed.keys() & undisturbed.keys()
     assert len(common) >= min(len(disturbed), 400)
     assert {step: disturbed[step] for step in common} == {step: undisturbed[step] for step in common}
+
+
+def test_processes_that_ignore_sigterm_are_ended(site: Site, tmp_path: Path) -> None:
+    """By stop.yml at once, and within what it promises."""
+    name = f"deaf-{int(time.time())}"
+    for host in (COORDINATOR, WORKER):
+        site.inside(host, f"mkdir -p /opt/deaf && cat > /opt/deaf/sitecustomize.py << 'END'\n{DEAF}\nEND")
+    try:
+        deaf = site.changed(tmp_path, "launch_properties: {Environment: PYTHONPATH=/opt/deaf}")
+        deaf.train(name)
+        for what in ("rank", "torchrun"):
+            pid = site.pid(WORKER, name, what)
+            site.inside(WORKER, f"kill -TERM {pid}")
+            time.sleep(2)
+            assert site.pid(WORKER, name, what) == pid, "it has heeded SIGTERM: nothing is proven"
+        started = time.monotonic()
+        said = site.play("stop.yml", name, stop_now="true")
+        seconds = time.monotonic() - started
+    finally:
+        for host in (COORDINATOR, WORKER):
+            site.inside(host, "rm -r /opt/deaf")
+    site.nothing_is_left()
+    assert seconds < 15 * slack()
+    site.note("SIGTERM ignored by torchrun and ranks", seconds, message(said, "at once"), "ended by SIGKILL")

@@ -88,7 +88,7 @@ def test_a_held_port_is_named_with_its_process(site: Site) -> None:
 
 def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
     play = site.begin("train.yml", "early", tmp_path)
-    site.until(lambda: site.unit(COORDINATOR, "early")["ActiveState"] == "active", 60, "the unit")
+    site.until(lambda: site.unit(COORDINATOR, "early")["ActiveState"] == "active", 60, "the unit", play)
     started = time.monotonic()
     said = site.play("stop.yml", "early")
     seconds = time.monotonic() - started

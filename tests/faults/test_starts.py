@@ -1,18 +1,16 @@
-"""Trainings that must not start: each is refused with a sentence, and nothing is left of it."""
+"""Trainings that must not start, or whose start is broken off: refused with a sentence, or going on."""
 
 from __future__ import annotations
 
-import re
+import signal
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from e2e.faults import FAULTS
-from e2e.lab import Fleet
 
 from .said import message
-from .site import WORKER, Site
+from .site import COORDINATOR, WORKER, Site
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -54,15 +52,104 @@ def test_hosts_that_have_come_to_differ(site: Site, name: str, words: str, remed
 
 def test_bfloat16_where_it_is_emulated(site: Site, tmp_path: Path) -> None:
     """oneDNN is kept from the instructions that the processor has for it."""
-    assert site.fleet.inventory is not None
-    inventory = tmp_path / "hosts.yml"
-    emulated = "launch_properties: {Environment: ONEDNN_MAX_CPU_ISA=AVX2}"
-    inventory.write_text(
-        re.sub(r"^  vars:$", f"  vars:\n    {emulated}", site.fleet.inventory.read_text(), flags=re.M)
-    )
-    assert emulated in inventory.read_text()
-    elsewhere = replace(site, fleet=Fleet(site.fleet.workdir, inventory))
+    elsewhere = site.changed(tmp_path, "launch_properties: {Environment: ONEDNN_MAX_CPU_ISA=AVX2}")
     words = "dtype is bfloat16, but this CPU only emulates it"
     name = f"emulated-{int(time.time())}"
     text = refusal(elsewhere, name, "bfloat16 where it is emulated", words, dtype="bfloat16")
     assert "Set dtype to float32, or to auto" in text
+
+
+def test_a_loss_that_is_not_a_number_ends_the_run_everywhere(site: Site, tmp_path: Path) -> None:
+    name = f"nan-{int(time.time())}"
+    with site.hears(name, "final:", "the run has diverged", seconds=120) as said:
+        site.begin("train.yml", name, tmp_path, matrix_lr="1e30", embedding_lr="1e30").end()
+    site.ended(name, 30)
+    for host in (COORDINATOR, WORKER):
+        outcome = site.json(host, name, "outcome.json")
+        assert outcome["outcome"] == "final", outcome
+        assert "diverged" in outcome["reason"]
+    shown = site.play("status.yml", name)
+    assert "Lower the rates" in " ".join(shown.split())
+    site.nothing_is_left()
+    site.note("a loss that is not a number", said.seconds, said.line, "ended on all hosts")
+
+
+def test_units_that_are_left_from_before(site: Site) -> None:
+    """One that failed is cleared; one that is up is refused, with how to end it."""
+    name = f"stale-{int(time.time())}"
+    for host in (COORDINATOR, WORKER):
+        site.inside(
+            host,
+            f"systemd-run --quiet --unit nanofleet-{name} false; sleep 1;"
+            f" systemctl is-failed nanofleet-{name}",
+        )
+    site.train(name)
+    site.stop(name)
+    site.inside(WORKER, "systemd-run --quiet --unit nanofleet-before sleep 1000")
+    try:
+        text = refusal_left_alone(site, name)
+    finally:
+        site.inside(WORKER, "systemctl stop nanofleet-before")
+    assert "stop.yml -e run_id=before" in text
+
+
+def refusal_left_alone(site: Site, name: str) -> str:
+    started = time.monotonic()
+    output = site.train(name, fails=True)
+    words = "is busy with another run, before (unit nanofleet-before.service)"
+    assert words in " ".join(output.split()), output
+    assert site.unit(WORKER, "before")["ActiveState"] == "active", "it is not ours to end"
+    site.note(
+        "a unit left from before",
+        time.monotonic() - started,
+        message(output, "is busy"),
+        "refused, nothing was started",
+    )
+    return " ".join(output.split())
+
+
+def test_two_trains_at_once(site: Site, tmp_path: Path) -> None:
+    """Typed twice in two terminals: never two runs, and who is refused is told why."""
+    names = [f"{word}-{int(time.time())}" for word in ("one", "two")]
+    started = time.monotonic()
+    plays = [site.begin("train.yml", name, tmp_path) for name in names]
+    codes = [play.end() for play in plays]
+    seconds = time.monotonic() - started
+    refused = [play.output for play, code in zip(plays, codes, strict=True) if code]
+    assert refused, "both trained"
+    for output in refused:
+        assert "another run" in output or "is busy with" in output, output
+    up = [name for name in names if site.unit(COORDINATOR, name)["ActiveState"] == "active"]
+    assert len(up) == codes.count(0) <= 1
+    for name, code in zip(names, codes, strict=True):
+        if code == 0:
+            site.trains(name)
+            site.stop(name)
+    site.nothing_is_left()
+    said = message(refused[0], "another run" if "another run" in refused[0] else "is busy with")
+    site.note("two trains at once", seconds, said, f"{codes.count(0)} of them trained")
+
+
+@pytest.mark.parametrize(
+    ("fault", "number"),
+    [("Ctrl-C in the middle of train.yml", signal.SIGINT), ("the controller gone", signal.SIGKILL)],
+)
+def test_a_start_that_loses_its_controller(site: Site, tmp_path: Path, fault: str, number: int) -> None:
+    """The units are up and need nobody: the run trains; train.yml again says so, and stop.yml ends it."""
+    name = f"left-{number}-{int(time.time())}"
+    play = site.begin("train.yml", name, tmp_path)
+    site.until(
+        lambda: all(site.unit(host, name)["ActiveState"] == "active" for host in (COORDINATOR, WORKER)),
+        120,
+        "units",
+    )
+    play.signal(number)
+    assert play.end(60) != 0
+    began = time.monotonic()
+    site.trains(name)
+    seconds = time.monotonic() - began
+    again = " ".join(site.train(name).split())
+    assert f"The run {name} is active" in again
+    site.stop(name)
+    site.nothing_is_left()
+    site.note(fault, seconds, message(again, "is active"), "the run trains; stop.yml ends it")
