@@ -244,11 +244,32 @@ def test_a_listener_that_ends_while_it_is_looked_for_holds_nothing(monkeypatch: 
         assert unit_facts.listeners([port]) == []
 
 
+def test_a_listener_is_known_by_its_control_group_where_its_process_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As root in a container sees the processes of others."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port, inode = server.getsockname()[1], os.fstat(server.fileno()).st_ino
+        line = (
+            f"LISTEN 0 128 127.0.0.1:{port} 0.0.0.0:* uid:0 ino:{inode} sk:1 "
+            "cgroup:/pod/system.slice/nanofleet-a.service <->\n"
+        )
+        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (0, line, ""))
+        (held,) = unit_facts.listeners([port])
+    assert held == {
+        "port": port, "pid": None, "user": "root", "command": "", "unit": "nanofleet-a.service"
+    }  # fmt: skip
+
+
 def test_a_listener_in_a_process_that_nobody_shows_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         monkeypatch.setattr(unit_facts, "_pids", lambda: [])
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (1, "", "ss: not found"))
         monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: None)
         (held,) = unit_facts.listeners([server.getsockname()[1]])
     assert held["pid"] is None

@@ -226,6 +226,8 @@ def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: s
         who = (
             f"process {held['pid']} of {held['user']} ({held['command']})"
             if held.get("pid")
+            else f"a process of {held['user']}"
+            if held.get("user")
             else "an unknown process"
         )
         of_unit = f", unit {held['unit']}" if held.get("unit") else ""

@@ -167,11 +167,14 @@ def describe(pid):
         uid = os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
+    return {"pid": pid, "user": _user_name(uid), "command": command[:200], "unit": unit}
+
+
+def _user_name(uid):
     try:
-        user = pwd.getpwuid(uid).pw_name
+        return pwd.getpwuid(uid).pw_name
     except KeyError:
-        user = str(uid)
-    return {"pid": pid, "user": user, "command": command[:200], "unit": unit}
+        return str(uid)
 
 
 def listeners(ports):
@@ -180,34 +183,54 @@ def listeners(ports):
     A process may end while it is looked for, as those of a run between two attempts do: what seems to be
     in nobody's hands is looked at again.
     """
-    for wait in (0.2, 0.5, 1.0):
-        known, unknown = _listeners(ports)
+    for wait in (0.2, 0.5, 1.0, 0.0):
+        held, unknown = _listeners(ports)
         if not unknown:
-            return known
+            break
         time.sleep(wait)
-    known, unknown = _listeners(ports)
-    return known + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
+    return held + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
 
 
 def _listeners(ports):
     """What is known of each listener, and the ports of those of whom nothing is."""
-    inodes = {}
+    sockets = {}
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in _read(table).splitlines()[1:]:
             fields = line.split()
             if len(fields) > 9 and fields[3] == LISTEN:
                 port = int(fields[1].rsplit(":", 1)[1], 16)
                 if port in ports:
-                    inodes[f"socket:[{fields[9]}]"] = port
-    found = {}
-    for pid in _pids() if inodes else []:
+                    sockets[int(fields[9])] = port
+    held = []
+    for pid in _pids() if sockets else []:
         for link in _links(f"/proc/{pid}/fd"):
-            if link in inodes:
+            inode = int(link[8:-1]) if link.startswith("socket:[") else 0
+            if inode in sockets:
                 holder = describe(pid)
                 if holder:
-                    port = inodes.pop(link)
-                    found[port, pid] = dict(holder, port=port)
-    return [found[key] for key in sorted(found)], sorted(set(inodes.values()))
+                    held.append(dict(holder, port=sockets.pop(inode)))
+    # Root in a container may not look into the processes of others; what made a socket is known all the same.
+    units = _socket_units() if sockets else {}
+    held += [dict(units[inode], port=port) for inode, port in sockets.items() if inode in units]
+    unknown = sorted({port for inode, port in sockets.items() if inode not in units})
+    return sorted(held, key=lambda one: (one["port"], one["pid"] or 0)), unknown
+
+
+def _socket_units():
+    """By `ss`, what made each listening socket, as far as it is a service: inode -> as describe()."""
+    try:
+        _status, lines, _error = run(["ss", "-Htlne"])
+    except OSError:
+        return {}
+    found = {}
+    for line in lines.splitlines():
+        about = dict(part.split(":", 1) for part in line.split() if ":" in part)
+        groups = about.get("cgroup", "").split("/")
+        services = [name for name in groups if name.endswith(".service") and not name.startswith("user@")]
+        if services and "ino" in about:
+            user = _user_name(int(about.get("uid", "0")))
+            found[int(about["ino"])] = {"pid": None, "user": user, "command": "", "unit": services[-1]}
+    return found
 
 
 def _links(folder):
