@@ -13,9 +13,12 @@ from fleet.text import Point, number
 ENDED = ("finished", "stopped", "retryable", "final")
 
 
-# The words of status.yml, whose role keeps them: the console shows the same.
-STATUS = Path(__file__).resolve().parent.parent / "roles" / "launch" / "filter_plugins" / "launch_status.py"
-status = SimpleNamespace(**runpy.run_path(str(STATUS)))
+# The words of status.yml, whose role keeps them, with the commands as typed: the console shows the same.
+_ROOT = Path(__file__).resolve().parent.parent
+status = SimpleNamespace(
+    **runpy.run_path(str(_ROOT / "roles" / "launch" / "filter_plugins" / "launch_status.py"))
+)
+commands = SimpleNamespace(**runpy.run_path(str(_ROOT / "plugins" / "filter" / "as_typed.py")))
 
 
 def is_report(result: object) -> bool:
@@ -48,9 +51,11 @@ class Ending:
 class RunView:
     """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
 
-    ``lost`` are the hosts that cannot be reached, and why; ``states`` what each host reported last.
+    ``lost`` are the hosts that cannot be reached, and why; ``states`` what each host reported last;
+    ``options`` what a command needs besides to reach them (``-i PATH ``).
     """
 
+    options: str = ""
     run_id: str = ""
     plan: str = ""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -112,7 +117,7 @@ class RunView:
     def reboots(self) -> list[str]:
         """A line for each of them, with what puts it back."""
         lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
-        return lines
+        return [commands.typed(line, self.options) for line in lines]
 
     @property
     def screen(self) -> list[str]:
@@ -124,7 +129,7 @@ class RunView:
             if host in self.lost or host in self.states
         }
         lines: list[str] = status.hosts_and_facts(states, self.run_id)
-        return lines
+        return [commands.typed(line, self.options) for line in lines]
 
     @property
     def ended(self) -> bool:

@@ -12,9 +12,10 @@ from pathlib import Path
 from rich.console import RenderableType
 from rich.text import Text
 
+from fleet import ROOT
 from fleet.playbooks import CancelledError, Event, Job, message
 from fleet.progress import Screen, lost_lines, run_panel, run_plain
-from fleet.runview import RunView, is_report
+from fleet.runview import RunView, commands, is_report
 from fleet.stages import failed, run_playbook
 
 FINISHED, FAILED, STOPPED = 0, 1, 3
@@ -51,6 +52,11 @@ class Follower:
     _lives: bool = False
     _put_back: set[tuple[str, float]] = field(default_factory=set)
     _history: threading.Thread | None = None
+
+    def __post_init__(self) -> None:
+        usual = str(ROOT / "inventory" / "lab")
+        given, asks = self.inventory or usual, self.become_password is not None
+        self.view.options = commands.options([given], [usual], asks, Path.cwd())
 
     def follow(self) -> int:
         """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""

@@ -31,6 +31,11 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
     return "".join(f"{word} " for word in [*words, *(["-K"] if asks_password else [])])
 
 
+def typed(text: str, needed: str) -> str:
+    """A text whose commands have what they need besides (see options)."""
+    return COMMAND.sub(lambda found: found[0] + needed, text)
+
+
 def as_typed(text: Any) -> Any:
     """A text, or a list of them, with every command as the person has to type it."""
     if isinstance(text, list):
@@ -42,7 +47,7 @@ def as_typed(text: Any) -> Any:
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
     )
-    return COMMAND.sub(lambda found: found[0] + needed, str(text))
+    return typed(str(text), needed)
 
 
 class FilterModule:

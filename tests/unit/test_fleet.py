@@ -583,7 +583,8 @@ class TestThroughAnsibleRunner:
         assert (fake / "trained").read_text() == "t 4"
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]
         assert said.count("Rebooted:    b at ") == 1
-        assert "Put it back: ansible-playbook train.yml -e run_id=t\nDoing that now:" in said
+        typed = f"ansible-playbook -i {fake / 'hosts.yml'} train.yml -e run_id=t"
+        assert f"Put it back: {typed} Doing that now:" in " ".join(said.split())
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))
