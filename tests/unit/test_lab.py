@@ -127,9 +127,10 @@ def test_failures_name_the_host_and_its_words():
     results = [
         {"failed": False, "item": {"name": "x-1"}},
         {"failed": True, "item": {"name": "x-2"}, "stderr": "no such image\n"},
+        {"failed": True, "ansible_loop_var": "host", "host": {"name": "x-3"}, "stderr": "no room"},
         {"failed": True, "msg": "odd"},
     ]
-    assert lab.lab_failures(results) == "x-2: no such image; odd"
+    assert lab.lab_failures(results) == "x-2: no such image; x-3: no room; odd"
 
 
 # The link and the mirror

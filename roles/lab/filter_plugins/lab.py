@@ -119,7 +119,8 @@ def lab_failures(results: list[dict[str, Any]]) -> str:
     said = []
     for result in results:
         if result.get("failed"):
-            host = (result.get("item") or {}).get("name", "") if isinstance(result.get("item"), dict) else ""
+            item = result.get(result.get("ansible_loop_var", "item"))
+            host = item.get("name", "") if isinstance(item, dict) else ""
             text = str(result.get("stderr") or result.get("stdout") or result.get("msg") or "nothing").strip()
             text = "\n".join(text.splitlines()[-8:])
             said.append(f"{host}: {text}" if host else text)
