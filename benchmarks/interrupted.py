@@ -1,6 +1,6 @@
 """A run killed twice in the middle and resumed, beside the same run left alone: is it the same run?
 
-    python benchmarks/interrupted.py --data-dir .cache/demo/data --out artifacts/interrupted
+    python -m benchmarks.interrupted --data-dir .cache/demo/data --out artifacts/interrupted
 
 Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all
 processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints
@@ -16,7 +16,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,7 +24,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ranks
+
 POLL_SECONDS = 0.2
 
 
@@ -71,25 +71,19 @@ def main(argv: list[str] | None = None) -> int:
 @contextmanager
 def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A run whose processes, ranks first, are killed at the end if they still live."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={args.ranks}"]
-    command += [
-        "--max-restarts=0",
-        "--master-addr=127.0.0.1",
-        f"--master-port={port}",
-        "-m",
-        "trainer",
-        "train",
-    ]
-    command += ["--data-dir", str(args.data_dir.resolve()), "--run-dir", str(run_dir.resolve())]
-    command += ["--run-id", "interrupted", "--tracker", "none", "--depth", str(args.depth)]
-    command += ["--num-iterations", str(args.steps), "--sequence-len", "256", "--eval-tokens", "16384"]
-    command += ["--save-every", "20", "--save-minutes", "0", "--eval-every", "100", "--dtype", "float32"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(f"{run_dir}.log", "ab") as log:
-        run = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    knobs = {
+        "run-id": "interrupted",
+        "tracker": "none",
+        "depth": args.depth,
+        "num-iterations": args.steps,
+        "sequence-len": 256,
+        "eval-tokens": 16384,
+        "save-every": 20,
+        "save-minutes": 0,
+        "eval-every": 100,
+        "dtype": "float32",
+    }
+    run = ranks.start(args.ranks, args.data_dir, run_dir, knobs)
     try:
         yield run
     finally:

@@ -1,6 +1,6 @@
 """Do the sync modes learn alike? The same run in every mode, and once more in `dense` with other slices.
 
-    python benchmarks/quality.py --data-dir .cache/demo/data --out artifacts/quality
+    python -m benchmarks.quality --data-dir .cache/demo/data --out artifacts/quality
 
 Depth 4 and 2,000 steps unless asked otherwise, all on this machine, `--jobs` runs at a time; two ranks each,
 but `solo`. The validation losses of the two dense runs, which differ in the order of addition alone, are the
@@ -15,8 +15,6 @@ import argparse
 import itertools
 import json
 import math
-import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +22,8 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks import ranks
+
 SAY_EVERY_SECONDS = 30.0
 FLOORS = 2.0  # a mode may be this many noise floors away from dense
 LOCAL_NATS = 0.03
@@ -109,11 +108,8 @@ def folder(args: argparse.Namespace, name: str) -> Path:
 def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
     """The ranks of a run under torchrun, one thread each."""
     kind, run_dir = KINDS[name], folder(args, name)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     shares = [part * args.rows // sum(kind.parts) for part in kind.parts]
-    knobs = {
+    knobs: dict[str, object] = {
         "run-id": run_dir.name,
         "tracker": "none",
         "sync": kind.sync,
@@ -131,22 +127,9 @@ def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
         "dtype": "float32",
         "threads": 1,
     }
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={kind.ranks}"]
-    command += [
-        "--max-restarts=0",
-        "--master-addr=127.0.0.1",
-        f"--master-port={port}",
-        "-m",
-        "trainer",
-        "train",
-    ]
-    command += ["--data-dir", str(args.data_dir.resolve()), "--run-dir", str(run_dir.resolve())]
-    command += [text for knob, value in knobs.items() for text in (f"--{knob}", str(value))]
     if kind.ranks > 1:
-        command += ["--shares", ",".join(map(str, shares))]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(f"{run_dir}.log", "ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+        knobs["shares"] = ",".join(map(str, shares))
+    return ranks.start(kind.ranks, args.data_dir, run_dir, knobs)
 
 
 def finished(run_dir: Path) -> bool:

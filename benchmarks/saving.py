@@ -1,6 +1,6 @@
 """What a checkpoint costs the training that goes on beside its writing.
 
-    python benchmarks/saving.py --data-dir data --out artifacts/saving
+    python -m benchmarks.saving --data-dir data --out artifacts/saving
 
 One process trains depth 8 (unless asked otherwise) and saves every few steps. The wall time from step to
 step is taken from metrics.jsonl; what a save costs is the time from one save to the next, less as many median

@@ -1,0 +1,28 @@
+"""A training by ranks of this machine, one thread each, as the benchmarks start it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def start(ranks: int, data_dir: Path, run_dir: Path, knobs: Mapping[str, object]) -> subprocess.Popen[bytes]:
+    """torchrun with a run's ranks; what they say goes to RUN_DIR.log. Each of knobs becomes --NAME VALUE."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [
+        sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=0",
+        "--master-addr=127.0.0.1", f"--master-port={port}",
+        "-m", "trainer", "train", "--data-dir", str(data_dir.resolve()), "--run-dir", str(run_dir.resolve()),
+    ]  # fmt: skip
+    command += [text for knob, value in knobs.items() for text in (f"--{knob}", str(value))]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    with open(f"{run_dir}.log", "ab") as log:
+        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
