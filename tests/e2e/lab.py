@@ -48,6 +48,8 @@ class Fleet:
         self.inventory = inventory
 
     def play(self, playbook: str, *, fails: bool = False, **extravars: Any) -> Outcome:
+        # ansible-runner would give a later playbook those of the first one as well.
+        (self.workdir / "env" / "extravars").unlink(missing_ok=True)
         run = ansible_runner.run(
             private_data_dir=str(self.workdir),
             project_dir=str(ROOT),

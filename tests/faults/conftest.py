@@ -61,5 +61,6 @@ def _line(row: Row, site: Site) -> str:
         site.names, site.addresses, ("tower", "laptop"), ("10.0.0.1", "10.0.0.2"), strict=True
     ):
         said = said.replace(name, other).replace(address, plain)
+    said = re.sub(r"(ansible-playbook) -i \S+", r"\1", said)  # the lab's inventory
     said = re.sub(r"\b([a-z]+)(-\d+)?-\d{10}\b", r"\1", said)  # runs carry the time in their names
     return f"| {row.fault} | {row.seconds:.0f} | {said.replace('|', '&#124;')} | {row.then} |"
