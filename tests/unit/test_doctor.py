@@ -583,11 +583,13 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
 # -- due ---------------------------------------------------------------------------------------------------
 
 SETTINGS = {"hosts": "tower laptop", "store_port": 29500}
+UNREAD: dict[str, dict[str, Any]] = {"tower": {}, "laptop": {}}
+"""No host's firewall was read."""
 
 
 def test_a_fleet_is_due_until_a_good_report_and_after_a_change() -> None:
     measured = fleet("tower", "laptop")
-    state = doctor.fleet_state(measured, SETTINGS)
+    state = doctor.fleet_state(measured, SETTINGS, UNREAD)
     kept = json.dumps({"state": state, "report": {}})
     assert "no good report" in doctor.due(state, "", "auto")
     assert "no good report" in doctor.due(state, "{broken", "auto")
@@ -602,15 +604,29 @@ def test_a_fleet_is_due_until_a_good_report_and_after_a_change() -> None:
     ):
         changed = copy.deepcopy(measured)
         changed["laptop"][change[0]] = change[1]
-        assert words in doctor.due(doctor.fleet_state(changed, SETTINGS), kept, "auto")
-    other = doctor.fleet_state(measured, {**SETTINGS, "store_port": 29600})
+        assert words in doctor.due(doctor.fleet_state(changed, SETTINGS, UNREAD), kept, "auto")
+    other = doctor.fleet_state(measured, {**SETTINGS, "store_port": 29600}, UNREAD)
     assert "ports" in doctor.due(other, kept, "auto")
+
+
+def test_a_fleet_is_due_when_a_host_turns_other_packets_away() -> None:
+    def state_with(text: str) -> dict[str, Any]:
+        rules = {"ufw": "active", "allows": [], "rules": [{"text": text}]}
+        return doctor.fleet_state(measured, SETTINGS, {**UNREAD, "laptop": {"__doctor_rules": rules}})
+
+    measured = fleet("tower", "laptop")
+    kept = json.dumps({"state": state_with("nft counter packets 1 bytes 52 drop")})
+    assert doctor.due(state_with("nft counter packets 7 bytes 364 drop"), kept, "auto") == ""
+    why = doctor.due(state_with("iptables -A INPUT -s 10.0.0.1 -j DROP"), kept, "auto")
+    assert why == "laptop has another firewall since the last good report"
+    unread = json.dumps({"state": doctor.fleet_state(measured, SETTINGS, UNREAD)})
+    assert "made without root on laptop" in doctor.due(state_with(""), unread, "auto")
 
 
 def test_a_settings_type_does_not_make_a_fleet_due() -> None:
     measured = fleet("tower")
-    kept = json.dumps({"state": doctor.fleet_state(measured, {"store_port": 29500})})
-    assert doctor.due(doctor.fleet_state(measured, {"store_port": "29500"}), kept, "auto") == ""
+    kept = json.dumps({"state": doctor.fleet_state(measured, {"store_port": 29500}, UNREAD)})
+    assert doctor.due(doctor.fleet_state(measured, {"store_port": "29500"}, UNREAD), kept, "auto") == ""
 
 
 # -- the report --------------------------------------------------------------------------------------------

@@ -337,6 +337,14 @@ def test_the_first_error_of_the_last_attempt_is_found(
     assert len(state["error"]) == 5
 
 
+def test_frames_of_torchs_own_stack_are_no_error() -> None:
+    stack = [f"frame #{n}: c10::Error::Error(c10::SourceLocation, std::string) + 0x9d" for n in range(30)]
+    trace = ["Traceback (most recent call last):", '  File "rendezvous.py", line 67',
+             "torch.distributed.DistStoreError: Timed out after 46 seconds waiting for clients."]  # fmt: skip
+    assert log.first_error(["[rank 0] step 6/9", *stack, *trace, *stack], 20) == trace
+    assert not any(log.tells_error(line) for line in stack)
+
+
 def test_torchruns_own_traceback_is_left_out() -> None:
     lines = ["[rank 0] step 6/9", "E1121 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)"]
     follow = ["Traceback (most recent call last):", '  File "run.py"', "ChildFailedError: trainer FAILED"]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -229,15 +230,23 @@ def last_json(result: Mapping[str, Any]) -> dict[str, Any] | None:
     return None
 
 
-def fleet_state(measured: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What a good report holds for: as long as this is the same, there is no need to look again."""
-    return {
-        "settings": {name: str(value) for name, value in settings.items()},
-        "hosts": {
-            host: {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
-            for host, of_host in measured.items()
-        },
-    }
+def fleet_state(
+    measured: Mapping[str, Any], settings: Mapping[str, Any], hostvars: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What a good report holds for: as long as this is the same, there is no need to look again.
+
+    Which packets a host turns away counts where it was asked as root (`__doctor_rules`).
+    """
+    state: dict[str, Any] = {"settings": {name: str(value) for name, value in settings.items()}, "hosts": {}}
+    for host, of_host in measured.items():
+        marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
+        rules = hostvars[host].get("__doctor_rules") or {}
+        if "rules" in rules:
+            told = json.dumps([rules["ufw"], rules["rules"], rules["allows"]], sort_keys=True)
+            told = re.sub(r"counter packets \d+ bytes \d+ ?", "", told)
+            marks["firewall"] = hashlib.sha256(told.encode()).hexdigest()[:12]
+        state["hosts"][host] = marks
+    return state
 
 
 def fleet_name(hosts: Sequence[str]) -> str:
@@ -261,6 +270,8 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
     for host, marks in state["hosts"].items():
         known = before["hosts"].get(host) or {}
         changed = [name for name in marks if marks[name] != known.get(name)]
+        if changed == ["firewall"] and "firewall" not in known:
+            return f"the last good report was made without root on {host}, where its firewall is to be read"
         if changed:
             what = {
                 "boot": "was started",

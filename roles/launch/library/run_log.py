@@ -8,7 +8,15 @@ import re
 import time
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_log import ERROR, attempt_of, first_error, in_words, tail, without_echo
+from ansible.module_utils.nanofleet_log import (
+    FRAME,
+    attempt_of,
+    first_error,
+    in_words,
+    tail,
+    tells_error,
+    without_echo,
+)
 from ansible.module_utils.nanofleet_unit import find_unit, is_up, run, unit_name
 
 DOCUMENTATION = r"""
@@ -133,17 +141,19 @@ def read(params):
     unit = find_unit("nanofleet-" + params["run_id"], time.time())
     return {
         "lines": [line_of(*line) for line in kept[-params["lines"] :]],
-        "error": error_of(lines, texts, params["error_lines"]),
+        "error": error_of(lines, params["error_lines"]),
         "cursor": cursor,
         "source": source,
         "ended": not is_up(unit),
     }
 
 
-def error_of(lines, texts, count):
+def error_of(lines, count):
     """The first error of the last attempt, with its time; nothing where no line tells of one."""
+    lines = [line for line in lines if not FRAME.match(line[0])]
+    texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)
-    if not any(ERROR.search(text) for text in attempt):
+    if not any(tells_error(text) for text in attempt):
         return []
     error = first_error(attempt, count)
     start = len(texts) - len(attempt)

@@ -15,6 +15,8 @@ ERROR = re.compile(
     r"|\berror\b|\bfatal\b|\bkilled\b|out of memory|^\[rank \d+\] (?:retryable|final): |failed \(exitcode",
     re.IGNORECASE,
 )
+FRAME = re.compile(r"(?:\[[^]]*\]:? )?\s*frame #\d+: ")
+"""A line of the stack that torch's C++ prints behind an error; it names its functions, not what is wrong."""
 END = re.compile(r"^\[rank \d+\] (?:retryable|final): ")
 """How a rank says its own end; what follows of ranks is detail, what follows of torchrun is echo."""
 BY_SIGNAL = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: \d+")
@@ -41,14 +43,20 @@ def attempt_of(lines):
     return lines[starts[-1] :] if starts else lines
 
 
+def tells_error(line):
+    """Whether a line is, or begins, the word on something that went wrong."""
+    return bool(ERROR.search(line)) and not FRAME.match(line)
+
+
 def first_error(lines, count):
     """The first line that tells of an error and what follows it, at most `count` lines.
 
     Of a traceback its end is kept, where the reason stands. The traceback with which torchrun follows up the
     end of its child says nothing, so other lines are taken only up to the next one.
     """
+    lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):
-        if not ERROR.search(line):
+        if not tells_error(line):
             continue
         end = index + 1
         if END.match(line):
