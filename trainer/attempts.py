@@ -19,6 +19,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +32,10 @@ FIRST_WAIT_SECONDS = 5.0
 LONGEST_WAIT_SECONDS = 60.0
 LIMIT = 30
 SETTLED = ("final", "stopped", "finished")
+LOG_BYTES = 1 << 16
+RAISED = re.compile(r"^(?:\[[^]]*\]:? )?(?:\w+\.)*(\w+(?:Error|Exception)): (\S.*)$", re.MULTILINE)
+NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError")
+"""What torchrun raises when it does not find the others."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -151,11 +156,29 @@ def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
 def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
     return {
         "outcome": "retryable",
-        "reason": "It ended while it was loading; train.log says why, or it was killed for want of memory.",
+        "reason": _last_word(run_dir)
+        or "It ended while it was loading; train.log says why, or it was killed for want of memory.",
         "step": int((history(run_dir) or [{}])[-1].get("step") or 0),
         "time": announced.get("began"),
         **announced,
     }
+
+
+def _last_word(run_dir: Path) -> str:
+    """What the last attempt's own log says of its end, as a sentence; empty if it says nothing."""
+    try:
+        log = (run_dir / "train.log").read_bytes()[-LOG_BYTES:].decode("utf-8", "replace")
+    except OSError:
+        return ""
+    said = RAISED.findall(log.rpartition("\n=== ")[2])
+    if not said:
+        return ""
+    kind, text = said[-1]
+    return (
+        f"The ranks did not meet: {text}"
+        if kind in NOT_MET
+        else f"It ended while it was loading: {kind}: {text}"
+    )
 
 
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:

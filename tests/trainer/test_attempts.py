@@ -165,6 +165,28 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
     assert json.loads((tmp_path / "outcome.json").read_text())["settled"]
 
 
+@pytest.mark.parametrize(
+    ("raised", "reason"),
+    [
+        (
+            "torch.distributed.DistStoreError: Timed out after 46 seconds waiting for clients.",
+            "The ranks did not meet: Timed out after 46 seconds waiting for clients.",
+        ),
+        (
+            "ModuleNotFoundError: No module named 'numpy'",
+            "It ended while it was loading: ModuleNotFoundError: No module named 'numpy'",
+        ),
+        ("", "It ended while it was loading; train.log says why, or it was killed for want of memory."),
+    ],
+)
+def test_one_that_never_began_ends_with_the_word_of_its_log(tmp_path: Path, raised: str, reason: str) -> None:
+    before = "=== nanofleet-a started\nValueError: of the attempt before\n"
+    trace = "Traceback (most recent call last):\n  File x\n"
+    (tmp_path / "train.log").write_text(f"{before}=== nanofleet-a started\n{trace}{raised}\nframe #0: c10\n")
+    assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
+    assert attempts.judge(tmp_path, 3).reason == f"The last attempt: {reason}"
+
+
 def test_a_first_attempt_that_cannot_even_load_may_be_the_last(tmp_path: Path) -> None:
     asked = ["again", "--run-dir", str(tmp_path), "--first-must-step", "--wait"]
     assert main(asked) == 0
