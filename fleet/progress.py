@@ -4,6 +4,7 @@ In a terminal the current view is redrawn in place and finished lines scroll abo
 pipe) there are plain lines only, and of a view at most one every few seconds.
 """
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +28,8 @@ PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 
 _ODD = ("Rebooted:", "Frozen:", "Blame:", "Stop:", "No rank")
 """How lines of the screen begin that are to be seen first."""
+_ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
+"""How an attempt that has ended is told."""
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
@@ -107,6 +110,17 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
     if trouble:
         parts.append(Text(trouble, style="yellow"))
     return Padding(Group(*parts), (0, 0, 0, 2))
+
+
+def odd_lines(view: RunView) -> dict[str, str]:
+    """What of the screen somebody must hear who does not look at it: by what it says apart from its numbers.
+
+    Who is blamed or lost, what a rank warns of, how each attempt ended.
+    """
+    told = (*_ODD[1:], "Warning:")  # what is rebooted is told when it is put back
+    odd = [line for line in view.screen if line.startswith(told) or _ATTEMPT.match(line)]
+    keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in odd]
+    return dict(keyed) | {line: line for line in lost_lines(view)}
 
 
 def lost_lines(view: RunView) -> list[str]:

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from fleet import ROOT
 from fleet.playbooks import CancelledError, Event, Job, message
-from fleet.progress import Screen, lost_lines, run_panel, run_plain
+from fleet.progress import Screen, lost_lines, odd_lines, run_panel, run_plain
 from fleet.runview import RunView, commands, is_report
 from fleet.stages import failed, run_playbook
 
@@ -52,6 +52,7 @@ class Follower:
     _lives: bool = False
     _put_back: set[tuple[str, float]] = field(default_factory=set)
     _history: threading.Thread | None = None
+    _told: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         usual = str(ROOT / "inventory" / "lab")
@@ -155,7 +156,16 @@ class Follower:
     def _show(self) -> None:
         self.screen.show(lambda: run_panel(self.view, self.screen.console.width, self.trouble))
 
+    def _tell(self) -> None:
+        """What is odd with the run, once, where there is no screen that shows it."""
+        odd = {} if self.screen.is_live else odd_lines(self.view)
+        for what, line in odd.items():
+            if what not in self._told:
+                self.screen.say(Text(line))
+        self._told = set(odd)
+
     def _tick(self) -> None:
+        self._tell()
         self.screen.plain(lambda: run_plain(self.view))
         if self._away and not self.view.lost:
             raise _AskAnewError

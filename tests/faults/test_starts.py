@@ -11,6 +11,7 @@ from e2e.faults import FAULTS
 
 from .said import message
 from .site import COORDINATOR, WORKER, Site
+from .test_links import DROP
 
 pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -48,6 +49,23 @@ def test_hosts_that_have_come_to_differ(site: Site, name: str, words: str, remed
         site.inside(WORKER, fault.mend)
     assert site.names[1] in text
     assert remedy in text
+
+
+def test_packets_dropped_since_the_last_good_look(site: Site) -> None:
+    """A rule that somebody adds is a change of the fleet: the next start looks before anything is started."""
+    name = f"before-{int(time.time())}"
+    site.train(name, doctor="auto")
+    site.stop(name)
+    peer = site.addresses[COORDINATOR - 1]
+    site.inside(WORKER, DROP.format("I", peer))
+    try:
+        text = refusal(
+            site, "dropped", "packets dropped before a start", f"-s {peer}/32 -j DROP", doctor="auto"
+        )
+    finally:
+        site.inside(WORKER, DROP.format("D", peer))
+    assert f"{site.names[1]} has another firewall since the last good report" in text
+    assert f"Type: sudo iptables -D INPUT -s {peer}/32 -j DROP" in text
 
 
 def test_bfloat16_where_it_is_emulated(site: Site, tmp_path: Path) -> None:

@@ -237,6 +237,21 @@ class TestRunView:
         view.fold("b", state(1, between=True))
         assert "step 12/100  loss 5.5000  a" in progress.run_plain(view)
 
+    def test_without_a_terminal_what_is_odd_is_told_once(self) -> None:
+        screen = progress.Screen(Console(file=io.StringIO(), width=200))
+        follower = watch.Follower(screen, None, [])
+        ended = {"time": 1000, "outcome": "retryable", "step": 9, "reason": "Lost rank 1 (b)."}
+        for seconds in (64, 70):
+            blamed = state(0, past_attempts=[ended])
+            blamed["heartbeats"][0]["blame"] = f"rank 1 (b) has waited for {seconds} s"  # type: ignore[index]
+            follower.view.fold("a", blamed)
+            follower.view.fold("b", state(1))
+            follower._tick()
+        said = screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert said.count("Blame:       rank 1 (b) has waited for 64 s") == 1
+        assert "70 s" not in said
+        assert said.count("retryable at step 9: Lost rank 1 (b).") == 1
+
     def test_before_the_first_heartbeat_the_hosts_are_there(self) -> None:
         view = RunView()
         view.fold("b", state(1, step=None))

@@ -868,6 +868,17 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
         assert part in said
 
 
+def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> None:
+    unmet = state(**stored(), failed_unit=True, error=["torch.distributed.DistStoreError: Timed out"])
+    other = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
+    assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.launch_failure(
+        {"a": unmet}, "r"
+    )
+    assert "doctor.yml" not in report.launch_failure({"a": other}, "r")
+    assert report.launch_unmet({"a": other, "b": unmet})
+    assert not report.launch_unmet({"a": other, "b": {"unreachable": True}})
+
+
 def test_a_start_that_somebody_stops_says_so() -> None:
     ended = state(**stored(), stop_requested=True)
     said = report.launch_failure({"tower": ended, "laptop": ended}, "a")

@@ -148,6 +148,17 @@ def _last_seen(state: State) -> str:
     return f" in {beats[0]['phase']} after step {beats[0].get('step') or 0}"
 
 
+def launch_unmet(states: Mapping[str, State]) -> bool:
+    """Whether a start failed because the ranks did not find each other."""
+    words = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The ranks did not meet")
+    return any(
+        word in text
+        for state in answered(states).values()
+        for text in [*(state["error"] or []), str((state["outcome"] or {}).get("reason"))]
+        for word in words
+    )
+
+
 def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     """Why a start failed: every host's first error, then the cause in a sentence that names the host.
 
@@ -176,7 +187,8 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
     again = f"When that is mended: ansible-playbook train.yml -e run_id={run_id}"
     others = others_active(states, run_id)
     errors = launch_errors(reached)[1:]
-    return screen([*errors, *([""] if errors else []), head, *reasons, *others, "", again])
+    look = ["Why the hosts do not meet: ansible-playbook doctor.yml"] if launch_unmet(states) else []
+    return screen([*errors, *([""] if errors else []), head, *reasons, *others, "", *look, again])
 
 
 def launch_started(states: Mapping[str, State], run_id: str) -> str:
@@ -314,6 +326,7 @@ class FilterModule:
             "launch_expected": launch_expected,
             "launch_run_shown": launch_run_shown,
             "launch_failure": launch_failure,
+            "launch_unmet": launch_unmet,
             "launch_idle": launch_idle,
             "launch_started": launch_started,
             "launch_can_save": launch_can_save,
