@@ -855,6 +855,14 @@ def test_status_shows_what_a_rank_warns_of() -> None:
     assert short not in status.launch_status(over, "a")
 
 
+def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
+    for seconds, step_seconds, lasts in ((25.0, 1.5, True), (8.0, 1.5, False), (25.0, 9.0, False)):
+        beats = [beat(phase="sync", entered=100.0, time=99.0 + seconds, step_seconds=step_seconds)]
+        said = status.launch_status({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
+        assert ("sync for 25 s" in said) is lasts, said
+        assert ("Speed:" in said) is not lasts, said
+
+
 def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
     dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
     slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])

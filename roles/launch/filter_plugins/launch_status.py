@@ -16,6 +16,9 @@ from typing import Any
 State = Mapping[str, Any]
 Beat = Mapping[str, Any]
 
+STEP_PHASES = ("data", "forward", "backward", "sync", "optimizer")
+LINGER_SECONDS = 10.0
+"""In one of these phases for longer, and for three steps, a rank does not get on."""
 HEADER = ("host", "unit", "rank", "phase", "step", "loss", "sync", "temp", "last beat")
 FROZEN_SECONDS = 10.0
 """A rank beats every second from a thread of its own: one that is silent for so long does not run."""
@@ -152,21 +155,33 @@ def is_frozen(beat: Beat, state: State) -> bool:
     return late and is_under_way(beat, state)
 
 
+def lingers(beat: Beat) -> float | None:
+    """For how many seconds a rank has been in a part of a step, where that is long for a step of this run."""
+    if beat.get("entered") is None or beat.get("time") is None or beat.get("phase") not in STEP_PHASES:
+        return None
+    seconds = max(0.0, beat["time"] - beat["entered"]) + beat["age"]
+    return seconds if seconds > max(LINGER_SECONDS, 3 * (beat.get("step_seconds") or 0.0)) else None
+
+
 def is_training(found: Mapping[str, State]) -> bool:
     """Whether the ranks of all hosts that answer are at work: else the last pace is no more true."""
     return all(
         state["heartbeats"]
-        and all(is_under_way(beat, state) and not is_frozen(beat, state) for beat in state["heartbeats"])
+        and all(
+            is_under_way(beat, state) and not is_frozen(beat, state) and lingers(beat) is None
+            for beat in state["heartbeats"]
+        )
         for state in found.values()
     )
 
 
 def _beat_cells(beat: Beat) -> list[str]:
     step, share, warm = beat.get("step"), beat.get("sync_share"), beat.get("temperature")
+    seconds = lingers(beat)
     return [
         str(beat.get("rank", "-")),
-        str(beat.get("phase") or "-"),
-        "-" if step is None else f"{step}/{beat.get('num_iterations')}",
+        str(beat.get("phase") or "-") + ("" if seconds is None else f" for {text.duration(seconds)}"),
+        "-" if step is None else f"{step}/{beat.get('num_iterations') or '?'}",
         "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
         "-" if share is None else f"{100 * share:.0f} %",
         ("-" if warm is None else f"{warm:.0f} °C") + (" throttled" if beat.get("throttled") else ""),
