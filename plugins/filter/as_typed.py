@@ -1,7 +1,8 @@
 """`TEXT | as_typed`: the commands in a message with the -i and -K that this very command was given.
 
 A message says `ansible-playbook status.yml`; without the person's own -i that would show another fleet. What
-ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none.
+ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none. setup.yml
+and doctor.yml also get the -e of this command that they depend on.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from typing import Any
 
 from ansible import constants, context
 
+SETTINGS = ("data_dir", "store_port")
+"""Where the data are and which port the run takes: what the hosts are set up for, not what a run keeps."""
+TOLD = ("setup.yml", "doctor.yml")
 COMMAND = re.compile(r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml)| (?=\S+ -m ))")
 
 
@@ -31,9 +35,24 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
     return "".join(f"{word} " for word in [*words, *(["-K"] if asks_password else [])])
 
 
-def typed(text: str, needed: str) -> str:
-    """A text whose commands have what they need besides (see options)."""
-    return COMMAND.sub(lambda found: found[0] + needed, text)
+def settings(extra_vars: Sequence[str]) -> str:
+    """Of what was given by -e, what setup.yml and doctor.yml have to be told as well."""
+    words = []
+    for given in extra_vars:
+        for pair in shlex.split(given) if given[:1] not in "@{[" else ():
+            if pair.partition("=")[0] in SETTINGS:
+                words += ["-e", shlex.quote(pair)]
+    return "".join(f"{word} " for word in words)
+
+
+def typed(text: str, needed: str, settings: str = "") -> str:
+    """A text whose commands have what they need besides (see options and settings)."""
+
+    def completed(found: re.Match[str]) -> str:
+        told = settings if text[found.end() :].startswith(TOLD) else ""
+        return found[0] + needed + told
+
+    return COMMAND.sub(completed, text)
 
 
 def as_typed(text: Any) -> Any:
@@ -47,7 +66,7 @@ def as_typed(text: Any) -> Any:
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
     )
-    return typed(str(text), needed)
+    return typed(str(text), needed, settings(cli.get("extra_vars") or ()))
 
 
 class FilterModule:

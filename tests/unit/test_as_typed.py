@@ -50,6 +50,20 @@ def test_what_is_no_command_on_the_fleet_stays() -> None:
         assert plugin.as_typed(text) == text
 
 
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize(
+    "_given",
+    [{"extra_vars": ("data_dir=/my/data depth=4", "@knobs.yml", '{"store_port": 1}', "store_port=29511")}],
+    indirect=True,
+)
+def test_setup_is_told_where_the_data_are() -> None:
+    said = plugin.as_typed("Type: ansible-playbook setup.yml, then ansible-playbook train.yml -e run_id=a")
+    assert said == (
+        "Type: ansible-playbook -e data_dir=/my/data -e store_port=29511 setup.yml, "
+        "then ansible-playbook train.yml -e run_id=a"
+    )
+
+
 def test_every_command_in_a_message_of_a_task_goes_through_it() -> None:
     for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
         for said in _messages(yaml.safe_load(path.read_text())):
