@@ -580,6 +580,11 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
     assert shares("", [3, 1], ["elsewhere", *HOSTS[1:]]) == []
     assert shares("", "auto", ["elsewhere", *HOSTS[1:]]) == "auto"
     assert shares("equal", "auto") == []
+    wrong = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "3")
+    assert wrong["action"] == "refuse"
+    assert "shares is 3: it must be 2 number(s), one for each rank on" in wrong["message"]
+    four = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
+    assert four["file"]["shares"] == [2, 2, 1, 1]
     refused = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "0,4")
     assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
 

@@ -47,6 +47,7 @@ def launch_plan(
     hosts: Sequence[str],
     manifest_sha256: str = "",
     shares: str = "",
+    nproc_per_node: int = 1,
 ) -> dict[str, Any]:
     """Decide what to do about the run that was asked for.
 
@@ -69,6 +70,12 @@ def launch_plan(
         before = stored or {}
         by_rank = before.get("hosts") == list(hosts) or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
+        ranks = len(hosts) * int(nproc_per_node)
+        if rows and not isinstance(rows, str) and len(rows) != ranks:
+            raise RefusedError(
+                f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
+                f"{', '.join(hosts)}, that make up the rows of a step. -e shares=auto finds them."
+            )
         run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256, rows)
         action, message, ends = _decide(run_file, stored, states)
     except (trainer.ConfigError, RefusedError) as error:
