@@ -860,6 +860,23 @@ def test_status_shows_what_a_rank_warns_of() -> None:
     assert short not in status.launch_status(over, "a")
 
 
+def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between() -> None:
+    blame = (
+        "Rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut off)"
+    )
+    up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
+    here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
+    line = "Between:     laptop has answered here and does not answer its peers"
+    assert line in status.launch_status(here, "a")
+    assert "Between:" not in status.launch_status({**up, "laptop": {"unreachable": True}}, "a")
+    lost = {
+        "outcome": "retryable",
+        "reason": "Lost rank 1 (laptop): it cannot be reached (its host does not)",
+    }
+    again = {name: state(**stored(), outcome=lost, ended=False) for name in ("tower", "laptop")}
+    assert line in status.launch_status(again, "a")
+
+
 def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
     for seconds, step_seconds, lasts in ((25.0, 1.5, True), (8.0, 1.5, False), (25.0, 9.0, False)):
         beats = [beat(phase="sync", entered=100.0, time=99.0 + seconds, step_seconds=step_seconds)]

@@ -6,9 +6,10 @@ Figures that a rank does not give (an older trainer, a host without sensors) are
 from __future__ import annotations
 
 import difflib
+import re
 import runpy
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,8 @@ from typing import Any
 State = Mapping[str, Any]
 Beat = Mapping[str, Any]
 
+UNREACHED = re.compile(r"rank \d+ \(([^)\s]+)\):? (?:it )?cannot be reached", re.IGNORECASE)
+"""How a rank says that it does not reach another one, and the host of that one."""
 STEP_PHASES = ("data", "forward", "backward", "sync", "optimizer")
 LINGER_SECONDS = 10.0
 """In one of these phases for longer, and for three steps, a rank does not get on."""
@@ -217,7 +220,20 @@ def silences(found: Mapping[str, State]) -> list[str]:
     lines += [f"Warning:     {beat['warning']}" for beat in up if beat.get("warning")]
     # What a rank said before it stood still may be long over.
     said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
-    return lines + [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
+    lines += [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
+    return lines + _between(found, map(str, said))
+
+
+def _between(found: Mapping[str, State], said: Iterable[str]) -> list[str]:
+    """Hosts that the others do not reach and that have answered here: it is the way between them."""
+    ended = [str((state["outcome"] or {}).get("reason")) for state in found.values()]
+    names = {name for line in [*said, *ended] for name in UNREACHED.findall(line)}
+    return [
+        f"Between:     {host} has answered here and does not answer its peers: a firewall, or the network "
+        "between them. Look: ansible-playbook doctor.yml"
+        for host in found
+        if host in names
+    ]
 
 
 def _remedy(beat: Beat, host: str, found: Mapping[str, State]) -> str:
