@@ -76,6 +76,8 @@ def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], l
 
 def run_plain(view: RunView) -> str:
     """A run in one line, for output that is no terminal."""
+    if not view.states and not view.lost:
+        return "asking every host for the run"
     phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
     if not view.step:
         return f"{view.title}: {phases or 'waiting for the first step'}"
