@@ -167,18 +167,18 @@ def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
 def _last_word(run_dir: Path) -> str:
     """What the last attempt's own log says of its end, as a sentence; empty if it says nothing."""
     try:
-        log = (run_dir / "train.log").read_bytes()[-LOG_BYTES:].decode("utf-8", "replace")
+        with open(run_dir / "train.log", "rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+            log = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
     said = RAISED.findall(log.rpartition("\n=== ")[2])
     if not said:
         return ""
     kind, text = said[-1]
-    return (
-        f"The ranks did not meet: {text}"
-        if kind in NOT_MET
-        else f"It ended while it was loading: {kind}: {text}"
-    )
+    if kind in NOT_MET:
+        return f"The ranks did not meet: {text}"
+    return f"It ended while it was loading: {kind}: {text}"
 
 
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:

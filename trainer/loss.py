@@ -103,6 +103,14 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
         total.addmm_(a, b)
 
 
+def _add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
+    """Add each value to its row, rows that come twice in the same order each time: bits must not differ."""
+    if total_VD.is_cuda:
+        total_VD.index_put_((rows_M,), values_MD, accumulate=True)  # sorts them there, as index_add_ does not
+    else:
+        total_VD.index_add_(0, rows_M, values_MD)  # one after another here, as index_put_ is not
+
+
 class _SummedLoss(torch.autograd.Function):
     """Forward and backward in one pass over the tokens; what is kept is the two gradients.
 
@@ -136,7 +144,7 @@ class _SummedLoss(torch.autograd.Function):
             divided = (x * shares).to(x.dtype)
             for words, block in kept:
                 _add_product(grad_weight[words], block.mT, divided, first=part.start == 0)
-            grad_weight.index_add_(0, softmax.targets, (x * of_targets).to(grad_weight.dtype))
+            _add_rows(grad_weight, softmax.targets, (x * of_targets).to(grad_weight.dtype))
         ctx.save_for_backward(grad_x, grad_weight)
         return total.to(wide)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible import constants, context
+from ansible.parsing.splitter import parse_kv
 
 SETTINGS = ("data_dir", "store_port")
 """Where the data are and which port the run takes: what the hosts are set up for, not what a run keeps."""
@@ -39,9 +40,8 @@ def settings(extra_vars: Sequence[str]) -> str:
     """Of what was given by -e, what setup.yml and doctor.yml have to be told as well."""
     words = []
     for given in extra_vars:
-        for pair in shlex.split(given) if given[:1] not in "@{[" else ():
-            if pair.partition("=")[0] in SETTINGS:
-                words += ["-e", shlex.quote(pair)]
+        pairs = parse_kv(given) if given[:1] not in "@{[" else {}
+        words += ["-e " + shlex.quote(f"{name}={pairs[name]}") for name in SETTINGS if name in pairs]
     return "".join(f"{word} " for word in words)
 
 

@@ -866,7 +866,7 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     )
     up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
     here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
-    line = "Between:     laptop has answered here and does not answer its peers"
+    line = "Between:     laptop has answered here, and not its peers"
     assert line in status.launch_status(here, "a")
     assert "Between:" not in status.launch_status({**up, "laptop": {"unreachable": True}}, "a")
     lost = {
@@ -875,6 +875,8 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     }
     again = {name: state(**stored(), outcome=lost, ended=False) for name in ("tower", "laptop")}
     assert line in status.launch_status(again, "a")
+    over = {name: state(**stored(), outcome=lost) for name in ("tower", "laptop")}
+    assert "Between:" not in status.launch_status(over, "a")
 
 
 def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
@@ -883,6 +885,8 @@ def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
         said = status.launch_status({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
         assert ("sync for 25 s" in said) is lasts, said
         assert ("Speed:" in said) is not lasts, said
+    left = beat(phase="sync", entered=100.0, time=124.0, age=9000.0)
+    assert "sync for" not in status.launch_status({"tower": state(**stored(), heartbeats=[left])}, "a")
 
 
 def test_a_failed_start_names_the_host_and_shows_its_error() -> None:

@@ -106,11 +106,14 @@ def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
 
 
 def _instead(beat: Beat, state: State) -> dict[str, Any]:
-    """What is shown instead of the last words of a rank whose attempt is over."""
+    """What is shown instead of the last words of a rank whose attempt is over, or that does not get on."""
     if beat.get("before"):
         return {"phase": starts(state)[0], "loss": None}
-    if state["ended"] or is_under_way(beat, state):
+    if state["ended"]:
         return {}
+    if is_under_way(beat, state):
+        seconds = lingers(beat)
+        return {} if seconds is None else {"phase": f"{beat['phase']} for {text.duration(seconds)}"}
     again = (state["outcome"] or {}).get("outcome") in (None, "retryable")
     return {"phase": "ended, restarting" if again else "ended"}
 
@@ -180,10 +183,9 @@ def is_training(found: Mapping[str, State]) -> bool:
 
 def _beat_cells(beat: Beat) -> list[str]:
     step, share, warm = beat.get("step"), beat.get("sync_share"), beat.get("temperature")
-    seconds = lingers(beat)
     return [
         str(beat.get("rank", "-")),
-        str(beat.get("phase") or "-") + ("" if seconds is None else f" for {text.duration(seconds)}"),
+        str(beat.get("phase") or "-"),
         "-" if step is None else f"{step}/{beat.get('num_iterations') or '?'}",
         "-" if beat.get("loss") is None else f"{beat['loss']:.4f}",
         "-" if share is None else f"{100 * share:.0f} %",
@@ -226,10 +228,11 @@ def silences(found: Mapping[str, State]) -> list[str]:
 
 def _between(found: Mapping[str, State], said: Iterable[str]) -> list[str]:
     """Hosts that the others do not reach and that have answered here: it is the way between them."""
-    ended = [str((state["outcome"] or {}).get("reason")) for state in found.values()]
+    up = [state for state in found.values() if not state["ended"]]  # what was before may be long mended
+    ended = [str((state["outcome"] or {}).get("reason")) for state in up]
     names = {name for line in [*said, *ended] for name in UNREACHED.findall(line)}
     return [
-        f"Between:     {host} has answered here and does not answer its peers: a firewall, or the network "
+        f"Between:     {host} has answered here, and not its peers: a firewall, or the network "
         "between them. Look: ansible-playbook doctor.yml"
         for host in found
         if host in names
