@@ -278,6 +278,16 @@ class Site:
             f"{words} in {path}",
         )
 
+    @contextmanager
+    def running(self, name: str) -> Iterator[str]:
+        """A run that trains and is past its first checkpoint; after it nothing of it is left. Its run_id."""
+        run_id = f"{name}-{int(time.time())}"
+        self.train(run_id, launch_stall_seconds=IMPATIENT)
+        self.trains(run_id, beyond=10)
+        yield run_id
+        self.stop(run_id)
+        self.nothing_is_left()
+
     # -- afterwards ------------------------------------------------------------------------------------
 
     def stop(self, run_id: str) -> None:

@@ -23,12 +23,8 @@ WAKE = "podman unpause {name} && " + UP
 
 @pytest.fixture(scope="module")
 def run(site: Site) -> Iterator[str]:
-    name = f"hosts-{int(time.time())}"
-    site.train(name, launch_stall_seconds=IMPATIENT)
-    site.trains(name, beyond=10)
-    yield name
-    site.stop(name)
-    site.nothing_is_left()
+    with site.running("hosts") as run_id:
+        yield run_id
 
 
 def test_a_host_asleep(site: Site, run: str) -> None:

@@ -19,12 +19,8 @@ SLOW = "tc qdisc add dev eth0 root tbf rate 100kbit burst 4kb latency 400ms"
 
 @pytest.fixture(scope="module")
 def run(site: Site) -> Iterator[str]:
-    name = f"links-{int(time.time())}"
-    site.train(name, launch_stall_seconds=IMPATIENT)
-    site.trains(name, beyond=10)
-    yield name
-    site.stop(name)
-    site.nothing_is_left()
+    with site.running("links") as run_id:
+        yield run_id
 
 
 def test_a_link_down_for_twenty_seconds_costs_no_attempt(site: Site, run: str) -> None:

@@ -37,12 +37,8 @@ DEAF = (
 
 @pytest.fixture(scope="module")
 def run(site: Site) -> Iterator[str]:
-    name = f"processes-{int(time.time())}"
-    site.train(name, launch_stall_seconds=IMPATIENT)
-    site.trains(name, beyond=10)  # past its first checkpoint
-    yield name
-    site.stop(name)
-    site.nothing_is_left()
+    with site.running("processes") as run_id:
+        yield run_id
 
 
 @pytest.mark.parametrize("host", [WORKER, COORDINATOR])
