@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
-from test_launch import ROLE, call, load
+from launch_role import ROLE
+from role_files import call, load
 
 run_log = load(ROLE / "library" / "run_log.py")
 run_files = load(ROLE / "library" / "run_files.py")

@@ -1,0 +1,48 @@
+"""The launch role's modules and filters, and made-up states of a run for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from role_files import load
+
+from trainer.config import RunConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+ROLE = ROOT / "roles" / "launch"
+
+unit_facts = load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
+log = load(ROLE / "module_utils" / "nanofleet_log.py", "ansible.module_utils.nanofleet_log")
+run_dir_facts = load(ROLE / "module_utils" / "nanofleet_run.py", "ansible.module_utils.nanofleet_run")
+transient_unit = load(ROLE / "library" / "transient_unit.py")
+run_state = load(ROLE / "library" / "run_state.py")
+launch = load(ROLE / "filter_plugins" / "launch.py")
+installed = load(ROLE / "filter_plugins" / "launch_installed.py")
+report = load(ROLE / "filter_plugins" / "launch_report.py")
+status = load(ROLE / "filter_plugins" / "launch_status.py")
+
+HOSTS = ["tower", "laptop"]
+
+
+def state(**changes: Any) -> dict[str, Any]:
+    unit = {"name": "nanofleet-a.service", "active_state": "inactive", "result": "success"}
+    return {
+        **run_state.NOTHING, "found": False, "run_id": "a", "run_dir": "/runs/a", "ended": True, "unit": unit,
+        "time": 100.0, "runs": [], "active_units": [], "listeners": [], **changes,
+    }  # fmt: skip
+
+
+def stored(**knobs: Any) -> dict[str, Any]:
+    config = RunConfig.from_strings({"depth": 2, "num_iterations": 20, **knobs}).to_dict()
+    return {"found": True, "run_file": {"run_id": "a", "config": config, "hosts": HOSTS}}
+
+
+def beat(**changes: Any) -> dict[str, Any]:
+    return {"rank": 0, "phase": "forward", "step": 3, "num_iterations": 20, "loss": 5.0, "tok_per_s": 1234.6,
+            "step_seconds": 1.5, "eta_seconds": 154.0, "age": 1.0, **changes}  # fmt: skip
+
+
+def plan(given: dict[str, Any], *states: dict[str, Any], run_id: str = "a") -> dict[str, Any]:
+    result: dict[str, Any] = launch.launch_plan(given, run_id, list(states) or [state(), state()], HOSTS, "m")
+    return result

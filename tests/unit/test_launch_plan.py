@@ -1,0 +1,202 @@
+"""What train.yml decides about a run, from the states of the hosts and the knobs."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from launch_role import (
+    HOSTS,
+    ROLE,
+    ROOT,
+    beat,
+    installed,
+    launch,
+    plan,
+    state,
+    stored,
+)
+
+from trainer.config import RunConfig, code_digest
+
+
+def test_a_new_run_holds_every_field_with_its_type() -> None:
+    made = plan({"depth": "4", "matrix_lr": "0.01"}, run_id="")
+    assert made["action"] == "start"
+    assert made["file"]["config"] == RunConfig(depth=4, matrix_lr=0.01).to_dict()
+    assert made["run_id"] == RunConfig(depth=4, matrix_lr=0.01).default_run_id()
+    assert (made["file"]["hosts"], made["file"]["manifest_sha256"]) == (HOSTS, "m")
+    assert made["file"]["trainer_digest"] == code_digest()
+
+
+@pytest.mark.parametrize(
+    ("given", "run_id", "said"),
+    [
+        ({"depth": "deep"}, "a", "deep"),
+        ({}, "tracker", "taken"),
+        ({}, "../x", "run_id"),
+        ({"dept": 1}, "a", "depth"),
+    ],
+)
+def test_bad_input_is_refused_with_a_sentence(given: dict[str, Any], run_id: str, said: str) -> None:
+    made = plan(given, run_id=run_id)
+    assert made["action"] == "refuse"
+    assert said in made["message"]
+
+
+def test_an_active_run_is_left_alone() -> None:
+    up = state(**stored(), active_units=["nanofleet-a.service"], heartbeats=[beat()], ended=False)
+    made = plan({}, up, up)
+    assert made["action"] == "none"
+    for part in ("active at step 3 of 20 on tower, laptop", "status.yml", "stop.yml -e run_id=a"):
+        assert part in made["message"]
+    assert made["ends"] == {}
+    ending = plan(
+        {}, {**up, "stepped": True}, state(**stored(), outcome={"outcome": "finished", "settled": True})
+    )
+    assert ending["action"] == "none", "laptop is only a little ahead"
+    shut_down = {"outcome": "stopped", "settled": False, "reason": "Asked to end by SIGTERM after step 3."}
+    assert plan({}, {**up, "stepped": True}, state(**stored(), outcome=shut_down))["action"] == "resume"
+
+
+UNIT = "nanofleet-a.service"
+
+
+def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:
+    run_file = {**stored()["run_file"], "hosts": hosts}
+    return state(found=True, run_file=run_file, active_units=[UNIT], ended=False, **changes)
+
+
+def test_a_run_that_lacks_a_host_is_taken_over() -> None:
+    """A reboot took laptop's unit: tower's waits for it until its attempts are used up."""
+    waiting = up_on(
+        HOSTS, between=True, checkpoint="checkpoints/step_000003", outcome={"outcome": "retryable"}
+    )
+    made = plan({}, waiting, state(**stored()))
+    assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT]})
+    assert "waits on tower for laptop, where its unit is gone" in made["message"]
+
+
+def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
+    stuck = up_on(["tower", "attic"], between=True, checkpoint="checkpoints/step_000003")
+    made = plan({}, stuck, state())
+    assert (made["action"], made["ends"], made["file"]["hosts"]) == ("resume", {"tower": [UNIT]}, HOSTS)
+    training = up_on(["tower", "attic"], stepped=True, heartbeats=[beat()])
+    left = plan({}, training, state())
+    assert left["action"] == "none"
+    assert "The inventory now lists tower, laptop" in left["message"]
+    blamed = up_on(["tower", "attic"], stepped=True, heartbeats=[beat(blame="attic does not answer")])
+    assert plan({}, blamed, state())["action"] == "resume"
+
+
+def test_a_unit_of_a_run_that_was_stopped_while_its_host_was_away_is_ended() -> None:
+    tower = state(runs=[{"run_id": "b", "active": False, "outcome": "stopped", "settled": True}])
+    laptop = state(active_units=["nanofleet-b.service"], runs=[{"run_id": "b", "active": True}])
+    made = plan({}, tower, laptop)
+    assert (made["action"], made["ends"]) == ("start", {"laptop": ["nanofleet-b.service"]})
+    assert "nanofleet-b.service on laptop is of a run that has ended elsewhere" in made["message"]
+    tower["runs"][0] |= {"outcome": "retryable", "settled": False}
+    assert plan({}, tower, laptop)["action"] == "refuse", "that run may come back"
+
+
+def test_another_run_is_refused_by_name() -> None:
+    made = plan({}, state(), state(active_units=["nanofleet-b.service"]))
+    assert made["action"] == "refuse"
+    assert "laptop is busy with another run, b (unit nanofleet-b.service)" in made["message"]
+    assert "stop.yml -e run_id=b" in made["message"]
+
+
+def test_a_held_port_is_refused_with_pid_and_owner() -> None:
+    held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
+    made = plan({}, state(listeners=[held]), state())
+    assert made["action"] == "refuse"
+    assert "Port 29500 on tower is held by process 7 of ann (nc -l)" in made["message"]
+    assert plan({}, state(), state(listeners=[held]))["action"] == "start", (
+        "only the coordinator serves the port"
+    )
+
+
+def test_an_unfinished_run_resumes_with_its_own_knobs() -> None:
+    made = plan(
+        {}, state(**stored(), outcome={"outcome": "stopped"}, checkpoint="checkpoints/step_000003"), state()
+    )
+    assert made["action"] == "resume"
+    assert (made["file"]["config"]["depth"], made["file"]["config"]["num_iterations"]) == (2, 20)
+
+
+def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
+    def shares(asked: str, before: object, hosts: list[str] = HOSTS) -> object:
+        run = stored()
+        run["run_file"] |= {"shares": before, "hosts": hosts}
+        return launch.launch_plan({}, "a", [state(**run), state()], HOSTS, "", asked)["file"]["shares"]
+
+    assert launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "auto")["file"]["shares"] == "auto"
+    assert shares("", [3, 1]) == [3, 1]
+    assert shares("", [3, 1], ["elsewhere", *HOSTS[1:]]) == []
+    assert shares("", "auto", ["elsewhere", *HOSTS[1:]]) == "auto"
+    assert shares("equal", "auto") == []
+    wrong = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "3")
+    assert wrong["action"] == "refuse"
+    assert "shares is 3: it must be 2 number(s), one for each rank on" in wrong["message"]
+    four = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
+    assert four["file"]["shares"] == [2, 2, 1, 1]
+    refused = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "0,4")
+    assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
+
+
+def test_a_finished_run_says_so_and_another_config_is_shown() -> None:
+    done = state(**stored(), outcome={"outcome": "finished", "step": 20, "num_iterations": 20, "loss": 4.25})
+    assert plan({}, done, state())["action"] == "none"
+    assert "step 20 of 20, loss 4.2500" in plan({}, done, state())["message"]
+    other = plan({"num_iterations": "30", "depth": "2"}, done, state())
+    assert other["action"] == "refuse"
+    assert "num_iterations is 20 there and 30 here" in other["message"]
+    assert "depth is" not in other["message"]
+
+
+def test_a_run_does_not_begin_anew_on_another_coordinator() -> None:
+    made = plan({}, state(**stored()), state(**stored(), checkpoint="checkpoints/step_000003"))
+    assert made["action"] == "refuse"
+    assert "checkpoints on laptop" in made["message"]
+
+
+def test_a_build_of_torch_is_no_skew_and_an_environment_is_compared_within_its_kind() -> None:
+    common = {"python": "3.11.2", "machine": "x86_64", "trainer": "d"}
+    cpu = {**common, "torch": "2.13.0+cpu", "environment": "a"}
+    cuda = {**common, "torch": "2.13.0+cu130", "environment": "b"}
+    assert installed.launch_skew({"tower": cpu, "box": cuda}, "d") == ""
+    said = installed.launch_skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
+    assert "environment is a on tower; c on laptop" in said
+    assert "2.12.1" in installed.launch_skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
+
+
+def test_skew_names_the_odd_host() -> None:
+    equal = {"python": "3.11.2", "torch": "2.13.0+cpu", "trainer": "d"}
+    assert installed.launch_skew({"tower": equal, "laptop": equal}, "d") == ""
+    said = installed.launch_skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
+    assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in said
+    assert "setup.yml" in said
+    assert "another trainer" in installed.launch_skew({"tower": equal, "laptop": equal}, "e")
+
+
+# -- the wiring ------------------------------------------------------------------------------------------
+
+
+def test_the_knobs_of_the_playbooks_are_the_fields_of_a_run() -> None:
+    wiring = yaml.safe_load((ROOT / "playbooks" / "group_vars" / "all.yml").read_text())
+    assert wiring["run_knobs"] == list(RunConfig.field_names())
+
+
+def test_the_log_script_keeps_the_status_and_both_copies(tmp_path: Path) -> None:
+    script = yaml.safe_load((ROLE / "vars" / "main.yml").read_text())["__launch_log_script"]
+    done = subprocess.run(
+        ["/bin/bash", "-o", "pipefail", "-c", script, "unit", "/bin/sh", "-c", "echo 'a b'; exit 3"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stdout.splitlines()[-1] == "a b"
+    assert done.stdout.startswith("=== unit started 20")
+    assert (tmp_path / "train.log").read_text() == done.stdout

@@ -1,0 +1,345 @@
+"""What status.yml, train.yml and stop.yml say of a run, from made-up states."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from typing import Any
+
+import pytest
+from launch_role import (
+    HOSTS,
+    beat,
+    plan,
+    report,
+    state,
+    status,
+    stored,
+    unit_facts,
+)
+
+
+def test_status_of_a_live_run_with_a_lost_host() -> None:
+    up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
+               unit={"active_state": "active"},
+               checkpoint="checkpoints/step_000002", checkpoint_time=0.5)  # fmt: skip
+    said = status.launch_status(
+        {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
+    )
+    lines = said.splitlines()
+    assert lines[0] == "Run a: step 3 of 20 (15 %)"
+    assert len({len(line.rstrip()) for line in lines[2:5]}) == 1, "the columns are aligned"
+    for part in ("3/20", "5.0000", "1,235", "unreachable", "laptop did not answer", "2m34s", "http://tower:5000",
+                 "step 2, 1m40s ago: /runs/a/checkpoints/step_000002 on tower"):  # fmt: skip
+        assert part in said
+
+
+def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
+    now = {
+        "tok_per_s_average": 1200.4,
+        "sync_share": 0.124,
+        "temperature": 91.3,
+        "throttled": True,
+        "entered": 99.0,
+    }
+    blame = "rank 1 (laptop) has been in backward of step 4 for 94 s; rank 0 (tower) waits in sync"
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
+    tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
+    laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    for part in ("12 %", "91 °C throttled", f"Blame:       {blame}",
+                 "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
+                 "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
+        assert part in said
+    assert said.count(blame) == 1
+    assert "rank 0 on tower has not beaten" not in said
+    assert "Time left" not in said
+    laptop = state(**up, heartbeats=[beat(**now, rank=1)])
+    assert "1,235 tok/s, 1,200 on average" in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+
+
+@pytest.mark.parametrize(
+    "laptop",
+    [
+        {"between": True, "heartbeats": [beat(rank=1)]},
+        {"heartbeats": [beat(rank=1, over=True)]},
+        {"heartbeats": [beat(rank=1, before=True)]},
+        {"heartbeats": []},
+        {"ended": True, "heartbeats": [beat(rank=1)]},
+    ],
+    ids=["waits", "was killed", "joins", "starts", "is over"],
+)
+def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) -> None:
+    up = {**stored(), "ended": False, "heartbeats": [beat()]}
+    tower = state(**up)
+    assert "Time left" in status.launch_status({"tower": tower, "laptop": tower}, "a")
+    said = status.launch_status({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
+    assert "Time left" not in said
+    assert "tok/s" not in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "up"),
+    [
+        ({"over": True}, {}),
+        ({"before": True}, {}),
+        ({}, {"between": True}),
+        ({}, {"ended": True}),
+        ({"age": 40.0}, {}),
+    ],
+    ids=[
+        "its rank has ended",
+        "its rank joins anew",
+        "its unit waits",
+        "the run is over",
+        "its rank is frozen",
+    ],
+)
+def test_nobody_is_blamed_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
+    said = beat(blame="rank 1 (laptop) is frozen", warning="No room")
+    tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
+    shown = status.launch_status({"tower": tower, "laptop": {"unreachable": True}}, "a")
+    assert "Blame" not in shown
+    assert ("Warning" in shown) == ("age" in changes)
+    living = state(**stored(), ended=False, heartbeats=[said])
+    assert "Blame:       rank 1 (laptop) is frozen" in status.launch_status({"tower": living}, "a")
+
+
+def test_the_cause_is_said_once_and_last() -> None:
+    outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
+    end = "[rank 0] final: The loss of step 2 is nan."
+    dead = state(**stored(), outcome=outcome, error=[end])
+    said = status.launch_status({"tower": dead, "laptop": dead}, "a").splitlines()
+    assert said[-1] == "Outcome:     final: The loss of step 2 is nan."
+    assert not any("train.log says" in line for line in said), "it has nothing else to say"
+    traced = {**dead, "error": ["Traceback", "ValueError: x"]}
+    said = status.launch_status({"tower": traced, "laptop": dead}, "a").splitlines()
+    assert said[-3:] == ["  ValueError: x", "", "Outcome:     final: The loss of step 2 is nan."]
+
+
+def test_status_of_a_unit_between_two_attempts() -> None:
+    waits = {"active_state": "activating", "sub_state": "auto-restart"}
+    waiting = state(
+        **stored(), ended=False, between=True, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)]
+    )
+    said = status.launch_status({"tower": waiting}, "a")
+    assert "restarting     0  ended, restarting" in said
+    assert "Frozen" not in said, "it is dead, and known to be"
+
+
+def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
+    """Rank 0 has ended, its torchrun not yet; rank 1 stands still in the attempt before."""
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    lost = {"outcome": "retryable", "rank": 0, "reason": "Lost rank 1 (laptop)"}
+    silent = {"age": 40.0, "entered": 1.0}
+    tower = state(**up, heartbeats=[beat(**silent, over=True)], outcome=lost)
+    laptop = state(**up, heartbeats=[beat(**silent, rank=1)])
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "tower   active     0  ended, restarting" in said
+    assert "Frozen:      rank 1 on laptop" in said
+    assert "rank 0 on tower has not beaten" not in said
+    stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
+    assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
+
+
+def test_status_says_what_a_host_is_at_before_its_first_heartbeat() -> None:
+    up = {**stored(), "ended": False, "time": 190.0,
+          "unit": {"active_state": "active", "sub_state": "running", "since": 100.0}}  # fmt: skip
+    joins, imports = state(**up), state(**up, began=145.0, heartbeats=[beat(before=True, entered=1.0)])
+    lines = status.launch_status({"tower": joins, "laptop": imports}, "a").splitlines()
+    at, later = (time.strftime("%H:%M:%S", time.localtime(moment)) for moment in (100, 145))
+    assert f"Starting:    tower: torchrun loads and joins the other hosts, since {at} (1m30s)" in lines
+    assert f"Starting:    laptop: its ranks are importing torch, since {later} (45 s)" in lines
+    assert any(line.startswith("tower   active     -  joining  ") for line in lines)
+    assert any(line.startswith("laptop  active     0  importing torch  ") for line in lines)
+    old = state(**up, began=50.0)  # it was killed, and the next one has not got so far yet
+    assert "joining" in status.launch_status({"tower": old}, "a")
+    for there in ({"heartbeats": [beat(phase="load")]}, {"ended": True}, {"between": True}):
+        assert "Starting" not in status.launch_status({"tower": state(**{**up, **there})}, "a")
+
+
+def frozen(process: str, **changes: Any) -> str:
+    """The line on rank 1, whose process does as the kernel says."""
+    up = {**stored(), "ended": False, "unit": {"active_state": "active", "sub_state": "running"}}
+    others = changes.pop("others", {})
+    still = beat(rank=1, age=34.0, entered=1.0, process=process, **{"world_size": 2, **changes})
+    states = {"tower": state(**up, heartbeats=[beat(**others)]), "laptop": state(**up, heartbeats=[still])}
+    states["laptop"]["unit"]["scope"] = changes.get("scope", "system")
+    said: str = status.launch_status(states, "a")
+    (line,) = [line for line in said.splitlines() if line.startswith("Frozen")]
+    return line.partition("rank 1 on laptop has not beaten for 34 s")[2]
+
+
+def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
+    go_on = "on laptop: sudo systemctl kill -s CONT nanofleet-a"
+    assert frozen("stopped") == f": it is stopped (SIGSTOP). Let it go on, {go_on}"
+    assert "laptop: systemctl --user kill -s CONT nanofleet-a" in frozen("stopped", scope="user")
+    assert "a debugger on laptop holds it" in frozen("tracing stop")
+    waits = frozen("disk sleep", stall_seconds=30.0)
+    assert "Nothing to type: the others give it up in about 26 s and start again; it ends and" in waits
+    assert "about 2m26s and" in frozen("disk sleep", step_seconds=24.0)
+    assert "any moment now" in frozen("disk sleep", stall_seconds=10.0)
+    assert "the others have given it up;" in frozen("disk sleep", others={"over": True})
+    assert "goes on by itself" in frozen("disk sleep", world_size=1)
+    assert f"If it was stopped (SIGSTOP), {go_on}. Else the others give it up" in frozen("")
+
+
+def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
+    with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
+        assert unit_facts.process_state(sleeper.pid) in ("sleeping", "running")
+        assert not unit_facts.is_missing(sleeper.pid)
+        sleeper.send_signal(signal.SIGSTOP)
+        os.waitpid(sleeper.pid, os.WUNTRACED)
+        assert unit_facts.process_state(sleeper.pid) == "stopped"
+        sleeper.kill()
+    assert unit_facts.process_state(sleeper.pid) == ""
+    assert unit_facts.is_missing(sleeper.pid)
+
+
+def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
+    waits = {"active_state": "activating", "sub_state": "auto-restart"}
+    tower = state(**stored(), ended=False, between=True, unit=waits, outcome={"outcome": "retryable"})
+    laptop = state(**stored(), rebooted=1000.0)
+    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "laptop  rebooted" in said
+    assert "Rebooted:    laptop at " in said
+    assert "Put it back: ansible-playbook train.yml -e run_id=a" in said
+    tower["outcome"] = {"outcome": "stopped", "settled": True}
+    assert "Put it back" not in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+
+
+def test_what_a_log_says_does_not_spoil_the_screen() -> None:
+    noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
+    said = status.launch_status({"tower": noisy}, "a")
+    assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
+
+
+def test_status_when_nothing_ever_ran() -> None:
+    assert "Nothing ever ran" in status.launch_status({"tower": state(run_id="")})
+    assert "No run b here. Known runs: a" in status.launch_status(
+        {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
+    )
+
+
+def test_who_asks_for_a_run_that_is_not_there_hears_the_nearest_and_ends_none() -> None:
+    runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
+    there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
+    assert status.launch_status(there, "cc") == (
+        "No run cc here. Did you mean c? Known runs: c (active), evening."
+    )
+    assert "Did you mean evening?" in status.launch_status(there, "evning")
+    assert "Did you mean" not in status.launch_status(there, "xyz")
+
+
+def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
+    old = state(**stored(), runs=[{"run_id": "a", "time": 1}])
+    new = state(**stored(), runs=[{"run_id": "b", "time": 2}]) | {"run_id": "b"}
+    assert report.launch_run_shown({"tower": old, "laptop": new}) == "b"
+    assert (
+        report.launch_run_shown({"tower": old | {"active_units": ["nanofleet-a.service"]}, "laptop": new})
+        == "a"
+    )
+    assert report.launch_run_shown({"tower": old, "laptop": new}, "c") == "c"
+
+
+def test_status_shows_what_a_rank_warns_of() -> None:
+    short = "No room for the checkpoint of step 30: it takes 1.400 GB."
+    beats = [beat(warning=short)]
+    up = {"tower": state(**stored(), ended=False, heartbeats=beats), "laptop": state(**stored(), ended=False)}
+    assert f"Warning:     {short}" in status.launch_status(up, "a")
+    over = {"tower": state(**stored(), heartbeats=beats)}
+    assert short not in status.launch_status(over, "a")
+
+
+def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between() -> None:
+    blame = (
+        "Rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut off)"
+    )
+    up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
+    here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
+    line = "Between:     laptop has answered here, and not its peers"
+    assert line in status.launch_status(here, "a")
+    assert "Between:" not in status.launch_status({**up, "laptop": {"unreachable": True}}, "a")
+    lost = {
+        "outcome": "retryable",
+        "reason": "Lost rank 1 (laptop): it cannot be reached (its host does not)",
+    }
+    again = {name: state(**stored(), outcome=lost, ended=False) for name in ("tower", "laptop")}
+    assert line in status.launch_status(again, "a")
+    over = {name: state(**stored(), outcome=lost) for name in ("tower", "laptop")}
+    assert "Between:" not in status.launch_status(over, "a")
+
+
+def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
+    for seconds, step_seconds, lasts in ((25.0, 1.5, True), (8.0, 1.5, False), (25.0, 9.0, False)):
+        beats = [beat(phase="sync", entered=100.0, time=99.0 + seconds, step_seconds=step_seconds)]
+        said = status.launch_status({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
+        assert ("sync for 25 s" in said) is lasts, said
+        assert ("Speed:" in said) is not lasts, said
+    left = beat(phase="sync", entered=100.0, time=124.0, age=9000.0)
+    assert "sync for" not in status.launch_status({"tower": state(**stored(), heartbeats=[left])}, "a")
+
+
+def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
+    dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
+    slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])
+    said = report.launch_failure({"tower": slow, "laptop": dead}, "a")
+    for part in (
+        "ended on laptop",
+        "no step was made on tower (in phase load)",
+        "ValueError: no rows",
+        "train.yml -e run_id=a",
+    ):
+        assert part in said
+
+
+def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> None:
+    unmet = state(**stored(), failed_unit=True, error=["torch.distributed.DistStoreError: Timed out"])
+    other = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
+    assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.launch_failure(
+        {"a": unmet}, "r"
+    )
+    assert "doctor.yml" not in report.launch_failure({"a": other}, "r")
+    assert report.launch_unmet({"a": other, "b": unmet})
+    assert not report.launch_unmet({"a": other, "b": {"unreachable": True}})
+
+
+def test_a_start_that_somebody_stops_says_so() -> None:
+    ended = state(**stored(), stop_requested=True)
+    said = report.launch_failure({"tower": ended, "laptop": ended}, "a")
+    assert said.startswith("The run a did not start: stop.yml has asked it to end; its unit ended on tower,")
+
+
+def test_what_a_stop_takes_is_said_before() -> None:
+    up = state(
+        **stored(), ended=False, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000002"
+    )
+    said = report.launch_stop_expected({"tower": up, "laptop": up}, "a")
+    assert "is at step 3 of 20 and ends after one more step (1.5 s) and one save" in said
+    lost = report.launch_stop_expected({"tower": up, "laptop": {"unreachable": True}}, "a")
+    assert (
+        "Without laptop, which did not answer, that may fail: then the last checkpoint is that of step 2"
+        in lost
+    )
+    for waiting in ({**up, "between": True}, {**up, "stepped": False}):
+        assert "nothing to save" in report.launch_stop_expected({"tower": waiting, "laptop": up}, "a")
+
+
+def test_expected_time_is_measured_where_a_like_run_exists() -> None:
+    made = plan({"depth": 2, "num_iterations": 100})
+    assert "rough" in report.launch_expected(made, [state()], [1, 1])
+    like = {"run_id": "old", "tok_per_s": 4096.0, "hosts": HOSTS, "config": made["file"]["config"]}
+    assert "1.0 s a step, 1m40s for 100 steps (measured in old)" in report.launch_expected(
+        made, [state(runs=[like])], [1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(None, "-"), (1.75, "1.8 s"), (45, "45 s"), (154, "2m34s"), (11100, "3h05m"), (187200, "2d04h")],
+)
+def test_durations_in_words(seconds: float | None, text: str) -> None:
+    assert report.duration(seconds) == text
