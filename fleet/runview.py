@@ -138,6 +138,11 @@ class RunView:
         return bool(heard) and all(ending.ended for ending in heard)
 
     @property
+    def settled(self) -> bool:
+        """Whether a host says that the run has ended and nobody wants another attempt."""
+        return any((state.get("outcome") or {}).get("settled") for state in self.states.values())
+
+    @property
     def outcome(self) -> str:
         """How the run ended, or "" while it has not. The coordinator's word counts first."""
         if not self.ended or not self.found:

@@ -25,8 +25,9 @@ WATCH = "playbooks/watch.yml"
 WATCH_TASK = "Watch the run"
 """The task whose results, at each retry, are the hosts' reports."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
-_TRIES, _OVER_TRIES = 20, 3
-"""How often nobody may answer; and how often a lost host is asked for its end when the others have ended."""
+_TRIES, _OVER_TRIES, _BACK_TRIES = 20, 3, 10
+"""How often nobody may answer; how often a lost host is asked for its end when the others have ended; and
+how often for a run that a host was put back into, which somebody else may be doing just now."""
 _SNAPSHOT_AT = 0.6
 _ASK_ANEW_SECONDS = 20.0
 """How long the hosts that still answer are followed before the one that has left is asked for again."""
@@ -61,7 +62,7 @@ class Follower:
 
     def follow(self) -> int:
         """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""
-        silent = 0
+        silent = backs = 0
         while True:
             job = self._job("watch", playbook=WATCH, args=self.args)
             before, self._began = self._reports, time.monotonic()
@@ -79,6 +80,11 @@ class Follower:
                 self.screen.say(failed(job))
                 return FAILED
             over = self.view.ended and not self._away
+            if over and self._put_back and not self.view.settled and backs < _BACK_TRIES:
+                backs += 1
+                self._wait(_RETRY_SECONDS[1], "the run is up nowhere, nor ended by anybody; looking again")
+                continue
+            backs = backs if over else 0
             silent = silent + 1 if over or self._reports == before else 0
             if over and (not self.view.lost or silent >= _OVER_TRIES):
                 return self._conclude()
@@ -86,7 +92,9 @@ class Follower:
                 self.screen.say(failed(job))
                 return FAILED
             if self.view.lost:
-                self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)])
+                lost = ", ".join(sorted(self.view.lost))
+                doing = f"the run does not need this console; asking {lost} again"
+                self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)], doing)
 
     @property
     def _away(self) -> dict[str, float]:
@@ -173,10 +181,9 @@ class Follower:
         if some and not self.view.ended and time.monotonic() - self._began > _ASK_ANEW_SECONDS:
             raise _AskAnewError
 
-    def _wait(self, seconds: int) -> None:
-        """Says who was lost, and lets some seconds pass with the view still there."""
-        lost = ", ".join(sorted(self.view.lost))
-        self.trouble = f"the run does not need this console; asking {lost} again in {seconds} s"
+    def _wait(self, seconds: int, doing: str) -> None:
+        """Says who was lost and what is done, and lets some seconds pass with the view still there."""
+        self.trouble = f"{doing} in {seconds} s"
         self.screen.plain(lambda: "\n".join([*lost_lines(self.view), self.trouble]), now=True)
         self._show()
         try:

@@ -95,7 +95,7 @@ def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
     assert play.end() != 0, play.output
     assert "early did not start: stop.yml has asked it to end" in " ".join(play.output.split())
     site.nothing_is_left()
-    site.note("stop during the start", seconds, message(said, "nothing to save"), "ended")
+    site.note("stop during the start", seconds, message(said, "without saving"), "ended")
 
 
 def test_a_full_disk_at_a_checkpoint_costs_a_warning_and_no_attempt(site: Site) -> None:

@@ -523,18 +523,21 @@ step = os.path.getsize(mark)
 folder, rank = module.params["folder"], module.params["rank"]
 there = os.listdir(folder)
 waits = "reboots" in there and "trained" not in there
+# Another console has ended the units of this run and starts them anew.
+between = "another" in there and 3 <= step < 6
 rebooted = 1000.0 if waits and rank == 1 and step >= 2 else None
 ended = bool(rebooted) if waits else step >= 3
 beat = {"rank": rank, "phase": "done" if ended else "forward", "step": step,
         "num_iterations": 3, "loss": 9.0 - step, "tok_per_s": 100.0, "eta_seconds": 1.0, "age": 0.1}
-outcome = {"outcome": "finished", "reason": "All 3 steps were taken.", "step": 3, "loss": 6.0}
+outcome = {"outcome": "finished", "reason": "All 3 steps were taken.", "step": 3, "loss": 6.0,
+           "settled": True}
 with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
     file.write('{"step": 1, "loss": 8.5}\\n')
 module.exit_json(changed=False, found=True, run_id="t", run_dir=folder, ended=ended, between=False,
                  error=[], unit={"active_state": "active"}, heartbeats=[beat], failed_unit=False,
                  rebooted=rebooted, time=time.time(), runs=[], active_units=[], past_attempts=[],
                  checkpoint=None, checkpoint_time=None, evaluation=None, stop_requested=False,
-                 run_file=None, outcome=outcome if ended and not rebooted else None)
+                 run_file=None, outcome=outcome if ended and not rebooted and not between else None)
 """
 
 
@@ -600,6 +603,15 @@ class TestThroughAnsibleRunner:
         assert said.count("Rebooted:    b at ") == 1
         typed = f"ansible-playbook -i {fake / 'hosts.yml'} train.yml -e run_id=t"
         assert f"Put it back: {typed} Doing that now:" in " ".join(said.split())
+
+    def test_two_consoles_may_put_a_host_back(self, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(watch, "_RETRY_SECONDS", (0, 0))
+        (fake / "another").touch()
+        screen = progress.Screen(Console(file=io.StringIO(), width=200))
+        follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
+        follower._put_back.add(("b", 1000.0))
+        assert follower.follow() == watch.FINISHED
+        assert "up nowhere" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))

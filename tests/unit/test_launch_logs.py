@@ -157,7 +157,8 @@ def test_lines_without_a_time_keep_their_place() -> None:
 
 @pytest.mark.parametrize(
     ("given", "asked"),
-    [("", ""), ("10min", "-10min"), ("2h ago", "-2h"), ("-1 d", "-1d"), ("today", "today"),
+    [("", ""), ("10min", "-10m"), ("10mins", "-10m"), ("90 secs", "-90s"),
+     ("2h ago", "-2h"), ("3 hours", "-3h"), ("-1 d", "-1d"), ("today", "today"),
      ("2026-11-21T14:05", "2026-11-21 14:05"), ("14:05", "14:05")],
 )  # fmt: skip
 def test_since_is_a_span_or_a_moment(given: str, asked: str) -> None:

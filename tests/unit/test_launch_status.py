@@ -325,7 +325,19 @@ def test_what_a_stop_takes_is_said_before() -> None:
         in lost
     )
     for waiting in ({**up, "between": True}, {**up, "stepped": False}):
-        assert "nothing to save" in report.launch_stop_expected({"tower": waiting, "laptop": up}, "a")
+        assert "ends without saving" in report.launch_stop_expected({"tower": waiting, "laptop": up}, "a")
+
+
+def test_what_is_resumed_is_said_with_its_step() -> None:
+    made = plan({"depth": 2, "num_iterations": 100})
+    hosts = " on " + ", ".join(HOSTS)
+    assert report.launch_begins(made, [state()]) == f"Starting the run {made['run_id']}{hosts}."
+    again = {**made, "action": "resume"}
+    kept = state(checkpoint="checkpoints/step_001200", checkpoint_time=900.0, time=1020.0)
+    assert report.launch_begins(again, [kept, state()]).endswith(
+        f"Resuming the run {made['run_id']}{hosts} from its checkpoint of step 1,200, 2m00s old."
+    )
+    assert "anew: no checkpoint was saved yet" in report.launch_begins(again, [state(), state()])
 
 
 def test_expected_time_is_measured_where_a_like_run_exists() -> None:

@@ -211,6 +211,16 @@ def test_a_host_that_cannot_be_reached(said: str, meaning: str, remedy: str) -> 
     assert remedy in found["remedy"]
 
 
+def test_what_is_to_be_typed_takes_the_way_that_ansible_takes() -> None:
+    variables = {
+        "ansible_host": "10.0.0.11",
+        "ansible_ssh_private_key_file": "~/.ssh/home",
+        "ansible_ssh_common_args": "-o ProxyJump=gate\n-o IdentitiesOnly=yes",
+    }
+    words = preflight.ssh_target("laptop", variables)
+    assert words["ssh"] == "ssh -o ProxyJump=gate -o IdentitiesOnly=yes -i ~/.ssh/home 10.0.0.11"
+
+
 # -- what a run takes
 
 

@@ -18,7 +18,9 @@ from ansible.errors import AnsibleFilterError
 # Ansible loads each filter plugin as a file of its own: one does not import another.
 report = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("launch_report.py"))))
 Line = Mapping[str, Any]
-SPAN = re.compile(r"(\d+) ?(s|sec|seconds?|min|m|minutes?|h|hours?|d|days?|w|weeks?)")
+SPAN = re.compile(
+    r"(\d+) ?(?:(s)(?:ecs?|econds?)?|(m)(?:ins?|inutes?)?|(h)(?:rs?|ours?)?|(d)(?:ays?)?|(w)(?:eeks?)?)"
+)
 MOMENT = re.compile(r"now|today|yesterday|@\d+|(\d{4}-\d\d-\d\d)?[ T]?(\d\d:\d\d(:\d\d)?)?")
 
 
@@ -29,7 +31,7 @@ def launch_since(given: Any) -> str:
         return ""
     span = SPAN.fullmatch(words.removesuffix(" ago").removeprefix("-"))
     if span:
-        return f"-{span.group(1)}{span.group(2)}"
+        return f"-{span.group(1)}{span.group(span.lastindex or 2)}"
     if MOMENT.fullmatch(words):
         return words.replace("T", " ")
     raise AnsibleFilterError(

@@ -90,7 +90,7 @@ def standing(found: Mapping[str, State]) -> list[str]:
     for host, state in found.items():
         if state["checkpoint"]:
             age = state["time"] - (state["checkpoint_time"] or state["time"])
-            step = int(state["checkpoint"].rsplit("_", 1)[1])
+            step = checkpoint_step(state)
             where = f"{state['run_dir']}/{state['checkpoint']} on {host}"
             lines.append(f"Checkpoint:  step {step:,}, {duration(age)} ago: {where}")
     return lines
@@ -233,14 +233,10 @@ def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
     """What a stop that saves will take, said before it is asked for."""
     beat = rank_zero(states)
     lost = [host for host in states if host not in answered(states)]
-    kept = next((s["checkpoint"] for s in answered(states).values() if s["checkpoint"]), None)
-    last = (
-        f"the last checkpoint is that of step {int(kept.rsplit('_', 1)[1]):,}"
-        if kept
-        else "none was saved yet"
-    )
+    kept = max((checkpoint_step(state) for state in answered(states).values()), default=0)
+    last = f"the last checkpoint is that of step {kept:,}" if kept else "none was saved yet"
     if not launch_can_save(states):
-        return f"The run {run_id} makes no steps at present, so there is nothing to save: {last}."
+        return f"The run {run_id} makes no steps at present, so it ends without saving: {last}."
     took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
     at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
     said = f"The run {run_id}{at} ends after one more step{took} and one save."
@@ -269,6 +265,23 @@ def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str,
     return screen(lines)
 
 
+def launch_begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
+    """What is started, and from which step: said before it is. states: of every host in rank order."""
+    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}"
+    if plan["action"] != "resume":
+        return f"Starting {run}."
+    step = checkpoint_step(states[0])
+    if not step:
+        return f"Starting {run} anew: no checkpoint was saved yet."
+    age = states[0]["time"] - (states[0].get("checkpoint_time") or states[0]["time"])
+    return f"Resuming {run} from its checkpoint of step {step:,}, {duration(age)} old."
+
+
+def checkpoint_step(state: State) -> int:
+    """The step of a host's last checkpoint; 0 if it has none."""
+    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
+
+
 def launch_expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
     """How long the run may take, in a sentence: by an equal run's measured rate, else by a rough figure."""
     config = plan["file"]["config"]
@@ -289,9 +302,7 @@ def launch_expected(plan: Mapping[str, Any], states: Sequence[State], threads: S
     else:
         seconds = tokens * _flops_per_token(config) / (GFLOPS_A_THREAD * 1e9 * max(1, sum(threads)))
         source = "a rough figure until the first steps are measured"
-    done = (
-        int((states[0].get("checkpoint") or "step_0").rsplit("_", 1)[1]) if plan["action"] == "resume" else 0
-    )
+    done = checkpoint_step(states[0]) if plan["action"] == "resume" else 0
     left = max(0, steps - done)
     return f"Expected: {duration(seconds)} a step, {duration(seconds * left)} for {left:,} steps ({source})."
 
@@ -323,6 +334,7 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
+            "launch_begins": launch_begins,
             "launch_expected": launch_expected,
             "launch_run_shown": launch_run_shown,
             "launch_failure": launch_failure,

@@ -22,7 +22,7 @@ SSH_ERRORS = (
         "its host key is not known here or has changed",
         "{ssh}  (compare the key)",
     ),
-    ("permission denied", "it refuses this user or key", "ssh-copy-id{port} {target}"),
+    ("permission denied", "it refuses this user or key", "ssh-copy-id{options} {target}"),
     (
         "could not resolve hostname",
         "its name does not resolve on this machine",
@@ -132,8 +132,10 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
     port = variables.get("ansible_port") or variables.get("ansible_ssh_port")
     key = variables.get("ansible_ssh_private_key_file") or variables.get("ansible_private_key_file")
     target = f"{user}@{address}" if user else address
-    ssh = "ssh" + (f" -p {port}" if port else "") + (f" -i {key}" if key else "") + f" {target}"
-    return {"host": host, "ssh": ssh, "port": f" -p {port}" if port else "", "target": target}
+    given = " ".join(str(variables.get("ansible_ssh_common_args") or "").split())
+    options = (f" -p {port}" if port else "") + (f" {given}" if given else "")
+    ssh = f"ssh{options}" + (f" -i {key}" if key else "") + f" {target}"
+    return {"host": host, "ssh": ssh, "options": options, "target": target}
 
 
 def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> dict[str, str]:
