@@ -71,7 +71,6 @@ class Beginning:
         self.run_file, self.config = run_file, run_file.config
         self.data_dir, self.run_dir, self.checkpoints = data_dir, run_dir, run_dir / "checkpoints"
         self.place, self.heartbeat, self.watchdog, self.say = place, heartbeat, watchdog, say
-        self.measures = False  # whether speeds are measured though nothing depends on them
 
     def ready(self) -> Ready:
         """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
@@ -127,6 +126,10 @@ class Beginning:
         for record in records:
             wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
             self.say(f"  {record}: {record.shown[kind]}{wire}")
+
+    def predicts(self) -> bool:
+        """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
+        return False
 
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
@@ -185,16 +188,19 @@ class Beginning:
         """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
         config, by_speed, group = self.config, self.run_file.by_speed, self.group
         automatic = config.sync == "auto"
+        open_to_choice = (by_speed or automatic) and group.world_size > 1
         self.arrangement = Arrangement("exact" if automatic else config.sync, tuple(self.plan.shares))
         if self._same_hosts(meta):
             self.arrangement = arrange.again(self.arrangement, meta, by_speed, automatic)
-        elif ((by_speed or automatic) and group.world_size > 1) or self.measures:
+        elif open_to_choice or self.predicts():
             measured = arrange.measure_all(
                 group, self.model, self.optimizer, self.numerics, gpu, config.device_batch_size
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
             arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed)
+            if not open_to_choice:
+                arrangement = dataclasses.replace(arrangement, owner_speeds=())
             self.arrangement = arrange.hand_out(group, arrangement)
             if self.place.coordinates:
                 for line in said:

@@ -20,14 +20,20 @@ from trainer.outcome import Attempt, RunEnd
 from trainer.plan import describe
 
 
+class Previewed(Beginning):
+    """The way to step 0, for the sake of what is said on it."""
+
+    def predicts(self) -> bool:
+        return True
+
+
 def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:
     """Meet, measure, say the table, part; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
         heartbeat = Heartbeat(run_dir, place, run_file.run_id)
         watchdog = Watchdog(heartbeat, place, run_dir, Attempt(run_dir, place), say)
-        way = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say)
-        way.measures = True
+        way = Previewed(run_file, data_dir, run_dir, place, heartbeat, watchdog, say)
         watchdog.start()
         try:
             ready = way.ready()

@@ -74,6 +74,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert result["share_of_limit"] == pytest.approx(rank["limit_seconds"] / result["step_seconds"])
     assert rank["rates_before"]["gemm"] > 1e9
     assert rank["reduce_goodput"] is None
+    assert result["predicted_seconds"] is None, "there is nothing to hold one process against"
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith("nanofleet")]
     assert left == []
 
@@ -82,6 +83,7 @@ def test_one_process(tmp_path: Path) -> None:
 def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     """Dense sends every gradient and weight once at two ranks; rows of embeddings alone are less."""
     dense = bench(tmp_path, "--depth", "2", "--steps", "3", "--sync", "dense", ranks=2)
+    assert dense["predicted_seconds"] > 0
     exact = bench(tmp_path, "--depth", "2", "--steps", "3", "--sync", "exact", ranks=2)
     assert dense["shares"] == [2, 2]
     for rank in (*dense["ranks"], *exact["ranks"]):

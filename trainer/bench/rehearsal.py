@@ -58,8 +58,15 @@ class Mark:
     received: int | None
 
 
-class SyntheticBeginning(Beginning):
-    """The way to step 0 without data."""
+class RehearsedBeginning(Beginning):
+    """The way to step 0, with a prediction that ranks together are held against."""
+
+    def predicts(self) -> bool:
+        return self.place.world_size > 1
+
+
+class SyntheticBeginning(RehearsedBeginning):
+    """The same without data."""
 
     def open_data(self) -> Dataset:
         return synthetic(self.config.sequence_len)
@@ -67,6 +74,8 @@ class SyntheticBeginning(Beginning):
 
 class Rehearsal(Run):
     """A run of which the steps alone are wanted."""
+
+    beginning = RehearsedBeginning
 
     def __init__(
         self,

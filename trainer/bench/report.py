@@ -78,6 +78,7 @@ def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float)
         "format": "/".join(dict.fromkeys(rank["compute_dtype"] for rank in ranks)),
         "device": ranks[0]["device"],
         "step_seconds": seconds,
+        "predicted_seconds": result.get("predicted_seconds"),
         "steps": result["steps"],
         "tok_per_s": result["tokens"] / seconds,
         "split": result["split"],
@@ -182,8 +183,17 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
 
 
 def _throughput(rows: Sequence[Row]) -> str:
-    head = ["stage", "hosts", "rows", "format", "step, s", "of it sync, s", "tok/s", "to solo", "bound"]
-    head += ["of the bound", "bound by", "of the limit", "GFLOP/s", "memory, GB", "of its cores"]
+    head = ["stage", "hosts", "rows", "format", "step, s", "predicted, s", "of it sync, s", "tok/s"]
+    head += [
+        "to solo",
+        "bound",
+        "of the bound",
+        "bound by",
+        "of the limit",
+        "GFLOP/s",
+        "memory, GB",
+        "of its cores",
+    ]
     table = [head]
     for row in rows:
         table.append(
@@ -193,6 +203,7 @@ def _throughput(rows: Sequence[Row]) -> str:
                 "/".join(map(str, row["shares"])),
                 row["format"],
                 f"{row['step_seconds']:.2f}",
+                _predicted(row),
                 f"{row['split']['sync']:.2f}",
                 f"{row['tok_per_s']:,.0f}",
                 _times(row.get("ratio")),
@@ -226,6 +237,12 @@ def _wire(rows: Sequence[Row]) -> str:
             ]
         )
     return markdown(table)
+
+
+def _predicted(row: Row) -> str:
+    """What the step was predicted to take, and how much more or less that is than it took."""
+    seconds = row["predicted_seconds"]
+    return f"{seconds:.2f} ({seconds / row['step_seconds'] - 1:+.0%})" if seconds else ""
 
 
 def _times(value: float | None) -> str:
