@@ -171,7 +171,7 @@ class Run:
             self.sync.hand_out()
             ends = step + 1 == last
             if ends:
-                self.sync.finish()
+                self._meet_at_last()
             told = self.agreement.finish(agreeing)
             loss = self._mean_loss(told, step + 1)
             if _due(step + 1, config.digest_every):
@@ -221,6 +221,10 @@ class Run:
                 loss.backward()
             total += loss.item()
         return total
+
+    def _meet_at_last(self) -> None:
+        """Ranks that train by themselves come to the parameters that the run ends with."""
+        self.sync.finish()
 
     def _words(self, loss_sum: float, seconds: float, step: int) -> Words:
         """What this rank has to say of step `step`, counted from 1; rank 0's wishes with it."""

@@ -180,16 +180,18 @@ def main():
         supports_check_mode=True,
     )
     params = module.params
-    deadline = time.monotonic() + params["wait_seconds"]
+    began = time.monotonic()
     while True:
         try:
             state = read_state(params)
         except (OSError, RuntimeError) as error:
             module.fail_json(msg=f"The state of the runs in {params['state_dir']} cannot be read: {error}")
         awaited = state["ended"] or state["between"] or (params["wait_for"] == "step" and state["stepped"])
-        if params["wait_for"] == "none" or awaited or time.monotonic() >= deadline:
+        waited = time.monotonic() - began
+        if params["wait_for"] == "none" or awaited or waited >= params["wait_seconds"]:
             module.exit_json(changed=False, **state)
-        time.sleep(0.5)
+        # The longer it takes the less often: looking takes time from the core that trains.
+        time.sleep(max(0.5, 0.1 * waited))
 
 
 if __name__ == "__main__":
