@@ -143,7 +143,7 @@ def test_a_fleet_is_due_when_a_host_turns_other_packets_away() -> None:
     why = doctor.due(state_with("iptables -A INPUT -s 10.0.0.1 -j DROP"), kept, "auto")
     assert why == "laptop has another firewall since the last good report"
     unread = json.dumps({"state": doctor.fleet_state(measured, SETTINGS, UNREAD)})
-    assert "made without root on laptop" in doctor.due(state_with(""), unread, "auto")
+    assert "has not read the firewall of laptop" in doctor.due(state_with(""), unread, "auto")
 
 
 def test_a_settings_type_does_not_make_a_fleet_due() -> None:
