@@ -159,9 +159,17 @@ def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
         "reason": _last_word(run_dir)
         or "It ended while it was loading; train.log says why, or it was killed for want of memory.",
         "step": int((history(run_dir) or [{}])[-1].get("step") or 0),
-        "time": announced.get("began"),
         **announced,
+        "time": _last_words_at(run_dir) or announced.get("began"),
     }
+
+
+def _last_words_at(run_dir: Path) -> float | None:
+    """When the log was last written to."""
+    try:
+        return (run_dir / "train.log").stat().st_mtime
+    except OSError:
+        return None
 
 
 def _last_word(run_dir: Path) -> str:

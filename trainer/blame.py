@@ -100,13 +100,13 @@ def blame(sightings: Sequence[Sighting]) -> str:
     """One sentence on all ranks, those that the others wait for first."""
     waiting = [sighting for sighting in sightings if sighting.waits]
     if len(waiting) == len(sightings) > 1:
-        places = {where(sighting.words) for sighting in waiting}
+        places = sorted({where(sighting.words) for sighting in waiting})
         seconds = min(float(sighting.words.get("phase_seconds", 0)) for sighting in waiting)
-        if len(places) == 1:
-            return (
-                f"all ranks have waited in {places.pop()} for {seconds:.0f} s: the network between them is "
-                f"slow or cut: {', '.join(map(_arrives, waiting))}"
-            )
+        return (
+            f"all ranks have waited in {' and '.join(places)} for {seconds:.0f} s: the network between them "
+            "is slow, or was cut, and they go on within two minutes of its mending: "
+            + ", ".join(map(_arrives, waiting))
+        )
     dead = [sighting for sighting in sightings if sighting.is_dead]
     others = [sighting for sighting in sightings if not sighting.waits and not sighting.is_dead]
     # Who has been at it longest is who is waited for.

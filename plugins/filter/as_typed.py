@@ -55,10 +55,14 @@ def typed(text: str, needed: str, settings: str = "") -> str:
     return COMMAND.sub(completed, text)
 
 
-def as_typed(text: Any) -> Any:
-    """A text, or a list of them, with every command as the person has to type it."""
+def as_typed(text: Any, data: str = "") -> Any:
+    """A text, or a list of them, with every command as the person has to type it.
+
+    data: the folder that setup.yml would send, where the text is about it; without a manifest it is not the
+    one that the hosts were set up with, and the person has to say which that was.
+    """
     if isinstance(text, list):
-        return [as_typed(line) for line in text]
+        return [as_typed(line, data) for line in text]
     cli = context.CLIARGS
     needed = options(
         cli.get("inventory") or (),
@@ -66,7 +70,10 @@ def as_typed(text: Any) -> Any:
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
     )
-    return typed(str(text), needed, settings(cli.get("extra_vars") or ()))
+    told = settings(cli.get("extra_vars") or ())
+    if data and "data_dir=" not in told and not (Path(data) / "manifest.json").exists():
+        told += "-e data_dir=FOLDER "
+    return typed(str(text), needed, told)
 
 
 class FilterModule:

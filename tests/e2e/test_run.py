@@ -103,6 +103,8 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
         assert fleet.on(host, "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
         assert "29500" not in fleet.on(host, "ss -Htln")
     assert fleet.play("stop.yml", run_id="long").changed() == 0
+    for verb in ("status.yml", "logs.yml", "stop.yml"):
+        assert "Did you mean long?" in fleet.play(verb, fails=True, run_id="lonh").stdout
 
     fleet.play("train.yml", run_id="long", steps=4000, **TINY)
     # It cannot heed SIGTERM: what is ended at once must not wait for it.

@@ -80,9 +80,17 @@ def test_who_is_waited_for_comes_first(laptop: Sighting, sentence: str) -> None:
 def test_ranks_that_all_wait_blame_the_network() -> None:
     down = Sighting(LAPTOP, ANSWERS, words("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
     assert blame([WAITS, down]) == (
-        "all ranks have waited in sync of step 812 for 90 s: the network between them is slow or cut: 12 "
-        "kB/s arrive at eno1 of rank 0 (tower), 0 kB/s arrive at wlan0 of rank 1 (laptop) (its interface "
-        "wlan0 is down)"
+        "all ranks have waited in sync of step 812 for 90 s: the network between them is slow, or was cut, "
+        "and they go on within two minutes of its mending: 12 kB/s arrive at eno1 of rank 0 (tower), "
+        "0 kB/s arrive at wlan0 of rank 1 (laptop) (its interface wlan0 is down)"
+    )
+
+
+def test_ranks_that_wait_in_different_steps_blame_the_network_too() -> None:
+    """As after a cut: one has had the other's last packets, the other not its."""
+    ahead = Sighting(LAPTOP, ANSWERS, {**words("sync", 95, waits=True), "step": 812})
+    assert blame([WAITS, ahead]).startswith(
+        "all ranks have waited in sync of step 812 and sync of step 813 for 94 s: the network"
     )
 
 

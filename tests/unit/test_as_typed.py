@@ -64,10 +64,21 @@ def test_setup_is_told_where_the_data_are() -> None:
     )
 
 
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize("_given", [{}, {"extra_vars": ("data_dir=/my/data",)}], indirect=True)
+def test_setup_is_not_sent_to_a_folder_without_data(tmp_path: Path) -> None:
+    said = "Send the data again: ansible-playbook setup.yml"
+    given = "data_dir=/my/data" in str(context.CLIARGS.get("extra_vars"))
+    folder = "/my/data" if given else "FOLDER"
+    assert plugin.as_typed(said, str(tmp_path)).endswith(f"ansible-playbook -e data_dir={folder} setup.yml")
+    (tmp_path / "manifest.json").touch()
+    assert ("data_dir" in plugin.as_typed(said, str(tmp_path))) == given
+
+
 def test_every_command_in_a_message_of_a_task_goes_through_it() -> None:
     for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
         for said in _messages(yaml.safe_load(path.read_text())):
-            left = re.sub(r"\{\{(?:(?!\}\}).)*\| as_typed \}\}", "", said, flags=re.DOTALL)
+            left = re.sub(r"\{\{(?:(?!\}\}).)*\| as_typed(?:\(\w+\))? \}\}", "", said, flags=re.DOTALL)
             assert not plugin.COMMAND.search(left), f"{path}: {said}"
 
 

@@ -271,6 +271,20 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     assert line in status.launch_status(again, "a")
     over = {name: state(**stored(), outcome=lost) for name in ("tower", "laptop")}
     assert "Between:" not in status.launch_status(over, "a")
+    # What it answered before it was lost tells nothing, nor does a host that has just been started.
+    since = {name: state(**stored(), outcome={**lost, "time": 101.0}, ended=False) for name in again}
+    assert "Between:" not in status.launch_status(since, "a")
+    back = {**again, "laptop": {**again["laptop"], "rebooted": 90.0}}
+    assert "Between:" not in status.launch_status(back, "a")
+
+
+def test_what_is_over_before_its_end_says_how_to_go_on() -> None:
+    line = "Go on:       ansible-playbook train.yml -e run_id=a"
+    stopped = {"tower": state(**stored(), outcome={"outcome": "stopped", "reason": "Stopped."})}
+    assert line in status.launch_status(stopped, "a")
+    done = {"tower": state(**stored(), outcome={"outcome": "finished", "reason": "Done."})}
+    assert line not in status.launch_status(done, "a")
+    assert line not in status.launch_status({"tower": state(**stored(), ended=False)}, "a")
 
 
 def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:

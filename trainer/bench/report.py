@@ -242,7 +242,9 @@ def _wire(rows: Sequence[Row]) -> str:
 def _predicted(row: Row) -> str:
     """What the step was predicted to take, and how much more or less that is than it took."""
     seconds = row["predicted_seconds"]
-    return f"{seconds:.2f} ({seconds / row['step_seconds'] - 1:+.0%})" if seconds else ""
+    if not seconds:
+        return ""
+    return f"{seconds:.2f} ({round(100 * (seconds / row['step_seconds'] - 1)):+d} %)"
 
 
 def _times(value: float | None) -> str:

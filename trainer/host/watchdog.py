@@ -285,8 +285,8 @@ class Watchdog:
     def _lost(self, sightings: list[Sighting], fallback: str) -> Retryable:
         self._is_echo = True
         still = self._stood_still
-        own = f" This process itself had stood still for {still:.0f} s." if still else ""
-        return Retryable(lost(sightings, fallback) + own)
+        own = f"This process itself had stood still for {still:.0f} s; meanwhile: " if still else ""
+        return Retryable(own + lost(sightings, fallback))
 
     def ends(self, end: RunEnd) -> None:
         """Tell the others at once how this rank is ending; its outcome is written when it has ended."""

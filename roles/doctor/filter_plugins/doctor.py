@@ -271,7 +271,7 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
         known = before["hosts"].get(host) or {}
         changed = [name for name in marks if marks[name] != known.get(name)]
         if changed == ["firewall"] and "firewall" not in known:
-            return f"the last good report was made without root on {host}, where its firewall is to be read"
+            return f"the last good report has not read the firewall of {host}"
         if changed:
             what = {
                 "boot": "was started",

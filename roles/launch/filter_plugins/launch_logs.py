@@ -84,7 +84,7 @@ def launch_logs(
     if not shown:
         return "\n".join([*said, f"The run {run_id} has said nothing in that time."])
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
-    more = " (-e log_lines=1000 for more)" if len(shown) == newest else ""
+    more = f" (-e log_lines={10 * newest} for more)" if len(shown) == newest else ""
     ended = {host: state for host, state in (states or {}).items() if state.get("found") and state["ended"]}
     over = _ending(ended)
     return _printable([*said, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])

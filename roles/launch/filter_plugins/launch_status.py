@@ -9,7 +9,7 @@ import difflib
 import re
 import runpy
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +67,20 @@ def hosts_and_facts(
         lines += [*text.table(HEADER, rows), ""]
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += reboots(found, run_id) + starting(found) + silences(found) + _about(found, tracker_uri)
+    lines += _again(found, run_id)
     # Who has asked for a run that is not there wants none ended.
     lines += text.others_active(states, run_id) if found or not run_id else []
     said = text.launch_errors(found) if errors else []
     over = text.ending({host: state for host, state in found.items() if state["ended"]})
     return [*lines, *said, *([""] if said and over else []), *over]
+
+
+def _again(found: Mapping[str, State], run_id: str) -> list[str]:
+    """What takes a run up again that is over before its end."""
+    ends = {(state["outcome"] or {}).get("outcome") for state in found.values()}
+    if not found or "finished" in ends or any(not s["ended"] or s.get("rebooted") for s in found.values()):
+        return []
+    return [f"Go on:       ansible-playbook train.yml -e run_id={run_id}"]
 
 
 def _unknown(reached: Mapping[str, State], run_id: str) -> str:
@@ -223,19 +232,29 @@ def silences(found: Mapping[str, State]) -> list[str]:
     # What a rank said before it stood still may be long over.
     said = [beat["blame"] for beat in up if beat.get("blame") and beat["age"] <= FROZEN_SECONDS]
     lines += [f"Blame:       {line}" for line in dict.fromkeys(map(str, said))]
-    return lines + _between(found, map(str, said))
+    return lines + _between(found)
 
 
-def _between(found: Mapping[str, State], said: Iterable[str]) -> list[str]:
-    """Hosts that the others do not reach and that have answered here: it is the way between them."""
-    up = [state for state in found.values() if not state["ended"]]  # what was before may be long mended
-    ended = [str((state["outcome"] or {}).get("reason")) for state in up]
-    names = {name for line in [*said, *ended] for name in UNREACHED.findall(line)}
+def _between(found: Mapping[str, State]) -> list[str]:
+    """Hosts that the others do not reach and that have answered here since: it is the way between them."""
+    unreached_at: dict[str, float] = {}
+    for state in found.values():
+        outcome = state["outcome"] or {}
+        up = [beat for beat in state["heartbeats"] if is_under_way(beat, state)]
+        said = [
+            (str(beat.get("blame")), state["time"] - beat["age"] - FROZEN_SECONDS)
+            for beat in up
+            if beat["age"] <= FROZEN_SECONDS
+        ]
+        # What was before may be long mended.
+        said += [] if state["ended"] else [(str(outcome.get("reason")), outcome.get("time") or 0.0)]
+        for line, at in said:
+            unreached_at |= dict.fromkeys(UNREACHED.findall(line), at)
     return [
         f"Between:     {host} has answered here, and not its peers: a firewall, or the network "
         "between them. Look: ansible-playbook doctor.yml"
-        for host in found
-        if host in names
+        for host, state in found.items()
+        if host in unreached_at and state["time"] > unreached_at[host] and not state.get("rebooted")
     ]
 
 

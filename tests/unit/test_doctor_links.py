@@ -1,0 +1,112 @@
+"""What doctor says of interfaces, packets and rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from measured_fleet import (
+    DROP,
+    a_link,
+    all_findings,
+    fleet,
+    only,
+    shut,
+)
+
+
+def test_a_forced_interface_is_told_once_and_not_its_consequences() -> None:
+    measured = fleet("tower", "laptop")
+    measured["laptop"].update(interface="docker0", address="172.17.0.1")
+    shut(measured, "tower", "laptop", "filtered")
+    measured["tower"]["ways"]["laptop"].update(route={"interface": "wlan0", "source": ""}, up=False)
+    found = only(measured)
+    assert (found["kind"], found["host"]) == ("wrong-interface", "laptop")
+    assert "docker0" in found["problem"]
+    assert "set it to eth0" in found["remedy"]
+
+
+def test_the_network_roles_sentence_is_split_into_problem_and_remedy() -> None:
+    measured = fleet("tower", "laptop")
+    measured["laptop"].update(
+        problem="laptop has no interface wlan9. Set fleet_interface of laptop.", interface=""
+    )
+    found = only(measured)
+    assert found["problem"] == "laptop has no interface wlan9."
+    assert "Set fleet_interface of laptop." in found["remedy"]
+
+
+def test_a_black_hole_names_the_size_and_a_rule_if_there_is_one() -> None:
+    measured = fleet("tower", "laptop")
+    measured["tower"]["ways"]["laptop"]["mtu"] = {"sent": 1500, "passes": 1400, "swallowed": True}
+    found = only(measured)
+    assert (found["kind"], found["host"], found["severity"]) == ("mtu", "tower", "error")
+    assert "those of 1400 arrive" in found["problem"]
+    assert "ip link set eth0 mtu 1400  (on tower" in found["remedy"]
+    rule = {**DROP, "length": "1401:65535", "remedy": "sudo iptables -D INPUT x"}
+    measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [rule]}
+    found = only(measured)
+    assert (found["host"], found["remedy"]) == ("laptop", "sudo iptables -D INPUT x  (on laptop)")
+
+
+def test_a_smaller_path_that_says_so_is_no_fault() -> None:
+    measured = fleet("tower", "laptop")
+    measured["tower"]["ways"]["laptop"]["mtu"] = {"sent": 1500, "passes": 1420, "swallowed": False}
+    assert all_findings(measured) == []
+
+
+def test_another_source_address_and_a_long_way_are_warnings() -> None:
+    measured = fleet("tower", "laptop")
+    for port in measured["tower"]["ways"]["laptop"]["ports"]:
+        port["seen"] = "192.168.7.7"
+    measured["laptop"]["ways"]["tower"]["rtt_ms"] = {"min": 20.0, "median": 40.0}
+    found = {each["kind"]: each for each in all_findings(measured)}
+    assert set(found) == {"source-address", "slow-answer"}
+    assert {each["severity"] for each in found.values()} == {"warning"}
+    assert "192.168.7.7" in found["source-address"]["problem"]
+
+
+def test_a_slow_way_names_the_sender_and_what_it_costs() -> None:
+    measured = fleet("tower", "laptop")
+    measured["tower"]["rates"]["laptop"]["received_mbit"] = 95.0
+    found = only(measured)
+    assert (found["kind"], found["host"], found["severity"]) == ("slow-link", "laptop", "warning")
+    assert "95 Mbit/s (940 the other way)" in found["problem"]
+    assert "42 s" in found["problem"]
+
+
+def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
+    measured = fleet("tower", "laptop", "attic")
+    measured["tower"]["rates"]["laptop"]["received_mbit"] = 90.0
+    measured["laptop"]["rates"]["attic"]["sent_mbit"] = 80.0
+    found = only(measured)
+    assert found["host"] == "laptop"
+    assert "sends at 90 Mbit/s at most" in found["problem"]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "words"),
+    [
+        ({"speed_mbit": 100}, "slow-link", "100 Mbit/s: a bad cable"),
+        ({"duplex": "half"}, "slow-link", "half duplex"),
+        ({"wireless": True}, "wifi", "eno1, 10.0.0.77"),
+    ],
+)
+def test_what_the_interface_says_explains_slow_rates(change: dict[str, Any], kind: str, words: str) -> None:
+    measured = fleet("tower", "laptop")
+    table = measured["laptop"]["facts"]["links"]
+    table["eth0"].update(change)
+    if kind == "wifi":
+        table["eno1"] = a_link(addresses=["10.0.0.77/24"])
+        table["docker0"] = a_link(addresses=["172.17.0.1/16"], physical=False)
+    measured["tower"]["rates"]["laptop"] = {"sent_mbit": 90.0, "received_mbit": 90.0}
+    found = only(measured)
+    assert (found["kind"], found["host"], found["severity"]) == (kind, "laptop", "warning")
+    assert words in found["problem"]
+
+
+def test_wifi_without_a_cable_is_no_finding() -> None:
+    measured = fleet("tower", "laptop")
+    measured["laptop"]["facts"]["links"]["eth0"].update(wireless=True)
+    measured["laptop"]["facts"]["links"]["eno1"] = a_link(addresses=[], carrier=False)
+    assert all_findings(measured) == []
