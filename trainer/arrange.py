@@ -161,6 +161,7 @@ def decide(
 ) -> tuple[Arrangement, list[str]]:
     """The arrangement, and what to say about it. Pure. `by_speed`: the rows may be split by speed.
 
+    Owners are by speed where anything may be; a run that leaves nothing open is predicted as it is.
     Raises Final where sync is auto and the GPU of one host would by itself be faster than all hosts together.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
@@ -188,7 +189,7 @@ def decide(
             raise Final(refusal)
         said.append(f"warning: {refusal}")
     prediction = Prediction(mode, round(step, 4), round(alone, 4), names[rank])
-    owners = relative_speeds([speed.muon for speed in speeds])
+    owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
     return Arrangement(mode, tuple(shares), tuple(owners), prediction), [line for line in said if line]
 
 

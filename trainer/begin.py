@@ -188,19 +188,16 @@ class Beginning:
         """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
         config, by_speed, group = self.config, self.run_file.by_speed, self.group
         automatic = config.sync == "auto"
-        open_to_choice = (by_speed or automatic) and group.world_size > 1
         self.arrangement = Arrangement("exact" if automatic else config.sync, tuple(self.plan.shares))
         if self._same_hosts(meta):
             self.arrangement = arrange.again(self.arrangement, meta, by_speed, automatic)
-        elif open_to_choice or self.predicts():
+        elif ((by_speed or automatic) and group.world_size > 1) or self.predicts():
             measured = arrange.measure_all(
                 group, self.model, self.optimizer, self.numerics, gpu, config.device_batch_size
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
             arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed)
-            if not open_to_choice:
-                arrangement = dataclasses.replace(arrangement, owner_speeds=())
             self.arrangement = arrange.hand_out(group, arrangement)
             if self.place.coordinates:
                 for line in said:

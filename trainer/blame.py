@@ -114,12 +114,16 @@ def blame(sightings: Sequence[Sighting]) -> str:
     return "; ".join(describe(sighting) for sighting in [*dead, *others, *waiting])
 
 
-def lost(sightings: Sequence[Sighting], fallback: str) -> str:
-    """The sentence for a collective that failed: who of the others is lost, and how; else `fallback`."""
+def lost(sightings: Sequence[Sighting], fallback: str, stood_still: float = 0.0) -> str:
+    """The sentence for a collective that failed: who of the others is lost, and how; else `fallback`.
+
+    stood_still: seconds for which this rank itself did not run, in which the others may have given it up.
+    """
     dead = [sighting for sighting in sightings if sighting.is_dead]
+    own = f"This process itself had stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
     if not dead:
-        return fallback
-    return "Lost " + "; ".join(f"{s.peer}: it {_death(s)}" for s in dead) + f". {_remedy(dead)}"
+        return own + fallback
+    return f"{own}Lost " + "; ".join(f"{s.peer}: it {_death(s)}" for s in dead) + f". {_remedy(dead)}"
 
 
 def _remedy(dead: Sequence[Sighting]) -> str:

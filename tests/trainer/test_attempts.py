@@ -184,7 +184,10 @@ def test_one_that_never_began_ends_with_the_word_of_its_log(tmp_path: Path, rais
     trace = "Traceback (most recent call last):\n  File x\n"
     (tmp_path / "train.log").write_text(f"{before}=== nanofleet-a started\n{trace}{raised}\nframe #0: c10\n")
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
+    os.utime(tmp_path / "train.log", (1000.0, 1000.0))
     assert attempts.judge(tmp_path, 3).reason == f"The last attempt: {reason}"
+    assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
+    assert attempts.history(tmp_path)[-1]["time"] == 1000.0, "it ended with its last words"
 
 
 def test_a_first_attempt_that_cannot_even_load_may_be_the_last(tmp_path: Path) -> None:

@@ -99,6 +99,8 @@ def test_what_was_lost_comes_with_where_to_look() -> None:
     gone, asleep = Sighting(LAPTOP, GONE), Sighting(ATTIC, UNREACHABLE)
     assert lost([WAITS, gone], "").endswith("none there: it was killed, by hand or for want of memory.")
     assert lost([WAITS, asleep], "").startswith("Lost rank 2 (attic): it cannot be reached")
+    slept = lost([WAITS, gone], "", stood_still=177.2)
+    assert slept.startswith("This process itself had stood still for 177 s; meanwhile: Lost rank 1 (laptop)")
     both = lost([gone, asleep], "")
     assert "rank 1 (laptop): it is gone" in both
     assert both.endswith("Look whether laptop, attic is stopped, suspended or starved of memory.")
@@ -154,6 +156,17 @@ def test_late_is_a_minute_or_five_medians(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setenv("NANOFLEET_STALL_SECONDS", "soon")
     with pytest.raises(ValueError, match="it takes seconds, above 0"):
         stall_seconds()
+
+
+def test_a_rank_that_stood_still_says_so_until_it_has_come_further(tmp_path: Path) -> None:
+    heartbeat = Heartbeat(tmp_path, Place(), "run")
+    watchdog = Watchdog(heartbeat, Place(), tmp_path, Attempt(tmp_path, Place()), Voice(Place()))
+    heartbeat.enter("backward")
+    watchdog._stood_still = heartbeat.stage._replace(seconds=177.0)
+    heartbeat.enter("sync")
+    assert str(watchdog._lost([Sighting(LAPTOP, GONE)], "")).startswith("This process itself had stood still")
+    heartbeat.state(step=1)
+    assert str(watchdog._lost([Sighting(LAPTOP, GONE)], "")).startswith("Lost rank 1 (laptop)")
 
 
 def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> None:

@@ -190,6 +190,9 @@ def test_rank_0_decides_and_says_why() -> None:
     assert any("tower alone" in line and "dense" in line for line in said)
     equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False)
     assert equal.shares == (8, 8)
+    named, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False)
+    assert named.owner_speeds == (), "where nothing is open, a prediction changes nothing"
+    assert named.prediction is not None
 
 
 def test_a_gpu_that_is_faster_alone_is_said_to_be() -> None:

@@ -274,6 +274,8 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     # What it answered before it was lost tells nothing, nor does a host that has just been started.
     since = {name: state(**stored(), outcome={**lost, "time": 101.0}, ended=False) for name in again}
     assert "Between:" not in status.launch_status(since, "a")
+    since["laptop"]["outcome"] = {**lost, "time": 50.0}  # of an attempt before
+    assert "Between:" not in status.launch_status(since, "a")
     back = {**again, "laptop": {**again["laptop"], "rebooted": 90.0}}
     assert "Between:" not in status.launch_status(back, "a")
 

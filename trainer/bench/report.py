@@ -184,16 +184,8 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
 
 def _throughput(rows: Sequence[Row]) -> str:
     head = ["stage", "hosts", "rows", "format", "step, s", "predicted, s", "of it sync, s", "tok/s"]
-    head += [
-        "to solo",
-        "bound",
-        "of the bound",
-        "bound by",
-        "of the limit",
-        "GFLOP/s",
-        "memory, GB",
-        "of its cores",
-    ]
+    head += ["to solo", "bound", "of the bound", "bound by", "of the limit", "GFLOP/s"]
+    head += ["memory, GB", "of its cores"]
     table = [head]
     for row in rows:
         table.append(

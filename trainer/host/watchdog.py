@@ -24,7 +24,7 @@ from typing import Any
 from trainer.blame import UNKNOWN, Sighting, blame, lost
 from trainer.config import ConfigError
 from trainer.data.files import write_whole
-from trainer.host.heartbeat import Heartbeat
+from trainer.host.heartbeat import Heartbeat, Stage
 from trainer.host.listener import ANSWERS, ASK_SECONDS, GONE, Answer, Listener, Told, ask
 from trainer.host.place import Place
 from trainer.host.stacks import main_line, stacks
@@ -75,7 +75,7 @@ class Watchdog:
         self._stopped = threading.Event()
         self._own_end: dict[str, Any] | None = None
         self._is_echo = False  # this rank ends only because another one is lost
-        self._stood_still = 0.0
+        self._stood_still: Stage | None = None  # where, and for how long
         self.before_end: Callable[[], None] = lambda: None  # called before the process is ended from here
         self.evaluation_steps = 0.0  # how many steps an evaluation is worth, by its tokens
 
@@ -158,7 +158,7 @@ class Watchdog:
         while not self._stopped.wait(interval):
             now = _clock()
             if now - last > STOOD_STILL_SECONDS + interval:
-                self._stood_still = now - last
+                self._stood_still = self._heartbeat.stage._replace(seconds=now - last)
                 self._say(
                     f"This process stood still for {now - last:.0f} s: it was stopped, or its host slept.",
                     event="stood still",
@@ -284,9 +284,11 @@ class Watchdog:
 
     def _lost(self, sightings: list[Sighting], fallback: str) -> Retryable:
         self._is_echo = True
-        still = self._stood_still
-        own = f"This process itself had stood still for {still:.0f} s; meanwhile: " if still else ""
-        return Retryable(own + lost(sightings, fallback))
+        still, stage = self._stood_still, self._heartbeat.stage
+        seconds = (
+            still.seconds if still and still[:2] == stage[:2] else 0.0
+        )  # of a stage that is over: no cause
+        return Retryable(lost(sightings, fallback, seconds))
 
     def ends(self, end: RunEnd) -> None:
         """Tell the others at once how this rank is ending; its outcome is written when it has ended."""

@@ -249,7 +249,8 @@ def _between(found: Mapping[str, State]) -> list[str]:
         # What was before may be long mended.
         said += [] if state["ended"] else [(str(outcome.get("reason")), outcome.get("time") or 0.0)]
         for line, at in said:
-            unreached_at |= dict.fromkeys(UNREACHED.findall(line), at)
+            for host in UNREACHED.findall(line):
+                unreached_at[host] = max(at, unreached_at.get(host, at))
     return [
         f"Between:     {host} has answered here, and not its peers: a firewall, or the network "
         "between them. Look: ansible-playbook doctor.yml"
