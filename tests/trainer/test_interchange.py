@@ -1,4 +1,4 @@
-"""Checkpoints go to upstream nanochat and come back bitwise; what is wrong with one is said in a sentence."""
+"""Checkpoints go to upstream nanochat and come back bitwise."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,43 +15,29 @@ import pytest
 import tiktoken
 import torch
 import upstream
-from conftest import TINY, losses, train_here
+from conftest import losses, train_here
+from nanochat_base import (
+    CONFIG,
+    IDS,
+    MODEL,
+    SHAPE,
+    base_directory,
+    bitwise,
+    encoding_of,
+    everything,
+    export,
+    step_dir,
+    take_in,
+    type_in,
+    weights_of,
+)
 
 from trainer import checkpoint
-from trainer.__main__ import main
-from trainer.checkpoint import State
-from trainer.config import ConfigError, RunConfig
+from trainer.config import ConfigError
 from trainer.data.tokenizer import Tokenizer
 from trainer.interchange.layout import find_pair
-from trainer.interchange.meta import run_config
-from trainer.model import GPT, GPTConfig
+from trainer.model import GPT
 from trainer.outcome import Final
-
-CONFIG = RunConfig.from_strings({**TINY, "n_kv_head": 1, "depth": 3})
-MODEL = GPTConfig.from_depth(3, 300, 32, aspect_ratio=16, head_dim=16, n_kv_head=1)
-SHAPE = upstream.GPTConfig(32, 300, 3, 3, 1, 48, "SSSL")
-IDS = torch.arange(64).reshape(2, 32) * 4
-
-
-def weights_of(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    shapes = upstream.shapes(SHAPE)
-    return {name: torch.randn(shape, generator=generator, dtype=dtype) for name, shape in shapes.items()}
-
-
-def step_dir(folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32, step: int = 100) -> Path:
-    """A checkpoint of ours, of a model whose vocabulary of 300 is padded to 320."""
-    meta = {
-        "run_id": "mine",
-        "step": step,
-        "tokens": step * 160,
-        "loss": 3.5,
-        "val_bpb": 2.5,
-        "config": CONFIG.to_dict(),
-        "model_config": MODEL.__dict__,
-        "hashes": {},
-    }
-    return checkpoint.save(folder, State(meta, weights_of(step, dtype), {}), tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -62,41 +47,12 @@ def ours(tmp_path_factory: pytest.TempPathFactory, data_dir: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def encoding(data_dir: Path) -> tiktoken.Encoding:
-    """The tokenizer of the data, as upstream would have made it."""
-    tokenizer = Tokenizer.load(data_dir / "tokenizer")
-    ranks = {piece: rank for rank, piece in enumerate(tokenizer.ranks)}
-    return tiktoken.Encoding(
-        "rustbpe", pat_str=tokenizer.pattern, mergeable_ranks=ranks, special_tokens=tokenizer.specials
-    )
+    return encoding_of(Tokenizer.load(data_dir / "tokenizer"))
 
 
 @pytest.fixture
-def base(tmp_path: Path, encoding: tiktoken.Encoding) -> Path:
-    """An upstream base directory with one checkpoint, d3 at step 5."""
-    upstream.save(tmp_path / "nanochat", "d3", 5, weights_of(5), SHAPE, encoding)
-    return tmp_path / "nanochat"
-
-
-def type_in(*words: object) -> int:
-    return main([str(word) for word in words])
-
-
-def export(checkpoint_dir: Path, out: Path, *more: str) -> int:
-    return type_in("export", "--checkpoint", checkpoint_dir, "--to", "nanochat", "--out", out, *more)
-
-
-def take_in(source: Path, *more: object) -> int:
-    return type_in("import", "--from-nanochat", source, *more)
-
-
-def bitwise(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(
-        a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]) for name in a
-    )
-
-
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def base(tmp_path: Path, data_dir: Path) -> Path:
+    return base_directory(tmp_path / "nanochat", data_dir)
 
 
 # -- there, and back ---------------------------------------------------------------------------------------
@@ -333,151 +289,6 @@ def test_a_tokenizer_elsewhere_is_given_by_name(
     assert "say where the tokenizer is with --tokenizer FILE" in capsys.readouterr().err
     pkl = base / "tokenizer" / "tokenizer.pkl"
     assert take_in(pair, "--run-dir", tmp_path / "run", "--tokenizer", pkl) == 0
-
-
-# -- what is wrong -----------------------------------------------------------------------------------------
-
-
-def edit_meta(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "meta_000005.json"
-        meta = json.loads(path.read_text())
-        change(meta)
-        path.write_text(json.dumps(meta))
-
-    return edit
-
-
-def edit_model(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "model_000005.pt"
-        weights = torch.load(path)
-        change(weights)
-        torch.save(weights, path)
-
-    return edit
-
-
-class Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
-        return print, ("loaded",)
-
-
-def cut(share: float) -> Callable[[Path], None]:
-    def edit(folder: Path) -> None:
-        path = folder / "model_000005.pt"
-        data = path.read_bytes()
-        path.write_bytes(data[: int(len(data) * share)])
-
-    return edit
-
-
-OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "x0_lambdas")
-
-
-@pytest.mark.parametrize(
-    ("damage", "said"),
-    [
-        (lambda folder: (folder / "meta_000005.json").unlink(), r"has no meta_000005\.json beside it"),
-        (lambda folder: (folder / "meta_000005.json").write_text("{"), "is not JSON"),
-        (lambda folder: (folder / "meta_000005.json").write_text("[]"), "no model_config"),
-        (edit_meta(lambda meta: meta.pop("model_config")), "no model_config"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has n_expert, unknown here"),
-        (edit_meta(lambda meta: meta["model_config"].pop("window_pattern")), "lacks window_pattern.*older"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_layer="3")), "'3' for n_layer, .*whole number"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_layer=True)), "True for n_layer"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_layer=10**12)), "1000000000000 for n_layer"),
-        (
-            edit_meta(lambda meta: meta["model_config"].update(n_layer=10**9)),
-            "too few for a model of 10000000",
-        ),
-        (edit_meta(lambda meta: meta["model_config"].update(n_head=5)), "does not make 5 heads"),
-        (edit_meta(lambda meta: meta["model_config"].update(window_pattern="SXL")), "made of S and L"),
-        (
-            edit_meta(lambda meta: meta["model_config"].update(vocab_size=299)),
-            "299 tokens, and the tokenizer",
-        ),
-        (
-            edit_meta(lambda meta: meta["model_config"].update(n_kv_head=3)),
-            r"transformer\.h\.0\.attn\.c_k\.weight is \(16, 48\), not \(48, 48\).* and 6 more",
-        ),
-        (
-            edit_model(lambda weights: [weights.pop(name) for name in OLD]),
-            "lacks resid_lambdas, .* and 1 more .an older nanochat",
-        ),
-        (edit_model(lambda weights: weights.update(extra=torch.zeros(1))), "holds extra, which the model"),
-        (
-            edit_model(lambda weights: weights.update(smear_lambda=torch.zeros(1, dtype=torch.int32))),
-            "holds smear_lambda as torch.int32",
-        ),
-        (edit_model(lambda weights: weights.update(evil=Evil())), "refuses it with weights_only=True"),
-        (edit_model(lambda weights: weights.update(note="hello")), "is no state dict"),
-        (lambda folder: torch.save([1, 2], folder / "model_000005.pt"), "is no state dict"),
-        (cut(0), "is damaged: EOFError, it ends too early"),
-        (cut(0.5), "is damaged: RuntimeError, "),
-        (cut(0.999), "is damaged|cannot be read"),
-        (lambda folder: (folder / "model_000005.pt").write_bytes(b"hello, this is text"), "is damaged"),
-    ],
-)
-def test_what_is_wrong_is_said_and_nothing_is_written(
-    base: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    damage: Callable[[Path], object],
-    said: str,
-) -> None:
-    damage(base / "base_checkpoints" / "d3")
-    assert take_in(base, "--run-dir", tmp_path / "run") == 2
-    shown = capsys.readouterr()
-    with pytest.raises(ConfigError, match=said):
-        raise ConfigError(shown.err)
-    assert str(base) in shown.err
-    assert len(shown.err.splitlines()) == 1
-    assert "loaded" not in shown.out
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_damaged_checkpoint_of_ours_is_not_exported(
-    data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = step_dir(tmp_path / "ours", data_dir / "tokenizer")
-    (path / "model.pt").write_bytes((path / "model.pt").read_bytes()[:-100])
-    assert export(path, tmp_path / "base") == 2
-    assert "model.pt is damaged" in capsys.readouterr().err
-    assert export(tmp_path / "none", tmp_path / "base") == 2
-    assert export(path, tmp_path / "base", "--model-tag", "../../up") == 2
-    assert not (tmp_path / "base").exists()
-    assert take_in(tmp_path) == 2
-    assert "Say where to" in capsys.readouterr().err
-
-
-def test_the_knobs_of_a_model_give_that_model() -> None:
-    for depth, width, head, kv in ((20, 1280, 128, 10), (12, 768, 64, 12), (5, 384, 128, 1), (7, 48, 16, 3)):
-        model = GPTConfig(2048, 32768, depth, width // head, kv, width, "SL")
-        config = run_config(
-            model, {"user_config": {"num_iterations": -1, "matrix_lr": -5, "warmup_steps": "x"}}
-        )
-        assert model == GPTConfig.from_depth(
-            config.depth,
-            32768,
-            config.sequence_len,
-            config.aspect_ratio,
-            config.head_dim,
-            config.n_kv_head,
-            config.window_pattern,
-        )
-        assert (config.num_iterations, config.matrix_lr, config.total_batch_size) == (0, 0.02, 4096)
-    assert run_config(model, {"total_batch_size": 524288}).total_batch_size == 524288
-    for steps, flops, expected in (
-        (-1, 1e15, (0, 1e15)),
-        (7, 1e15, (7, 0)),
-        (-1, -1.0, (0, 0)),
-        (7, -1.0, (7, 0)),
-    ):
-        config = run_config(model, {"user_config": {"num_iterations": steps, "target_flops": flops}})
-        assert (config.num_iterations, config.target_flops) == expected
-    with pytest.raises(ConfigError, match="No aspect_ratio gives 40 layers with heads of 8 the width 64"):
-        run_config(GPTConfig(n_layer=40, n_head=8, n_kv_head=8, n_embd=64), {})
 
 
 # -- a run on it -------------------------------------------------------------------------------------------

@@ -1,0 +1,116 @@
+"""What a run writes down of itself: lines, cursors, names, plots, samples of the host, facts."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import psutil
+import pytest
+from tracked_run import FACTS, until
+
+from trainer.host.facts import host_facts, tags_of_hosts
+from trainer.tracking import files
+from trainer.tracking.files import Cursor, Facts, JsonLines, NewLines
+from trainer.tracking.mlflow_run import clean_key, is_server, reason, shown_uri
+from trainer.tracking.plots import POINTS, make_plots, read_series
+from trainer.tracking.system import SystemSampler
+
+
+def test_lines_of_steps_that_are_done_again_are_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3, "time": 1}\n{"step": 3, "loss": 1, "time": 2}\n{"step": 2, "lo')
+    JsonLines(path, last_step=2).write(2, {"loss": math.nan, "lr": 0.5}, time=3.0)
+    assert [json.loads(line) for line in path.read_text().splitlines()] == [
+        {"step": 1, "loss": 3, "time": 1},
+        {"step": 2, "loss": None, "lr": 0.5, "time": 3.0},
+    ]
+    assert JsonLines(path).last_step == 2
+    JsonLines(path, last_step=-1)
+    assert path.read_text() == ""
+
+
+def test_new_lines_come_in_portions_and_whole(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    tail = NewLines(path)
+    assert tail.read(10) == []
+    lines = JsonLines(path)
+    for step in range(5):
+        lines.write(step, {"loss": 1.0}, time=0.0)
+    with open(path, "a") as file:
+        file.write('{"step": 5, "ti')
+    assert [line["step"] for line in tail.read(3)] == [0, 1, 2]
+    assert [line["step"] for line in tail.read(3)] == [0, 1, 2], "what was not taken comes again"
+    tail.taken()
+    assert [line["step"] for line in tail.read(3)] == [3, 4]
+    tail.taken()
+    assert tail.read(3) == []
+    JsonLines(path, last_step=1)  # another file in its place
+    assert [line["step"] for line in tail.read(3)] == [0, 1]
+
+
+def test_a_cursor_belongs_to_one_server_and_one_configuration(tmp_path: Path) -> None:
+    cursor = Cursor.load(tmp_path, "http://a", FACTS)
+    cursor.steps["loss"] = 7
+    cursor.save(tmp_path)
+    line = {"step": 7, "loss": 1.0, "val_bpb": 2, "time": 1.0, "none": None}
+    assert Cursor.load(tmp_path, "http://a", FACTS).new_points(line) == {"val_bpb": 2.0}
+    assert Cursor.load(tmp_path, "http://b", FACTS).steps == {}
+    assert Cursor.load(tmp_path, "http://a", Facts("run", "d2")).steps == {}
+    (tmp_path / files.CURSOR).write_text("{")
+    assert Cursor.load(tmp_path, "http://a", FACTS).steps == {}
+
+
+def test_names_and_addresses_are_made_fit() -> None:
+    assert clean_key("host.0/a?ä=1") == "host.0/a_ä_1"
+    assert clean_key("../../etc//passwd") == "etc/passwd"
+    assert clean_key("") == "_"
+    assert len(clean_key("x" * 999)) == 250
+    assert shown_uri("https://me:secret@server:5000/") == "https://server:5000"
+    assert is_server("http://10.0.0.2:5000")
+    assert not any(map(is_server, ("localhost:5000", "mlruns", "sqlite:///x.db", "http://", "")))
+    refused = RuntimeError("GET http://me:secret@server failed")
+    assert reason(refused) == "GET http://server failed"
+    refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
+    assert reason(refused) == "Connection refused"
+
+
+def test_plots_are_pictures_of_bounded_size(tmp_path: Path) -> None:
+    assert make_plots(tmp_path) == []
+    lines = JsonLines(tmp_path / files.METRICS)
+    for step in range(3 * POINTS):
+        lines.write(step, {"loss": step, "tok_per_s": 1.0, "data_s": 0.1, "sync_s": 0.2}, time=0.0)
+    lines.write(step, {"val_bpb": 1.5, "val_loss": 4.0}, time=0.0)
+    shown, values = read_series(tmp_path / files.METRICS)["loss"]
+    assert shown == values == list(range(0, 3 * POINTS, 4))
+    made = make_plots(tmp_path)
+    assert sorted(path.name for path in made) == ["loss.png", "throughput.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000 for path in made)
+    before = [path.stat().st_mtime_ns for path in made]
+    assert [path.stat().st_mtime_ns for path in make_plots(tmp_path)] == before, "nothing new, nothing drawn"
+
+
+def test_the_host_is_sampled(tmp_path: Path) -> None:
+    sampler = SystemSampler(tmp_path, every_seconds=0.05)
+    path = tmp_path / files.SYSTEM
+    until(lambda: len(path.read_text().splitlines()) >= 2, "it takes samples")
+    sampler.close()
+    taken = [json.loads(line) for line in path.read_text().splitlines()]
+    again = SystemSampler(tmp_path)
+    again.close()  # the last sample is taken at the end
+    taken.append(json.loads(path.read_text().splitlines()[-1]))
+    assert [line["step"] for line in taken] == list(range(len(taken))), "an attempt goes on counting"
+    last = taken[-1]
+    assert last["system/process_memory_megabytes"] == pytest.approx(
+        psutil.Process().memory_info().rss / 1e6, rel=0.2
+    )
+    assert last["system/disk_available_megabytes"] > 0
+    assert 0 <= last["system/cpu_utilization_percentage"] <= 100
+
+
+def test_facts_of_hosts_are_tags() -> None:
+    facts = host_facts()
+    assert {"hostname", "system", "machine", "cpu", "cores", "memory", "python", "torch"} <= facts.keys()
+    assert all(isinstance(value, str) and value for value in facts.values())
+    assert tags_of_hosts([{"cpu": "a"}, {"cpu": "b"}]) == {"host.0.cpu": "a", "host.1.cpu": "b"}

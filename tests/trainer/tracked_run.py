@@ -1,0 +1,34 @@
+"""A run to be tracked: its facts, its steps, its end, and patience with what sends them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from trainer.tracking.files import Facts
+from trainer.tracking.tracker import Tracker
+
+FACTS = Facts("run", "d1", {"depth": "2", "odd/name?": "x" * 9000}, {"host.0.cpu": "fast", "world_size": "2"})
+ANSWER_SECONDS = 30.0  # importing mlflow takes seconds on a busy machine
+
+
+def until(holds: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while not holds():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
+
+
+def steps(notes: Tracker, first: int, last: int) -> None:
+    """Write down steps; it may not take any time to speak of."""
+    began = time.monotonic()
+    for step in range(first, last + 1):
+        notes.step(step, {"loss": 3.0 - 0.01 * step, "tok_per_s": 100.0})
+    assert time.monotonic() - began < 0.5
+
+
+def end(run_dir: Path, outcome: str) -> None:
+    (run_dir / "outcome.json").write_text(json.dumps({"outcome": outcome}))

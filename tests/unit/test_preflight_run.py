@@ -1,0 +1,120 @@
+"""What preflight says where a host has too little for the run that is asked for."""
+
+import json
+
+import pytest
+from preflight_probe import (
+    GOOD,
+    ROOT_OK,
+    host,
+    put,
+    run,
+    severity,
+    told,
+)
+
+
+def test_a_run_that_fits_has_no_finding() -> None:
+    assert host(config={}) == []
+    assert host(config={"depth": "8"}) == []
+
+
+def test_the_checkpoint_follows_the_parameter_count() -> None:
+    # spec: 125.8 M parameters and 1.4 GB a checkpoint at depth 8.
+    assert run.Need({"depth": 8}).parts["weights"] == pytest.approx(125_829_354 * 4 / 2**30, rel=1e-3)
+    assert run.Need({"depth": 8}).checkpoint_gb * 2**30 / 1e9 == pytest.approx(1.41, abs=0.01)
+
+
+def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
+    [found] = told(put(GOOD, memory_kb="3000000", available_kb="2900000"), config={"depth": "8"})
+    assert found["severity"] == "refusal"
+    assert "Depth 8 needs about 4." in found["problem"]
+    assert "the copy a checkpoint is written from 1.3" in found["problem"]
+    assert "it has 2.9 GiB." in found["problem"]
+    depth = int(found["remedy"].rpartition("=")[2])
+    assert found["remedy"] == f"the same with -e depth={depth}"
+    assert run.Need({"depth": depth}).memory_gb <= 2.9 < run.Need({"depth": depth + 1}).memory_gb
+
+
+def test_too_little_free_memory_is_a_warning_that_names_the_biggest_process() -> None:
+    busy = put(GOOD, available_kb="2097152")
+    [found] = told(busy, config={"depth": "8"})
+    assert found["severity"] == "warning"
+    assert "2.0 of its 15.3 are free: firefox-esr (PID 4711 of ada) has 3.2." in found["problem"]
+    # What a run that is up has taken is not somebody else's.
+    assert host(busy + "active=nanofleet-d8.service\n", config={"depth": "8"}) == []
+
+
+def test_memory_counts_every_rank_and_what_the_unit_may_use() -> None:
+    assert run.Need({"depth": 8}, ranks=2).memory_gb > 1.6 * run.Need({"depth": 8}).memory_gb
+    [(problem, _)] = host(config={"depth": "8"}, nproc_per_node=8)
+    assert problem.startswith("8 ranks of depth 8 need about ")
+    [(problem, _)] = host(put(GOOD, limit="2G"), config={"depth": "8"})
+    assert problem.endswith("; fleet_memory allows 2.0 GiB.")
+    assert run.limited_gb("50%", 16.0) == 8.0
+    assert run.limited_gb("", 16.0) == 16.0
+
+
+def test_a_worker_keeps_no_copy_and_a_gpu_no_weights() -> None:
+    assert run.Need({"depth": 8}, coordinates=False).copy_gb == 0
+    assert run.Need({"depth": 12}, coordinates=False, on_gpu=True).memory_gb < 3
+
+
+def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
+    """Beside its own weights each has those in common, their momentum and what rounding left over."""
+    exact, local = (run.Need({"depth": 8, "sync": sync}, world_size=2) for sync in ("exact", "local"))
+    weights = exact.parts["weights"]
+    assert local.parts["what ranks have in common"] == pytest.approx(3 * weights)
+    assert local.parts["optimizer"] > exact.parts["optimizer"]
+    assert local.checkpoint_gb == pytest.approx(exact.checkpoint_gb + weights)
+    assert local.own_gb == pytest.approx(2 * weights)
+    small = put(GOOD, memory_kb="5000000")
+    memory, disk = told(small, config={"depth": "8", "sync": "local"})
+    assert "what ranks have in common 1.4" in memory["problem"]
+    assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
+
+
+def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
+    small = put(GOOD, memory_kb="3000000", available_kb="2900000", disk="/var/lib/nanofleet 90000000 /")
+    stored = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 4}}))
+    assert host(small, stored, config={}) == []
+    deep = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 12}}))
+    [(problem, remedy)] = host(small, deep, config={})
+    assert problem.startswith("Depth 12 needs ")
+    assert remedy == "remove laptop from the inventory"  # its depth is settled
+
+
+def test_room_for_the_checkpoints_of_the_depth() -> None:
+    config = {"depth": "8"}  # 1.31 GiB each; keep_checkpoints is 2, so that 4 take 5.3
+    four = put(GOOD, disk="/var/lib/nanofleet 4194304 /data")
+    [found] = told(four, config=config)
+    assert found["severity"] == "warning"
+    assert "takes 1.3 GiB and /var/lib/nanofleet has room for 4.0 GiB of them" in found["problem"]
+    assert found["remedy"].endswith("-e keep_checkpoints=1")
+    assert host(four, put(ROOT_OK, kept_kb="2097152"), config=config) == []
+    two = put(GOOD, disk="/var/lib/nanofleet 2500000 /data") + "installed=yes\n"
+    assert severity(told(two, config=config)) == ["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "refused"),
+    [
+        ("avx avx2", True),
+        ("avx avx2 avx512f", True),
+        ("avx avx2 avx512_bf16", False),
+        ("avx2 amx_bf16", False),
+    ],
+)
+def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
+    found = told(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
+    assert severity(found) == (["refusal"] if refused else [])
+    assert not refused or f"it has {', '.join(flags.split())} alone" in found[0]["problem"]
+    assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
+    assert host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"}) == []
+
+
+def test_a_processor_without_avx2_is_slow() -> None:
+    [found] = told(put(GOOD, flags="avx"), config={})
+    assert found["severity"] == "warning"
+    assert "no AVX2" in found["problem"]
+    assert host(put(GOOD, flags="asimd", machine="aarch64"), config={}) == []

@@ -1,0 +1,117 @@
+"""What preflight says of how a host is used: other work, sleep, battery, ports in other hands."""
+
+import pytest
+from preflight_probe import (
+    AWAKE,
+    GOOD,
+    ROOT_OK,
+    host,
+    put,
+    told,
+)
+
+
+def test_other_work_is_named_with_its_owner() -> None:
+    busy = put(GOOD, load="7.52") + "busy=398 812 ada ffmpeg\nbusy=99 4711 ada firefox-esr\n"
+    [found] = told(busy)
+    assert found["severity"] == "warning"
+    assert found["problem"] == (
+        "Other work keeps it busy, a load of 7.52 on 4 cores: "
+        "ffmpeg (398 %, PID 812 of ada), firefox-esr (99 %, PID 4711 of ada)."
+    )
+    assert found["remedy"] == "sudo renice -n 19 -p 812  (on laptop), or end it"
+    assert host(put(GOOD, load="7.52")) == [
+        ("Other work keeps it busy, a load of 7.52 on 4 cores.", "top  (on laptop)")
+    ]
+    assert host(busy + "active=nanofleet-d8-1a2b3c4d.service\n") == []
+
+
+def test_a_lid_that_puts_it_to_sleep() -> None:
+    [found] = told(AWAKE)
+    assert found["severity"] == "warning"
+    assert found["problem"] == (
+        "It falls asleep when its lid is closed; a run holds that back while it computes, "
+        "but not between two attempts."
+    )
+    assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
+    assert "IdleAction" not in found["remedy"]
+    [(problem, _)] = host(AWAKE, variables={"ansible_become": False})
+    assert problem.endswith("and a run without root cannot hold that back.")
+    [(problem, _)] = host(AWAKE, holds_sleep=False)
+    assert problem.endswith("and no run holds that back.")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"HandleLidSwitch": "ignore"},
+        {"HandleLidSwitch": "lock"},
+        {"HandleLidSwitchExternalPower": "ignore"},  # and it is on its mains
+        {"chassis": "3", "battery": ""},  # a desktop
+        {"sleep": "masked"},
+        {"suspend": "masked"},
+    ],
+)
+def test_what_has_no_lid_or_does_nothing_about_it(changed: dict[str, str]) -> None:
+    assert host(put(AWAKE, **changed)) == []
+
+
+def test_idling_that_puts_a_desktop_to_sleep() -> None:
+    desktop = put(AWAKE, chassis="3", battery="")
+    [(problem, remedy)] = host(put(desktop, IdleAction="suspend"))
+    assert "when nobody uses it for a while" in problem
+    assert "IdleAction=ignore" in remedy
+    assert "Lid" not in remedy
+    [(problem, remedy)] = host(put(desktop, desktop_idle="suspend"))
+    assert "when nobody uses it for a while" in problem
+    assert remedy.startswith("gsettings set ")
+
+
+def test_a_laptop_on_its_battery() -> None:
+    [found] = told(put(GOOD, battery="Discharging 63", mains="0"))
+    assert found["severity"] == "warning"
+    assert found["problem"] == "It runs on its battery, 63 % full."
+    assert host(put(GOOD, battery="Charging 63", mains="1")) == []
+
+
+def test_a_port_in_other_hands() -> None:
+    squatter = "port=store 29500 2537 root squatter.service /usr/bin/python3 -m http.server 29500\n"
+    [found] = told(root=ROOT_OK + squatter)
+    assert found["severity"] == "refusal"
+    assert found["problem"] == (
+        "The store's port 29500 is held by process 2537 of root (/usr/bin/python3 -m http.server 29500), "
+        "unit squatter.service."
+    )
+    assert found["remedy"] == (
+        "sudo systemctl stop squatter.service  (on laptop; or take another port: -e store_port=PORT)"
+    )
+    assert host(root=ROOT_OK + squatter.replace("squatter.service", "nanofleet-d8-1a2b3c4d.service")) == []
+    [(_, remedy)] = host(root=ROOT_OK + squatter.replace("squatter.service", "-"))
+    assert remedy.startswith("sudo kill 2537")
+    [(problem, remedy)] = host(root=ROOT_OK + "port=tracker 5000\n")
+    assert problem == "The tracker's port 5000 is held by a process that only root can name."
+    assert "-e tracker_port=PORT" in remedy
+    assert host(root=ROOT_OK + "port=tracker 5000 - nanofleet nanofleet-tracker.service\n") == []
+    [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 - ada squatter.service\n")
+    assert problem == "The store's port 29500 is held by squatter.service of ada."
+    assert remedy.startswith("sudo systemctl stop squatter.service")
+    [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 1 root init.scope /sbin/init\n")
+    assert "systemd itself" in problem
+    assert "kill" not in remedy
+
+
+def test_a_range_that_is_nearly_used_up() -> None:
+    [found] = told(root=put(ROOT_OK, range="20000-20999 940 900 812 ada - ./crawler"))
+    assert found["severity"] == "warning"
+    assert found["problem"].startswith(
+        "940 of the 1000 ports 20000-20999 are taken, 900 of them by process 812 of ada (./crawler)"
+    )
+    assert host(root=put(ROOT_OK, range="20000-20999 700 700 812 ada - ./crawler")) == []
+
+
+def test_a_unit_file_of_the_runs_name() -> None:
+    path = "/etc/systemd/system/nanofleet-d8.service"
+    [found] = told(root=put(ROOT_OK, unit=path))
+    assert found["severity"] == "refusal"
+    assert f"nanofleet-d8.service is there already, from {path}" in found["problem"]
+    assert host(root=put(ROOT_OK, unit="/run/systemd/transient/nanofleet-d8.service")) == []

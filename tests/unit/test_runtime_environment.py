@@ -1,0 +1,170 @@
+"""The locked environment on a host, and hosts that differ in theirs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from wheels import (
+    filters,
+    locked_venv,
+    locks,
+    make_wheel,
+)
+
+
+@pytest.fixture
+def host(tmp_path: Path) -> dict[str, Any]:
+    """Parameters of an environment on a host whose wheelhouse holds two small wheels and the real uv."""
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    assert uv, "uv comes with the controller's packages: make venv"
+    wheels = tmp_path / "wheelhouse"
+    wheels.mkdir()
+    make_wheel(wheels, "alpha", "1.0", body="x = 1\n")
+    make_wheel(wheels, "beta", "2.0")
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
+    tool = wheels / "uv-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(tool, "w") as archive:
+        archive.write(uv, "uv-0.1.data/scripts/uv")
+    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    return {
+        "wheelhouse": str(wheels),
+        "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
+        "python": sys.executable,
+        "venvs": str(tmp_path / "venvs"),
+        "link": str(tmp_path / "venv"),
+        "imports": ["alpha"],
+    }
+
+
+def test_environment_is_made_once_and_mended_when_changed(host: dict[str, Any]) -> None:
+    assert locked_venv.run(host, True)["changed"]
+    assert not Path(host["venvs"]).exists()
+    first = locked_venv.run(host, False)
+    assert first["changed"]
+    assert first["versions"] == {"alpha": "1.0", "beta": "2.0"}
+    again = locked_venv.run(host, False)
+    assert (again["changed"], again["installed"]) == (False, first["installed"])
+
+    shutil.rmtree(next(Path(host["link"]).glob("lib/python*/site-packages/beta-*.dist-info")))
+    mended = locked_venv.run(host, False)
+    assert (mended["changed"], mended["installed"]) == (True, first["installed"])
+
+    (Path(host["link"]) / locked_venv.MARKER).unlink()  # as if it had been interrupted
+    assert locked_venv.run(host, False)["changed"]
+
+
+def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, Any]) -> None:
+    old = locked_venv.run(host, False)
+    wheels = Path(host["wheelhouse"])
+    next(wheels.glob("beta-*")).unlink()
+    make_wheel(wheels, "beta", "2.1")
+    found = [locks.wheel_of(path) for path in wheels.glob("*.whl") if not path.name.startswith("uv-")]
+    locks.write_lock(wheels / locks.REQUIREMENTS, found)
+    new = locked_venv.run({**host, "digest": locks.sha256_of(wheels / locks.REQUIREMENTS)}, False)
+    assert new["removed"] == [old["path"]]
+    assert Path(host["link"]).resolve() == Path(new["path"]).resolve()
+    assert "beta==2.1" in new["diff"]["after"]
+    assert "beta==2.0" in new["diff"]["before"]
+
+
+def test_a_wheel_that_is_not_the_locked_one_is_refused_by_name(host: dict[str, Any]) -> None:
+    make_wheel(Path(host["wheelhouse"]), "beta", "2.0", body="import os\n")
+    with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl"):
+        locked_venv.run(host, False)
+    assert not Path(host["link"]).exists()
+
+
+def test_another_lock_than_the_controllers_is_refused(host: dict[str, Any]) -> None:
+    with pytest.raises(locked_venv.VenvError, match="not the one the controller made"):
+        locked_venv.run({**host, "digest": "0" * 64}, False)
+
+
+def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None:
+    with pytest.raises(
+        locked_venv.VenvError, match=r"gamma does not work on this host: .*No module named 'gamma'"
+    ):
+        locked_venv.run({**host, "imports": ["gamma"]}, False)
+    assert not Path(host["link"]).exists()
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_file_that_was_cut_off_is_named_and_mended(host: dict[str, Any], empty: bool) -> None:
+    """A power cut leaves files without their bytes; the recorded digests alone would not see it."""
+    first = locked_venv.run(host, False)
+    assert locked_venv.run(host, True)["flaws"] == []
+    module = next(Path(host["link"]).glob("lib/python*/site-packages/alpha.py"))
+    module.unlink()
+    if empty:
+        module.touch()
+    seen = locked_venv.run(host, True)
+    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is gone or cut off"])
+    assert locked_venv.run(host, False)["installed"] == first["installed"]
+    assert module.read_text() == "x = 1\n"
+
+
+def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
+    """By host: Python, and torch's build and index behind slashes; digest of what is installed; versions."""
+    found = {}
+    for name, (kind, installed, versions) in hosts.items():
+        python, torch, index = [*kind.split("/", 2), "", ""][:3]
+        seen = {"python": python, "machine": "x86_64", "torch": torch or "cpu", "index": index}
+        found[name] = {
+            "__runtime_probe": {"stdout": json.dumps(seen)},
+            "__runtime_asked": {
+                "ready": True,
+                "installed": installed,
+                "versions": versions,
+                "project": "p" * 64,
+            },
+        }
+    return found
+
+
+def test_the_odd_host_is_named() -> None:
+    torch = {"torch": "2.0+cpu"}
+    same = hostvars(
+        a=("3.11", "x" * 64, torch), b=("3.11", "x" * 64, torch), c=("3.12", "z" * 64, {"torch": "2.0"})
+    )
+    assert filters.runtime_findings(["a", "b", "c"], same) == []
+    assert [kind["name"] for kind in filters.runtime_kinds(["a", "b", "c"], same)] == [
+        "3.11-x86_64",
+        "3.12-x86_64",
+    ]
+    odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
+    odd["d"]["__runtime_asked"]["project"] = "q" * 64
+    found = filters.runtime_findings(["a", "b", "c", "d"], odd)
+    assert [sentence.split(":")[0].split()[0] for sentence in found] == ["d", "d", "d"]
+    assert "torch 1.9, the others 2.0" in found[1]
+    assert "the trainer qqqqqqqqqqqq, the others pppppppppppp" in found[2]
+
+
+def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() -> None:
+    index = "https://download.pytorch.org/whl/cu126/"
+    mixed = hostvars(
+        a=("3.11", "x" * 64, {"torch": "2.13.0+cpu", "numpy": "2"}),
+        b=("3.11/cuda", "y" * 64, {"torch": "2.13.0", "numpy": "2", "triton": "3"}),
+        c=(f"3.11/cuda/{index}", "z" * 64, {"torch": "2.13.0+cu126", "numpy": "2", "triton": "3"}),
+    )
+    assert filters.runtime_findings(["a", "b", "c"], mixed) == []
+    kinds = filters.runtime_kinds(["a", "b", "c"], mixed)
+    assert [(kind["name"], kind["torch"], kind["index"]) for kind in kinds] == [
+        ("3.11-x86_64", "cpu", ""),
+        ("3.11-x86_64-cu126", "cuda", index),
+        ("3.11-x86_64-cuda", "cuda", ""),
+    ]
+    said = filters.runtime_summary(["a", "b", "c"], mixed)
+    assert "torch 2.13.0, the trainer pppppppppppp" in said
+    assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in said
+
+
+def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
+    bare = hostvars(a=("3.11", "", {}))
+    bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
+    assert filters.runtime_findings(["a"], bare) == []
+    assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."

@@ -1,0 +1,162 @@
+"""The wheelhouse, without an index: which wheels a host needs, and what is wrong with one."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from role_files import load
+from wheels import (
+    ROLE,
+    ROOT,
+    locks,
+    make_house,
+    names,
+    pins,
+    pip,
+    wheelhouse,
+)
+
+
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    return make_house(tmp_path, monkeypatch)
+
+
+def test_requirements_follow_the_hosts_markers_and_extras(house: dict[str, Any]) -> None:
+    assert wheelhouse.run(house, False)["changed"]
+    assert names(house["dest"]) == ["alpha", "beta", "nanofleet", "old", "speed", "uv"]
+    newer = {**house, "python_version": "3.12", "dest": house["dest"].replace("3.11", "3.12")}
+    wheelhouse.run(newer, False)
+    assert "old" not in names(newer["dest"])
+
+
+def test_lock_has_all_but_the_tool(house: dict[str, Any]) -> None:
+    wheelhouse.run(house, False)
+    lock = locks.read_lock(Path(house["dest"]) / locks.REQUIREMENTS)
+    assert [wheel.name for wheel in lock] == ["alpha", "beta", "nanofleet", "old", "speed"]
+    assert [wheel.name for wheel in locks.read_lock(Path(house["dest"]) / locks.TOOLS)] == ["uv"]
+
+
+def test_second_run_asks_nothing_and_sources_alone_rebuild_only_the_project(house: dict[str, Any]) -> None:
+    first = wheelhouse.run(house, False)
+    house["asked"].clear()
+    second = wheelhouse.run(house, False)
+    assert (second["changed"], second["digest"]) == (False, first["digest"])
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 2\n")
+    third = wheelhouse.run(house, False)
+    assert third["changed"]
+    assert third["digest"] != first["digest"]
+    assert house["asked"] == []
+
+
+def test_a_new_pin_fetches_that_package_alone(house: dict[str, Any]) -> None:
+    wheelhouse.run(house, False)
+    house["asked"].clear()
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("beta==2.0", "beta==2.1"))
+    wheelhouse.run(house, False)
+    assert house["asked"] == ["beta==2.1"]
+    assert len(list(Path(house["dest"]).glob("beta-*"))) == 1
+
+
+def test_check_mode_makes_nothing(house: dict[str, Any], tmp_path: Path) -> None:
+    result = wheelhouse.run(house, True)
+    assert (result["changed"], result["digest"]) == (True, "")
+    assert not (tmp_path / "wheels").exists()
+
+
+@pytest.mark.parametrize(("bytes_", "phrase"), [(b"short", "has 5 bytes instead of"), (None, "was altered")])
+def test_a_bad_wheel_is_named_and_not_replaced(
+    house: dict[str, Any], bytes_: bytes | None, phrase: str
+) -> None:
+    wheelhouse.run(house, False)
+    path = next(Path(house["dest"]).glob("beta-*"))
+    content = path.read_bytes()
+    path.write_bytes(bytes_ or content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(wheelhouse.WheelhouseError, match=rf"beta-2\.0.*{phrase}"):
+        wheelhouse.run(house, False)
+    path.unlink()
+    assert wheelhouse.run(house, False)["changed"]
+    assert locks.faults(Path(house["dest"])) == []
+
+
+def test_a_failure_leaves_no_half_wheelhouse(house: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    first = wheelhouse.run(house, False)
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 3\n")
+
+    def broken(self: Any, staging: Path) -> None:
+        raise wheelhouse.WheelhouseError("no")
+
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_build", broken)
+    with pytest.raises(wheelhouse.WheelhouseError):
+        wheelhouse.run(house, False)
+    dest = Path(house["dest"])
+    assert locks.sha256_of(dest / locks.REQUIREMENTS) == first["digest"]
+    assert [path.name for path in dest.parent.iterdir() if path.is_dir()] == ["train"]
+
+
+def test_an_unpinned_requirement_is_a_sentence(house: dict[str, Any]) -> None:
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("speed==3.0\n", ""))
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"speed is needed .* but not pinned"):
+        wheelhouse.run(house, False)
+
+
+def test_an_unknown_extra_names_those_there_are(house: dict[str, Any]) -> None:
+    with pytest.raises(wheelhouse.WheelhouseError, match="no extra 'nope'; it has: train"):
+        wheelhouse.run({**house, "extra": "nope"}, False)
+
+
+def test_every_dependency_of_the_project_is_pinned() -> None:
+    """The direct dependencies of all extras; the rest is checked whenever a wheelhouse is made."""
+    import tomllib
+
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = [
+        *project["dependencies"],
+        *(r for group in project["optional-dependencies"].values() for r in group),
+    ]
+    pinned = pins.read_pins(ROOT / "constraints.txt")
+    markers = pins.markers_of("3.11", "x86_64")
+    assert {need.name for need in pins.needed(lines, markers)} <= pinned.keys()
+
+
+def test_without_a_network_every_missing_wheel_is_named_with_how_to_make_it(house: dict[str, Any]) -> None:
+    offline = {**house, "offline": True}
+    with pytest.raises(wheelhouse.WheelhouseError) as refused:
+        wheelhouse.run(offline, False)
+    assert "lacks alpha==1.0, uv==0.1 (and what only these need)" in str(refused.value)
+    assert "scripts/wheelhouse.py --python 3.11 --machine x86_64, then bring" in str(refused.value)
+    assert house["asked"] == []
+
+    wheelhouse.run(house, False)
+    elsewhere = Path(house["dest"])
+    brought = elsewhere.parents[1] / "brought" / "train"
+    shutil.copytree(elsewhere, brought)
+    assert not wheelhouse.run({**offline, "dest": str(brought)}, False)["changed"]
+    # Sources that have changed need no index; a wheel that was lost on the way is named.
+    (Path(house["source"]) / "trainer" / "a.py").write_text("x = 4\n")
+    next(brought.glob("speed-*")).unlink()
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"lacks speed==3\.0 "):
+        wheelhouse.run({**offline, "dest": str(brought)}, False)
+
+
+def test_a_pin_that_does_not_meet_a_requirement_is_a_sentence(house: dict[str, Any]) -> None:
+    path = Path(house["constraints"])
+    path.write_text(path.read_text().replace("beta==2.0", "beta==0.5"))
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"beta is needed .* pinned to 0\.5 instead of >=1"):
+        wheelhouse.run(house, False)
+
+
+def test_an_index_is_a_url_or_a_folder(tmp_path: Path) -> None:
+    assert pip.asked_at("") == []
+    assert pip.asked_at("https://index/whl/cu126") == ["--extra-index-url", "https://index/whl/cu126"]
+    assert pip.asked_at(str(tmp_path)) == ["--find-links", str(tmp_path)]
+
+
+def test_the_wheelhouse_script_asks_the_index_that_setup_asks() -> None:
+    defaults = (ROLE / "defaults" / "main.yml").read_text()
+    assert f"'{load(ROOT / 'scripts' / 'wheelhouse.py').CPU_INDEX}'" in defaults
