@@ -69,6 +69,7 @@ def test_a_word_without_a_value_is_refused() -> None:
     [(where, problem, remedy)] = check({"_raw_params": "depth 8"})
     assert (where, problem) == ("-e depth", "a knob needs a value.")
     assert "-e depth=VALUE" in remedy
+    assert "-e 'NAME=\"a b\"'" in remedy  # a word may also be what a blank has cut off a value
 
 
 @pytest.mark.parametrize(
