@@ -23,18 +23,16 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
-from trainer.activation import squared_relu
+from trainer.attention import Rotary, attend, rotary_tables
 from trainer.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
+from trainer.pointwise import rms, rotate_rms, squared_relu
 
 VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
 SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 VE_GATE_CHANNELS = 12  # a value-embedding gate reads this many channels of its layer's input
-ROTARY_BASE = 100_000.0
 QK_SCALE = 1.2  # sharpens attention after q and k are normalised
-WINDOW_BLOCK = 128  # queries of a short window are done so many at a time, each block with the keys it sees
 
 LossReduction = Literal["mean", "sum", "none"]
-Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 
 
 @dataclass(frozen=True)
@@ -130,63 +128,6 @@ class KVCache:
         return self.k_LBHTE[layer, :, :, :end], self.v_LBHTE[layer, :, :, :end]
 
 
-def rms(x: Tensor) -> Tensor:
-    """RMS normalisation over the last axis, without a learned weight."""
-    return F.rms_norm(x, (x.size(-1),))
-
-
-def rotary_tables(length: int, head_dim: int) -> Rotary:
-    """The angles of every position; worked out in float64, then rounded, so that unlike CPUs agree."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE**-exponents)[:, None, :]
-    return angles.cos().float(), angles.sin().float()
-
-
-def rotate(x_BTHE: Tensor, rotary: Rotary) -> Tensor:
-    """Turn each pair (first half, second half) of a head by its position's angle."""
-    cos, sin = rotary
-    a, b = x_BTHE.chunk(2, dim=-1)
-    return torch.cat((a * cos + b * sin, b * cos - a * sin), dim=-1)
-
-
-def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """Which of n_key keys the last n_query positions see, (n_query, n_key); None if that is plain causal."""
-    if n_query == n_key and window >= n_key - 1:
-        return None
-    query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
-    distance = query - torch.arange(n_key, device=device)
-    return (distance >= 0) & (distance <= window)
-
-
-def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
-    """Causal attention of the last positions' queries to the keys at most `window` behind them."""
-    n_query, n_key = q_BHTE.size(2), k_BHTE.size(2)
-    if n_query == n_key and window < n_key - 1 and q_BHTE.device.type == "cpu":
-        return _attend_in_blocks(q_BHTE, k_BHTE, v_BHTE, window, grouped)
-    mask = window_mask(n_query, n_key, window, q_BHTE.device)
-    return F.scaled_dot_product_attention(
-        q_BHTE, k_BHTE, v_BHTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
-    )
-
-
-def _attend_in_blocks(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
-    """Block by block with the keys it sees: behind a mask a CPU computes what the mask then hides."""
-    q, k, v = (y[:, :, :window] for y in (q_BHTE, k_BHTE, v_BHTE))
-    blocks = [F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)]
-    mask = window_mask(WINDOW_BLOCK, window + WINDOW_BLOCK, window, q_BHTE.device)
-    assert mask is not None
-    for start in range(window, q_BHTE.size(2), WINDOW_BLOCK):
-        q_BHQE = q_BHTE[:, :, start : start + WINDOW_BLOCK]
-        keys = slice(start - window, start + WINDOW_BLOCK)
-        seen = mask[: q_BHQE.size(2), : window + q_BHQE.size(2)]
-        blocks.append(
-            F.scaled_dot_product_attention(
-                q_BHQE, k_BHTE[:, :, keys], v_BHTE[:, :, keys], attn_mask=seen, enable_gqa=grouped
-            )
-        )
-    return torch.cat(blocks, dim=2)
-
-
 class Linear(nn.Linear):
     """A matrix that multiplies in the number format of what it is given, and keeps its weight in its own."""
 
@@ -219,7 +160,7 @@ class Attention(nn.Module):
         if ve is not None:
             gate_BTH1 = 3 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS])).unsqueeze(-1)
             v = v + gate_BTH1 * ve.view(heads)
-        q, k = (QK_SCALE * rms(rotate(y, rotary)) for y in (q, k))
+        q, k = (rotate_rms(y, *rotary, QK_SCALE) for y in (q, k))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
         if cache is not None:
             k, v = cache.append(self.layer, k, v)

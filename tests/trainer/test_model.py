@@ -10,8 +10,8 @@ import reference
 import torch
 from torch import Tensor
 
-from trainer.activation import squared_relu
-from trainer.model import GPT, GPTConfig, KVCache, scaling_params, window_mask
+from trainer.attention import window_mask
+from trainer.model import GPT, GPTConfig, KVCache, scaling_params
 
 # Grouped heads, a vocabulary off the multiple of 64, windows shorter than T; one layer; no short window.
 ODD_CONFIGS = [
@@ -196,21 +196,6 @@ def test_a_cache_holds_what_bfloat16_computes() -> None:
         pieces = [model(piece, cache=cache) for piece in idx.split([7, 1, 12], dim=1)]
         torch.testing.assert_close(torch.cat(pieces, dim=1), model(idx), rtol=0.02, atol=0.1)
     assert cache.k_LBHTE.dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_the_squared_relu_has_the_bits_of_its_parts(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(64, 96, generator=generator).to(dtype)
-    grad = torch.randn(64, 96, generator=generator).to(dtype)
-    ways = []
-    for way in (squared_relu, lambda x: x.relu().square()):
-        x = values.clone().requires_grad_()
-        y = way(x)
-        y.backward(grad)
-        ways.append((y, x.grad))
-    for ours, plain in zip(*ways, strict=True):
-        assert torch.equal(ours, plain)
 
 
 def test_nothing_is_left_on_the_cpu() -> None:
