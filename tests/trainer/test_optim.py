@@ -207,10 +207,16 @@ def test_only_owned_matrices_depend_on_the_compute_dtype() -> None:
 
 
 def test_bfloat16_learns_as_float32_does() -> None:
-    """40 steps on two rows: the loss falls to a tenth of its start, and on the way as fast, to 2 %."""
+    """40 steps on two rows: the loss falls to a tenth of its start, and on the way as fast, to 1 %.
+
+    Not from weights of zero, where the scalars' gradients are rounding alone and AdamW steps by it.
+    """
     means = []
     for dtype in (torch.float32, torch.bfloat16):
-        model = model_of()
+        model, generator = model_of(), torch.Generator().manual_seed(1)
+        for name, p in model.named_parameters():
+            if "c_proj" in name:
+                torch.nn.init.uniform_(p, -0.1, 0.1, generator=generator)
         optimizer = build(model)
         model.compute_dtype = optimizer.compute_dtype = dtype
         curve = []
@@ -220,7 +226,7 @@ def test_bfloat16_learns_as_float32_does() -> None:
         assert curve[-1] < curve[0] / 10
         means.append(sum(curve) / len(curve))
     assert means[0] != means[1]
-    assert means[1] == pytest.approx(means[0], rel=0.02)
+    assert means[1] == pytest.approx(means[0], rel=0.01)
 
 
 def test_zero_gradients_at_the_first_step() -> None:
