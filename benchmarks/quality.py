@@ -27,6 +27,8 @@ from benchmarks import ranks
 SAY_EVERY_SECONDS = 30.0
 FLOORS = 2.0  # a mode may be this many noise floors away from dense
 LOCAL_NATS = 0.03
+EVALUATIONS = 25  # of a run
+EVAL_TOKENS = 16_384
 SETTLED = 0.5  # of the run, after which differences count
 
 
@@ -120,8 +122,8 @@ def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
         "total-batch-size": args.rows * args.sequence_len,
         "device-batch-size": args.rows,
         "num-iterations": args.steps,
-        "eval-every": max(1, args.steps // 40),
-        "eval-tokens": 32768,
+        "eval-every": max(1, args.steps // EVALUATIONS),
+        "eval-tokens": EVAL_TOKENS,
         "save-minutes": 5,
         "keep-checkpoints": 1,
         "dtype": "float32",

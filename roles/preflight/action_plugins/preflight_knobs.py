@@ -64,8 +64,8 @@ def unknown_finding(name: str, value: Any, names: list[str]) -> dict[str, str]:
         return finding(
             f"-e {word}",
             "a knob needs a value.",
-            f"the same with -e {word}=VALUE  (no blanks around =; around a value that has some, quotes of its "
-            "own: -e 'NAME=\"a b\"')",
+            f"the same with -e {word}=VALUE  (no blanks around =; around a value that has some, "
+            "quotes of its own: -e 'NAME=\"a b\"')",
         )
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=1)
