@@ -20,7 +20,7 @@ from math import ceil, sqrt
 from typing import Literal
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.attention import Rotary, attend, rotary_tables

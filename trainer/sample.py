@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 
+from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
 from trainer.model import GPT, KVCache
 
+KEPT = "sample.txt"  # in the run directory: what the newest checkpoint's model made of PROMPT
+PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
 REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole character
 
 
@@ -69,6 +73,21 @@ def stream_text(
         if len(whole) > len(shown):
             yield whole[len(shown) :]
             shown = whole
+
+
+def write(model: GPT, tokenizer: Tokenizer, run_dir: Path) -> str:
+    """Continue PROMPT and keep the text in the run directory; returns it. Raises OSError."""
+    text = PROMPT + "".join(stream_text(model, tokenizer, PROMPT, TOKENS, TEMPERATURE))
+    write_whole(run_dir / KEPT, (text + "\n").encode())
+    return text
+
+
+def last(run_dir: Path) -> str | None:
+    """What `write` kept last; None where it did not, or it cannot be read."""
+    try:
+        return (run_dir / KEPT).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError):
+        return None
 
 
 def run(args: argparse.Namespace) -> int:

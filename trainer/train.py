@@ -6,7 +6,6 @@ torchrun --nproc-per-node 2 -m trainer train --run-file run.json --data-dir data
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
@@ -21,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import checkpoint, schedule
+from trainer import checkpoint, sample, schedule
 from trainer.agreement import Agreement, Told, Words
 from trainer.arrange import names_of
 from trainer.begin import Beginning, Ready
 from trainer.blame import where
 from trainer.config import RunConfig, RunFile
-from trainer.data.files import is_full, write_whole
+from trainer.data.files import is_full
 from trainer.data.loader import batch_rows, rank_rows
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
@@ -38,17 +37,13 @@ from trainer.outcome import Attempt, Final, Retryable, RunEnd, Stopped, conclude
 from trainer.own import keep_own
 from trainer.plan import describe
 from trainer.report import Report
-from trainer.sample import stream_text
-from trainer.saving import Saver
+from trainer.saving import Saver, describe_state
 from trainer.shares import Balancer, Change
 from trainer.sync.digest import compare_parameters
 from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.tracking.about import facts_of
 from trainer.tracking.tracker import Tracker
 
-SAMPLE_PROMPT = "The "
-SAMPLE_TOKENS = 64
-SAMPLE_TEMPERATURE = 0.8
 # Of a collective, once steps are measured. The watchdog speaks long before and ends what is dead; this ends
 # a wait for ranks that live and do not come.
 TIMEOUT_STEPS = 20
@@ -88,7 +83,8 @@ class Run:
         self._take(way.ready())
         if self.place.coordinates:
             self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
-            self._recall_sample()
+            if self.report.progress.step:  # the last text of an earlier attempt, until there is a newer one
+                self.attempt.state(sample=sample.last(self.run_dir))
             self.report.tracker = self._make_tracker(tracker_uri)
             self.attempt.at_end(self.report.tracker.close)
 
@@ -327,7 +323,8 @@ class Run:
             optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
             own = self._keep_own()
             if self.place.coordinates:
-                state = checkpoint.State(self._meta() | own, dict(self.model.state_dict()), optim)
+                meta = describe_state(self.run_file, self.ready, self.plan, self.report.progress)
+                state = checkpoint.State(meta | own, dict(self.model.state_dict()), optim)
                 self.saver.save(state, last)
                 self._saved_at = time.monotonic()
             if last:
@@ -361,49 +358,15 @@ class Run:
         self.report.warn(self.saver.shortage)
         self.report.stand()
 
-    def _meta(self) -> dict[str, Any]:
-        progress = dataclasses.asdict(self.report.progress)
-        del progress["checkpoint"]
-        return {
-            "run_id": self.run_file.run_id,
-            **progress,
-            "num_iterations": self.plan.num_iterations,
-            "rows": progress["step"] * self.plan.rows_per_step,
-            "tokens": progress["step"] * self.plan.total_batch_size,
-            "config": self.config.to_dict(),
-            "config_digest": self.config.digest(),
-            "model_config": self.plan.model.__dict__,
-            "hashes": self.data.hashes,
-            "world_size": self.place.world_size,
-            "shares": self.plan.shares,
-            "arrangement": self.ready.arrangement.saved(),
-            "numerics": self.ready.numerics_by_rank,
-            "hosts": self.hosts,
-            "torch": torch.__version__,
-            "time": time.time(),
-        }
-
     def _write_sample(self) -> None:
         """Continue a prompt; the other ranks wait, if they must, in their next collective."""
         self.heartbeat.enter("evaluate")
-        pieces = stream_text(
-            self.model, self.data.tokenizer, SAMPLE_PROMPT, SAMPLE_TOKENS, SAMPLE_TEMPERATURE
-        )
-        text = SAMPLE_PROMPT + "".join(pieces)
         try:
-            write_whole(self.run_dir / "sample.txt", (text + "\n").encode())
-            self.report.sample(text)
+            self.report.sample(sample.write(self.model, self.data.tokenizer, self.run_dir))
         except OSError as error:
             if not is_full(error):
                 raise
             self.say("warning: the disk has no room for a sample of text.", level="warning")
-
-    def _recall_sample(self) -> None:
-        """The last text of an earlier attempt is also this one's, until there is a newer one."""
-        if self.report.progress.step:
-            with contextlib.suppress(OSError, ValueError):
-                text = (self.run_dir / "sample.txt").read_text(encoding="utf-8")
-                self.attempt.state(sample=text.removesuffix("\n"))
 
     def _part(self) -> None:
         self.heartbeat.enter("done")

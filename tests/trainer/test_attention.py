@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from trainer import attention

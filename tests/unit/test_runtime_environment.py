@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import (
-    filters,
-    locked_venv,
-    locks,
-    make_wheel,
-)
+from wheels import filters, locked_venv, locks, make_wheel
 
 
 @pytest.fixture

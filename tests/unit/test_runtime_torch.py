@@ -6,20 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import (
-    ROOT,
-    locks,
-    make_house,
-    make_wheel,
-    pins,
-    wheelhouse,
-)
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return make_house(tmp_path, monkeypatch)
-
+from wheels import ROOT, locks, make_wheel, pins, wheelhouse
 
 # Requires-Dist of torch 2.13.0's CUDA build, as the index has it, and part of its cuda-toolkit's.
 TORCH_CUDA = (

@@ -8,21 +8,7 @@ from typing import Any
 
 import pytest
 from role_files import load
-from wheels import (
-    ROLE,
-    ROOT,
-    locks,
-    make_house,
-    names,
-    pins,
-    pip,
-    wheelhouse,
-)
-
-
-@pytest.fixture
-def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    return make_house(tmp_path, monkeypatch)
+from wheels import ROLE, ROOT, locks, names, pins, pip, wheelhouse
 
 
 def test_requirements_follow_the_hosts_markers_and_extras(house: dict[str, Any]) -> None:
