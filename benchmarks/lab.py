@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from fleet import corpus
+from trainer.bench import WARM_STEPS
 from trainer.bench.report import compare
 from trainer.bench.words import markdown, percent
 from trainer.config import code_digest
@@ -210,7 +211,7 @@ def expected(stage: str, rate: float) -> float:
     step = (273.7e6 * tokens + 322e9) / (cores * speed)
     if "4096" in stage and cores == 2 and not stage.startswith("exact"):
         step += 3  # the wire
-    return STAGE_SECONDS + step * (steps_of(stage) + 1)
+    return STAGE_SECONDS + step * (steps_of(stage) + WARM_STEPS)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------

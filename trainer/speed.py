@@ -9,6 +9,7 @@ somebody else, is as slow as it will be in the run. Weights and optimizer state 
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -22,7 +23,8 @@ from trainer.sync.group import Group
 from trainer.sync.layout import add_rows_alone
 
 LEAST_SECONDS = 0.6  # that each figure is taken over: several periods of a kernel that hands out shares
-LONG_SECONDS = 8.0  # a pass that takes longer is the figure itself: warming up was the lesser part
+WARM_TIMES = 2  # that it is the mean of, at least; the first time, memory is new and takes half as long again
+PATIENCE_SECONDS = 40.0  # for one figure; of work that would not be warm by then, the first time counts
 LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one where the link is fast
 LINK_SECONDS = 0.15
 WORDS = 8  # messages as short as they come
@@ -100,17 +102,16 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
 
 
 def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """The mean seconds of some work once it is warm, over `least` seconds; of long work, the first time's."""
+    """The mean seconds of some work once it is warm, over `least` seconds; of very long work the first."""
+    times: list[float] = []
     began = time.monotonic()
-    work()
-    first = time.monotonic() - began
-    if first > LONG_SECONDS:
-        return first
-    began, times = time.monotonic(), 0
-    while times == 0 or time.monotonic() - began < least:
+    while sum(times[1:]) < least or len(times) <= WARM_TIMES:
+        started = time.monotonic()
+        if times and started - began + times[0] > PATIENCE_SECONDS:
+            break
         work()
-        times += 1
-    return (time.monotonic() - began) / times
+        times.append(time.monotonic() - started)
+    return statistics.mean(times[1:] or times)
 
 
 def _settle(device: torch.device) -> None:

@@ -41,7 +41,7 @@ def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
     assert stages["exact-4096"]["config"]["sync"] == "exact"
     assert stages["solo-4096-on-b"]["hosts"] == ["b"]
     assert (stages["ranks-4096-on-a"]["nproc"], stages["ranks-4096-on-a"]["hosts"]) == (2, ["a"])
-    assert all(stage["config"]["num_iterations"] == 6 for stage in stages.values())
+    assert all(stage["config"]["num_iterations"] == 7 for stage in stages.values())
 
 
 def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:

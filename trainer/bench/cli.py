@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from trainer.bench import WARM_STEPS
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_whole
 from trainer.host.place import Place
@@ -130,7 +131,7 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
         rows = sum(shares)
     given |= {
         "depth": args.depth[0],
-        "num_iterations": args.steps + 1,
+        "num_iterations": WARM_STEPS + args.steps,
         "total_batch_size": rows * length,
         "tracker": "none",
     }

@@ -2,7 +2,7 @@
 
     result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
 
-The first step, which also warms up, does not count. What the host can do is measured in the same process
+The first steps, which also warm up, do not count. What the host can do is measured in the same process
 before and after the steps; between ranks, what an all-reduce brings through the wire.
 """
 
@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from trainer.begin import Beginning
+from trainer.bench import WARM_STEPS
 from trainer.bench.limits import Rates, measure, work_of
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
@@ -39,7 +40,6 @@ from trainer.tracking.files import METRICS
 from trainer.train import Run
 
 SCHEMA = 1
-WARM_STEPS = 1
 REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
 REDUCE_SECONDS = 6.0
 REDUCE_REPEATS = 3

@@ -21,11 +21,11 @@ NAME = re.compile(
 Stage = dict[str, Any]
 
 
-def _config_module() -> Any:
-    """trainer.config of this checkout, which needs only the standard library."""
+def _module(name: str) -> Any:
+    """A module of this checkout's trainer, one that needs only the standard library."""
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
-    return importlib.import_module("trainer.config")
+    return importlib.import_module(name)
 
 
 def bench_plan(
@@ -40,7 +40,7 @@ def bench_plan(
 
     Raises AnsibleFilterError for a name that says nothing, or a run that cannot be.
     """
-    trainer = _config_module()
+    trainer = _module("trainer.config")
     names = [name.strip() for name in asked.split(",") if name.strip()]
     names = names or default_stages(hosts, gpu_hosts, tokens, trainer.SYNC_MODES)
     problems, stages = [], []
@@ -83,7 +83,11 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
         raise ValueError(f"there is no host {match['host']}, only {', '.join(hosts)}.")
     if kind not in ALONE and (match["host"] or len(hosts) < 2):
         raise ValueError("a sync mode is measured on all hosts of a fleet, two or more.")
-    knobs = {**config, "num_iterations": steps + 1, "total_batch_size": int(match["tokens"])}
+    knobs = {
+        **config,
+        "num_iterations": _module("trainer.bench").WARM_STEPS + steps,
+        "total_batch_size": int(match["tokens"]),
+    }
     knobs |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
     if match["format"]:
         knobs["dtype"] = match["format"]
