@@ -25,7 +25,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast", "local")
 LOCAL_BITS = (4, 8, 32)
 EXACT_MODES = ("dense", "exact")  # the same sums, in the run's own number format
-NEAR_MODES = ("fast",)  # other roundings; local is another way of training, and takes other rates
+NEAR_MODES = ("fast",)  # other roundings; local is another way of training
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 
@@ -83,11 +83,14 @@ class RunConfig:
         "dense",
         f"how gradients travel: {' or '.join(SYNC_MODES)}; auto: of {' and '.join(EXACT_MODES)}, which "
         "compute the same, what is predicted to be faster (local: each rank steps on its own share of "
-        "total_batch_size, rates are scaled for that, and ranks meet every local_steps)",
+        "total_batch_size, and ranks meet every local_steps)",
     )
     sync_allow: str = knob("", "modes that round otherwise which sync=auto may take as well: fast")
     local_steps: int = knob(
         30, "with sync local, steps that a rank makes by itself between two meetings of the same parameters"
+    )
+    local_ramp: int = knob(
+        240, "with sync local, first steps of a run, in which ranks meet the oftener the earlier; 0: none"
     )
     local_lr: float = knob(0.7, "with sync local, rate of the outer step along the ranks' mean")
     local_momentum: float = knob(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
@@ -120,6 +123,7 @@ class RunConfig:
         ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
         self._require("local_steps", self.local_steps >= 1, "must be at least 1")
+        self._require("local_ramp", self.local_ramp >= 0, "must not be negative")
         self._require("local_lr", self.local_lr > 0, "must be above 0")
         self._require("local_momentum", 0 <= self.local_momentum < 1, "must be at least 0 and below 1")
         self._require("local_bits", self.local_bits in LOCAL_BITS, "must be 4, 8 or 32")

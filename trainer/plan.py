@@ -73,14 +73,9 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
         scaling_params=size,
         total_batch_size=batch,
         num_iterations=_horizon(config, model, size, batch),
-        scales=batch_scales(batch_of_an_update(config, batch, world_size), size, reference_size),
+        scales=batch_scales(batch, size, reference_size),
         shares=list(shares) or equal_shares(rows, world_size),
     )
-
-
-def batch_of_an_update(config: RunConfig, batch: int, world_size: int) -> int:
-    """Tokens behind one update of the weights: in mode local a rank's own, at equal shares."""
-    return max(1, batch // world_size) if config.sync == "local" else batch
 
 
 def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
@@ -117,9 +112,10 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
     ]
     if config.sync == "local" and len(plan.shares) > 1:
         own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
+        ramp = f", oftener in the first {config.local_ramp:,}" if config.local_ramp else ""
         text.append(
-            f"local: each rank steps on its own {own}, and rates are scaled for that; ranks meet "
-            f"every {_some(config.local_steps, 'step')}"
+            f"local: each rank steps on its own {own}; ranks meet every "
+            f"{_some(config.local_steps, 'step')}{ramp}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
