@@ -57,7 +57,8 @@ INDEX = {
 }
 
 
-def make_house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+@pytest.fixture
+def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Parameters of a wheelhouse in a small tree; what pip is asked for is in asked."""
     tree = tmp_path / "tree"
     (tree / "trainer").mkdir(parents=True)
