@@ -89,9 +89,6 @@ class RunConfig:
     local_steps: int = knob(
         30, "with sync local, steps that a rank makes by itself between two meetings of the same parameters"
     )
-    local_ramp: int = knob(
-        240, "with sync local, first steps of a run, in which ranks meet the oftener the earlier; 0: none"
-    )
     local_lr: float = knob(0.7, "with sync local, rate of the outer step along the ranks' mean")
     local_momentum: float = knob(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
     local_bits: int = knob(8, "with sync local, bits of a number on the wire: 8, 4, or 32 for no rounding")
@@ -123,7 +120,6 @@ class RunConfig:
         ):
             self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
         self._require("local_steps", self.local_steps >= 1, "must be at least 1")
-        self._require("local_ramp", self.local_ramp >= 0, "must not be negative")
         self._require("local_lr", self.local_lr > 0, "must be above 0")
         self._require("local_momentum", 0 <= self.local_momentum < 1, "must be at least 0 and below 1")
         self._require("local_bits", self.local_bits in LOCAL_BITS, "must be 4, 8 or 32")

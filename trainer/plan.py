@@ -112,10 +112,8 @@ def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
     ]
     if config.sync == "local" and len(plan.shares) > 1:
         own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
-        ramp = f", oftener in the first {config.local_ramp:,}" if config.local_ramp else ""
         text.append(
-            f"local: each rank steps on its own {own}; ranks meet every "
-            f"{_some(config.local_steps, 'step')}{ramp}"
+            f"local: each rank steps on its own {own}; ranks meet every {_some(config.local_steps, 'step')}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)

@@ -34,8 +34,8 @@ def test_payload_at_depth_8(mode: str, most: float) -> None:
         ("dense", None),
         ("exact", None),
         ("fast", None),
-        ("local", Outer(ramp=0)),
-        ("local", Outer(steps=10, ramp=0, bits=4)),
+        ("local", Outer()),
+        ("local", Outer(steps=10, bits=4)),
     ],
 )
 def test_the_formula_that_predicts_a_step_has_the_same_bytes(mode: str, outer: Outer | None) -> None:

@@ -28,7 +28,7 @@ from trainer.host.voice import Voice
 
 RESULT = "bench.json"
 STEPS = 5
-SET_HERE = ("num_iterations", "total_batch_size", "depth", "local_ramp")
+SET_HERE = ("num_iterations", "total_batch_size", "depth")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -132,7 +132,6 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
     given |= {
         "depth": args.depth[0],
         "num_iterations": WARM_STEPS + args.steps,
-        "local_ramp": 0,  # of a long run's steps
         "total_batch_size": rows * length,
         "tracker": "none",
     }

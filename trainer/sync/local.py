@@ -5,7 +5,6 @@ averaged, weighted by tokens, and an outer step with Nesterov momentum takes the
 bytes on all ranks, along the mean: DiLoCo, arXiv 2311.08105, with Muon inside: MuLoCo, 2505.23725. Each
 fragment of the model meets at a step of its own and the next steps hide its journey: Streaming DiLoCo,
 2501.18512. A rank then goes on from the outer parameters, and keeps what it has done since its way left.
-While weights change most, at the start of a run, all fragments meet the oftener the earlier it is.
 
 Ways travel in 8 or 4 bits; what rounding took is added to the next way. Every rank adds up the same bytes in
 the same order, by operations that round once, so that unlike CPUs come to the same sums.
@@ -39,7 +38,6 @@ class Outer:
     """How ranks meet. See the knobs of the same names, `local_` in front, in trainer.config."""
 
     steps: int = 30
-    ramp: int = 240
     lr: float = 0.7
     momentum: float = 0.6
     bits: int = 8
@@ -48,19 +46,8 @@ class Outer:
     @classmethod
     def of(cls, config: RunConfig) -> Outer:
         return cls(
-            config.local_steps,
-            config.local_ramp,
-            config.local_lr,
-            config.local_momentum,
-            config.local_bits,
-            config.local_delay,
+            config.local_steps, config.local_lr, config.local_momentum, config.local_bits, config.local_delay
         )
-
-    def interval(self, step: int) -> int:
-        """Steps from a meeting at `step` to the next; 0 is the start. `steps`, once the ramp is over."""
-        if step >= self.ramp:
-            return self.steps
-        return min(self.steps, max(self.delay + 1, self.steps * step // self.ramp))
 
 
 class Journey(NamedTuple):
@@ -152,18 +139,11 @@ class Local(Sync):
         """Send the fragments off whose step this is, and bring those home that have had their time."""
         self._step += 1
         for fragment in self._fragments:
-            if self._meets(fragment):
+            if (self._step - fragment.meets_at) % self._outer.steps == 0:
                 self._leave(fragment)
         for fragment in self._fragments:
             if fragment.journey and fragment.journey.left_at + self._outer.delay <= self._step:
                 self._arrive(fragment)
-
-    def _meets(self, fragment: Fragment) -> bool:
-        """Whether the fragment is to leave at this step: on the ramp all do, then each in its turn."""
-        interval = self._outer.interval(fragment.met_at)
-        if interval < self._outer.steps:
-            return self._step - fragment.met_at >= interval
-        return (self._step - fragment.meets_at) % self._outer.steps == 0
 
     # -- meeting ---------------------------------------------------------------------------------------
 

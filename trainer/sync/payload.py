@@ -9,7 +9,6 @@ is what Group.bytes_sent will say, but for the words that ranks exchange beside 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ def predicted_bytes(
     touched_rows: int = 0,
     outer: Outer | None = None,
 ) -> int:
-    """Bytes that `rank` sends in a step; of `local`, which `outer` describes, the mean after its ramp.
+    """Bytes that `rank` sends in a step; of `local`, which `outer` describes, the mean of its steps.
 
     `touched_rows` is how many different tokens the inputs of a step have, those of all ranks together: what
     exact and fast send of each embedding. For `local` it is those of all the steps between two meetings and
@@ -40,7 +39,7 @@ def predicted_bytes(
     """
     if world_size == 1:
         return 0
-    outer = replace(outer or Outer(), ramp=0)
+    outer = outer or Outer()
     steps = outer.steps if mode == "local" else 1
     group = CountingGroup(rank, world_size)
     touched = torch.arange(min(touched_rows, model_config.vocab_size))

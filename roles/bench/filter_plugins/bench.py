@@ -88,7 +88,7 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
         "num_iterations": _module("trainer.bench").WARM_STEPS + steps,
         "total_batch_size": int(match["tokens"]),
     }
-    knobs |= {"tracker": "none", "save_minutes": 0, "digest_every": 0, "local_ramp": 0}
+    knobs |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
     if match["format"]:
         knobs["dtype"] = match["format"]
     if kind == "solo":
