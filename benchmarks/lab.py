@@ -19,6 +19,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -169,6 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.list or not names:
         return 0 if args.list else conclude(job)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
     data = prepare()
     for stage in host:
         measure_host(job, stage, data)
