@@ -149,6 +149,29 @@ def test_meeting_after_each_step_is_the_mean_weighted_by_tokens(rows: tuple[int,
                 assert (sum(apart) / world_size - mean).abs().max() > 1e6 * tolerance, "tokens weigh nothing"
 
 
+def test_second_moments_forget_by_the_token() -> None:
+    """What a rank's AdamW still knows of its first step after the others is as if all rows were its own."""
+    rows, outer, room = (1, 3, 4), Outer(steps=30), Room(3)
+    ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+    built = [dict(group) for group in build_optimizer(ranks[0].model, **RATES).param_groups]
+
+    def work(rank: Rank) -> list[Tensor]:
+        for step in range(2):
+            rank.step(batches_of(step, rows))
+        return []
+
+    together(ranks, work)
+    for of_rank, rank in zip(rows, ranks, strict=True):
+        for group, before in zip(rank.optimizer.param_groups, built, strict=True):
+            if group["kind"] == "adamw":
+                beta1, beta2 = group["betas"]
+                assert beta1 == before["betas"][0]
+                steps_of_as_many_tokens = sum(rows) / of_rank
+                assert beta2**steps_of_as_many_tokens == pytest.approx(before["betas"][1], rel=1e-12)
+            else:
+                assert group["beta2"] == before["beta2"]
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_ranks_agree_bitwise_and_go_on_bitwise(bits: int) -> None:
     """Three unequal ranks that differ between meetings; broken off after step 7 and taken up elsewhere."""

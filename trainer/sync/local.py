@@ -8,6 +8,10 @@ fragment of the model meets at a step of its own and the next steps hide its jou
 
 Ways travel in 8 or 4 bits; what rounding took is added to the next way. Every rank adds up the same bytes in
 the same order, by operations that round once, so that unlike CPUs come to the same sums.
+
+AdamW's second moments remember as many tokens as those of a step of all ranks would: of a rank's share of
+the tokens, its share of the forgetting (arXiv 2507.07101). Without that lm_head learns worse, however often
+ranks meet: rows of rare words, forgotten sooner than they come again, are divided by too little.
 """
 
 from __future__ import annotations
@@ -95,6 +99,7 @@ class Local(Sync):
         self._quantiser = Quantiser(self._outer.bits)
         self._step = 0
         self._rates_of = {p: g for g in optimizer.param_groups for p in g["params"]}
+        self._betas = [(g, *g["betas"]) for g in optimizer.param_groups if g["kind"] == "adamw"]
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         add_rows_alone(model)
@@ -126,6 +131,8 @@ class Local(Sync):
         for p in self._model.parameters():
             assert p.grad is not None
             p.grad.div_(mine)
+        for rates, beta1, beta2 in self._betas:
+            rates["betas"] = (beta1, beta2 ** (mine / tokens))
         for fragment in self._fragments:
             fragment.tokens += mine
 
