@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         "--aspect-ratio", type=int, default=64, metavar="N", help="its width per layer (%(default)s)"
     )
     parser.add_argument(
-        "--sequence-len", type=int, default=256, metavar="N", help="tokens of a row (%(default)s)"
+        "--sequence-len", type=int, default=128, metavar="N", help="tokens of a row (%(default)s)"
     )
     parser.add_argument(
         "--rows", type=int, default=8, metavar="N", help="of a step, a multiple of 4 (%(default)s)"
