@@ -150,7 +150,7 @@ def test_meeting_after_each_step_is_the_mean_weighted_by_tokens(rows: tuple[int,
 
 
 def test_second_moments_forget_by_the_token() -> None:
-    """After as many tokens, a rank's AdamW has forgotten as much as one that steps on the rows of all ranks."""
+    """After as many tokens, a rank's AdamW has forgotten as much as one with the rows of all ranks."""
     rows, outer, room = (1, 3, 4), Outer(steps=30), Room(3)
     ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
     built = [dict(group) for group in build_optimizer(ranks[0].model, **RATES).param_groups]
