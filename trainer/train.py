@@ -144,6 +144,7 @@ class Run:
         if self.run_file.by_speed:
             report.shares(self.plan.shares)
         for step in range(report.progress.step, last):
+            self._begin_step(step)
             sent, started = self.group.bytes_sent, time.monotonic()
 
             self.heartbeat.enter("data")
@@ -194,6 +195,9 @@ class Run:
             if told.stop and not ends:
                 return True
         return False
+
+    def _begin_step(self, step: int) -> None:
+        """Nothing; a rehearsal measures there."""
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
         """This rank's slice of the step's rows: inputs and targets, (rows, T) each; all ranks' input ids."""

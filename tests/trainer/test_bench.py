@@ -57,7 +57,7 @@ def test_limit_is_products_and_bytes() -> None:
     work = Work(model_flops=600, muon_flops=400, muon_flops_done=200, adamw_bytes=50)
     assert work.seconds(Rates(gemm=100.0, copy=25.0)) == 12.0
     assert work.seconds_of_done(Rates(gemm=100.0, copy=25.0)) == 10.0
-    assert Rates.best(Rates(1.0, 5.0), Rates(2.0, 4.0)) == Rates(2.0, 5.0)
+    assert Rates.median([Rates(1.0, 5.0), Rates(2.0, 4.0), Rates(9.0, 3.0)]) == Rates(2.0, 4.0)
     assert iterated_flops(4, 2) == iterated_flops(2, 4) == 5 * (4 * 16 + 2 * 8)
 
 
@@ -73,7 +73,13 @@ def test_one_process(tmp_path: Path) -> None:
     assert rank["peak_rss"] > 2e8  # torch alone is more
     assert 0 < rank["limit_seconds"] < result["step_seconds"]
     assert result["share_of_limit"] == pytest.approx(rank["limit_seconds"] / result["step_seconds"])
-    assert rank["rates_before"]["gemm"] > 1e9
+    assert len(rank["rates_all"]) == 5, "before, between and after the steps that count"
+    assert min(one["gemm"] for one in rank["rates_all"]) > 1e9
+    products = [one["gemm"] for one in rank["rates_all"]]
+    assert min(products) <= rank["rates"]["gemm"] <= max(products)
+    assert result["step_seconds_mean"] == pytest.approx(sum(result["step_seconds_all"]) / 4, rel=0.2), (
+        "a step ends where measuring begins"
+    )
     assert rank["reduce_goodput"] is None
     assert result["predicted_seconds"] is None, "there is nothing to hold one process against"
     left = [path.name for path in tmp_path.iterdir() if path.name.startswith("nanofleet")]
@@ -89,6 +95,7 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     assert dense["shares"] == [2, 2]
     for rank in (*dense["ranks"], *exact["ranks"]):
         assert rank["reduce_goodput"] > 1e6
+        assert len(rank["rates_all"]) == 2, "nothing is measured while the other rank may wait"
         assert rank["sent"] > 0.9 * rank["counted"]  # both ranks' traffic goes over loopback
     assert exact["ranks"][0]["counted"] < dense["ranks"][0]["counted"] / 2
     # A round of local has each parameter once, in a byte; the last meeting of a run is not among its steps.

@@ -11,7 +11,7 @@ from ansible.errors import AnsibleFilterError
 from role_files import load
 
 from benchmarks import lab
-from trainer.bench import report
+from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -91,8 +91,8 @@ def measured(tokens: int, seconds: float, ranks: int = 1, sync: str = "", **more
         "threads": 1,
         "peak_rss": 3e9,
         "cpu_share": 1.0,
-        "rates_before": rates,
-        "rates_after": rates,
+        "rates": rates,
+        "rates_all": [rates, rates],
         "counted": 180e6,
         "counted_mean": 180e6,
         "sent": 190e6,
@@ -101,6 +101,7 @@ def measured(tokens: int, seconds: float, ranks: int = 1, sync: str = "", **more
         "link_mbit": None,
     } | more.pop("of_rank", {})
     return {
+        "schema": SCHEMA,
         "depth": 8,
         "sequence_len": 1024,
         "tokens": tokens,
@@ -205,6 +206,17 @@ def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert "1.50x" in capsys.readouterr().out
 
 
+def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "solo-4096.json").write_text(json.dumps(measured(4096, 12.0)))
+    (tmp_path / "solo-2048.json").write_text(json.dumps(measured(2048, 7.0) | {"schema": SCHEMA - 1}))
+    assert report.main([str(tmp_path), "--out", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "another version of nanofleet measured it: solo-2048." in out
+    assert "bench_again=true" in out
+    assert "| solo-4096 |" in out
+    assert "| solo-2048 |" not in out
+
+
 # -- the bars
 
 
@@ -215,6 +227,15 @@ def test_bars_say_by_how_much_they_are_missed() -> None:
     assert "met" in lines[3]
     assert "met" in lines[4]
     assert "not measured" in lines[5]
+
+
+def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
+    row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.80}
+    lines = lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    assert "| reached; counts with solo at 83 % of its limit |" in lines[2]
+    assert " met " in lines[3], "a share of the bound is no ratio"
+    row["solo_share_of_limit"] = 0.84
+    assert " met " in lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
 
 
 def test_every_bar_is_measured_by_a_stage() -> None:

@@ -3,7 +3,9 @@
     result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
 
 The first steps, which also warm up, do not count. What the host can do is measured in the same process
-before and after the steps; between ranks, what an all-reduce brings through the wire.
+before and after the steps and, where a process is alone, between them: a host's speed moves within a minute.
+Ranks together are not held up between steps, since what is under way on the wire would go on meanwhile; for
+them it is also measured what an all-reduce brings.
 """
 
 from __future__ import annotations
@@ -20,10 +22,9 @@ from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
 
 from trainer.begin import Beginning
-from trainer.bench import WARM_STEPS
+from trainer.bench import SCHEMA, WARM_STEPS
 from trainer.bench.limits import Rates, measure, work_of
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
@@ -39,7 +40,6 @@ from trainer.sync.group import Group
 from trainer.tracking.files import METRICS
 from trainer.train import Run
 
-SCHEMA = 1
 REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
 REDUCE_SECONDS = 6.0
 REDUCE_REPEATS = 3
@@ -49,7 +49,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a rank stands as a step begins."""
+    """Where a rank stands as a step begins or ends."""
 
     wall: float
     cpu: float
@@ -90,34 +90,46 @@ class Rehearsal(Run):
             self.beginning = SyntheticBeginning
         super().__init__(run_file, data_dir or Path(), run_dir, place, attempt, say)
         self.interface = Wire(place.address()).name if place.world_size > 1 else ""
-        self.marks: list[Mark] = []
+        self.marks: list[Mark] = []  # as each step begins
+        self.ends: list[Mark] = []
+        self.rates: list[Rates] = []
         self.result: Result = {}
 
     def _loop(self) -> bool:
-        before = self._measure()
+        if not self._alone:
+            self._measure()
         stopped = super()._loop()
-        self._mark()
+        if stopped:
+            return True
+        self.ends.append(self._mark())
         self.sync.finish()
         peak = peak_rss()
-        after = self._measure()
+        self._measure()
         goodput = self._goodput()
-        mine = json.dumps(self._of_this_rank(before, after, goodput, peak)).encode()
+        mine = json.dumps(self._of_this_rank(goodput, peak)).encode()
         ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
-        if self.place.coordinates and not stopped:
+        if self.place.coordinates:
             self.result = self._of_all(ranks)
-        return stopped
+        return False
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        self._mark()
-        return super()._batch(step)
+    def _begin_step(self, step: int) -> None:
+        if self.marks:
+            self.ends.append(self._mark())
+        if self._alone and step >= WARM_STEPS:
+            self._measure()
+        self.marks.append(self._mark())
 
-    def _mark(self) -> None:
+    def _mark(self) -> Mark:
         sent, received = interface_bytes(self.interface)
-        self.marks.append(Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received))
+        return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
 
-    def _measure(self) -> Rates:
+    @property
+    def _alone(self) -> bool:
+        return self.place.world_size == 1
+
+    def _measure(self) -> None:
         with self._unhurried("evaluate"):
-            return measure(self.ready.numerics.compute_dtype, self.ready.numerics.device)
+            self.rates.append(measure(self.ready.numerics.compute_dtype, self.ready.numerics.device))
 
     def _goodput(self) -> float | None:
         if self.group.world_size == 1:
@@ -141,12 +153,16 @@ class Rehearsal(Run):
 
     # -- the figures -------------------------------------------------------------------------------------
 
-    def _of_this_rank(self, before: Rates, after: Rates, goodput: float | None, peak: int) -> Result:
+    def _spans(self) -> list[tuple[Mark, Mark]]:
+        """Begin and end of each step that counts."""
+        return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
+
+    def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
         rows = self.plan.shares[self.place.rank]
         owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
         work = work_of(self.model, self.optimizer, owned, rows * self.config.sequence_len)
-        rates, numerics = Rates.best(before, after), self.ready.numerics
-        spans = list(zip(self.marks[WARM_STEPS:], self.marks[WARM_STEPS + 1 :], strict=False))
+        rates, numerics = Rates.median(self.rates), self.ready.numerics
+        spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
         return {
             "rank": self.place.rank,
@@ -160,8 +176,8 @@ class Rehearsal(Run):
             "cpu_share": used / numerics.threads,
             "peak_rss": peak,
             "work": asdict(work),
-            "rates_before": asdict(before),
-            "rates_after": asdict(after),
+            "rates": asdict(rates),
+            "rates_all": [asdict(one) for one in self.rates],
             "limit_seconds": work.seconds(rates),
             "limit_seconds_of_done": work.seconds_of_done(rates),
             "interface": self.interface,
@@ -187,10 +203,7 @@ class Rehearsal(Run):
         lines = [json.loads(line) for line in (self.run_dir / METRICS).read_text().splitlines()]
         steps = [line for line in lines if "step_seconds" in line][WARM_STEPS:]
         seconds = [step["step_seconds"] for step in steps]
-        walls = [
-            b.wall - a.wall
-            for a, b in zip(self.marks[WARM_STEPS:], self.marks[WARM_STEPS + 1 :], strict=False)
-        ]
+        walls = [end.wall - begin.wall for begin, end in self._spans()]
         step_seconds = statistics.median(seconds)
         return {
             "schema": SCHEMA,

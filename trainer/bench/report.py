@@ -19,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.bench import SCHEMA
 from trainer.bench.words import markdown, percent
 from trainer.data.files import write_whole
 
@@ -37,7 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--tracker-uri", default="", metavar="URI", help="also log it to this MLflow server")
     args = parser.parse_args(argv)
-    results = {path.stem: json.loads(path.read_text()) for path in sorted(args.folder.glob("*.json"))}
+    results, other = load(args.folder)
+    if other:
+        print(
+            f"Left out, since another version of nanofleet measured it: {', '.join(other)}. "
+            "To measure it again: bench.yml with -e bench_again=true."
+        )
     if not results:
         print(f"There is nothing measured in {args.folder}.", file=sys.stderr)
         return 2
@@ -55,6 +61,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 # -- the figures ---------------------------------------------------------------------------------------------
+
+
+def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
+    """What is measured there by stage, and the stages whose files are of another version."""
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    other = [name for name, result in results.items() if result.get("schema") != SCHEMA]
+    return {name: result for name, result in results.items() if name not in other}, other
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
@@ -84,7 +97,7 @@ def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float)
         "split": result["split"],
         "share_of_limit": result["share_of_limit"] if not together else None,
         "peak_rss": max(rank["peak_rss"] for rank in ranks),
-        "gemm": [max(rank["rates_before"]["gemm"], rank["rates_after"]["gemm"]) for rank in ranks],
+        "gemm": [rank["rates"]["gemm"] for rank in ranks],
         "cpu_share": min(rank["cpu_share"] for rank in ranks),
     }
     if not together:

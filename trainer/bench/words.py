@@ -45,14 +45,15 @@ def _ranks(result: Result) -> str:
 
 def _lines_of(rank: Result) -> list[str]:
     who = f"rank {rank['rank']} ({rank['host']})"
-    work, before, after = rank["work"], rank["rates_before"], rank["rates_after"]
+    work, rates, times = rank["work"], rank["rates"], len(rank["rates_all"])
+    products = [one["gemm"] for one in rank["rates_all"]]
     lines = [
         f"  {who}: {work['model_flops'] / 1e12:.2f} TFLOP of the model and "
         f"{work['muon_flops'] / 1e12:.2f} of Muon, {work['adamw_bytes'] / 1e9:.1f} GB of AdamW; "
         f"{rank['compute_dtype']}, {_threads(rank)}",
-        f"    products {before['gemm'] / 1e9:,.0f} GFLOP/s before and {after['gemm'] / 1e9:,.0f} after, "
-        f"copying {before['copy'] / 1e9:.1f} and {after['copy'] / 1e9:.1f} GB/s; memory at most "
-        f"{rank['peak_rss'] / 1e9:.2f} GB; {percent(rank['cpu_share'])} of its cores",
+        f"    products {rates['gemm'] / 1e9:,.0f} GFLOP/s ({min(products) / 1e9:,.0f} to "
+        f"{max(products) / 1e9:,.0f}, measured {times} times), copying {rates['copy'] / 1e9:.1f} GB/s; "
+        f"memory at most {rank['peak_rss'] / 1e9:.2f} GB; {percent(rank['cpu_share'])} of its cores",
     ]
     if rank["reduce_goodput"]:
         seen = f", {rank['sent'] / 1e6:,.1f} MB by {rank['interface']}'s counter" if rank["sent"] else ""
