@@ -16,6 +16,7 @@ from conftest import RATES, TINY, flags, free_port
 from trainer.__main__ import main
 from trainer.bench import WARM_STEPS
 from trainer.bench.limits import Rates, Work, iterated_flops, work_of
+from trainer.bench.rehearsal import share_of_limit
 from trainer.bench.words import markdown
 from trainer.model import GPT, GPTConfig
 from trainer.optim import build_optimizer
@@ -61,6 +62,12 @@ def test_limit_is_products_and_bytes() -> None:
     assert iterated_flops(4, 2) == iterated_flops(2, 4) == 5 * (4 * 16 + 2 * 8)
 
 
+def test_a_step_is_held_against_what_was_measured_beside_it() -> None:
+    """A host at half its speed for a while is as near to its limit as before."""
+    assert share_of_limit([[8.0, 8.0, 16.0, 16.0, 16.0]], [10.0, 15.0, 20.0, 20.0]) == pytest.approx(0.8)
+    assert share_of_limit([[6.0, 8.0], [4.0, 6.0]], [10.0, 9.0, 20.0]) == pytest.approx(0.7)
+
+
 @pytest.mark.processes
 def test_one_process(tmp_path: Path) -> None:
     result = bench(tmp_path, "--depth", "2", "--rows", "3", "--steps", "4")
@@ -72,7 +79,7 @@ def test_one_process(tmp_path: Path) -> None:
     (rank,) = result["ranks"]
     assert rank["peak_rss"] > 2e8  # torch alone is more
     assert 0 < rank["limit_seconds"] < result["step_seconds"]
-    assert result["share_of_limit"] == pytest.approx(rank["limit_seconds"] / result["step_seconds"])
+    assert result["share_of_limit"] == share_of_limit([rank["limit_seconds_all"]], result["step_seconds_all"])
     assert len(rank["rates_all"]) == 5, "before, between and after the steps that count"
     assert min(one["gemm"] for one in rank["rates_all"]) > 1e9
     products = [one["gemm"] for one in rank["rates_all"]]

@@ -23,7 +23,7 @@ from trainer.optim import POLAR_EXPRESS, MuonAdamW, polar_express_flops
 
 GEMM_SHAPE = (2048, 512, 2048)  # tokens of two rows, the width of depth 8, its hidden layer
 COPY_BYTES = 128 * 2**20  # beyond any cache
-MEASURING_SECONDS = 0.3  # for each of the two
+MEASURING_SECONDS = 0.5  # for each of the two
 REPEATS = 5  # at least
 ADAMW_PASSES = 7  # reads weight, gradient and both moments; writes weight and both moments
 
@@ -89,7 +89,7 @@ def _adamw_bytes(parameter: nn.Parameter) -> int:
 
 
 def measure(dtype: torch.dtype, device: torch.device) -> Rates:
-    """The best of several, in about 0.7 s, with all threads of this process."""
+    """The best of several, in about a second, with all threads of this process."""
     rows, inner, cols = GEMM_SHAPE
     a = torch.ones(rows, inner, dtype=dtype, device=device)
     b = torch.ones(inner, cols, dtype=dtype, device=device)

@@ -179,6 +179,7 @@ class Rehearsal(Run):
             "rates": asdict(rates),
             "rates_all": [asdict(one) for one in self.rates],
             "limit_seconds": work.seconds(rates),
+            "limit_seconds_all": [work.seconds(one) for one in self.rates],
             "limit_seconds_of_done": work.seconds_of_done(rates),
             "interface": self.interface,
             "link_mbit": link_mbit(self.interface),
@@ -223,11 +224,23 @@ class Rehearsal(Run):
             "step_seconds_all": seconds,
             "tok_per_s": self.plan.total_batch_size / step_seconds,
             "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in SPLIT},
-            "share_of_limit": max(rank["limit_seconds"] for rank in ranks) / step_seconds,
+            "share_of_limit": share_of_limit([rank["limit_seconds_all"] for rank in ranks], seconds),
             "ranks": ranks,
             "torch": torch.__version__,
             "time": time.time(),
         }
+
+
+def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
+    """How near the steps' seconds are to the limit; `limits` are each rank's in seconds, in measured order.
+
+    Of one process the median over its steps, each held against what was measured right before and right after
+    it. Of ranks, measured at the begin and the end alone, the slowest one's limit over the median step.
+    """
+    if len(limits) == 1:
+        pairs = zip(limits[0], limits[0][1:], strict=False)
+        return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
+    return max(statistics.mean(one) for one in limits) / statistics.median(steps)
 
 
 def reduce_goodput(group: Group) -> float:

@@ -8,6 +8,7 @@ from typing import Any
 from trainer.report import SPLIT
 
 Result = dict[str, Any]
+_PAIRED = " (each held against what was measured right before and after it)"
 QUIET = 0.9  # of its cores that a process must have had for its figures to be its own
 
 
@@ -21,7 +22,7 @@ def describe(result: Result) -> str:
         f"{max(result['step_seconds_all']):.2f} over {result['steps']}), {result['tok_per_s']:,.0f} tok/s",
         "  of which   " + ", ".join(f"{name} {result['split'][name]:.2f}" for name in SPLIT) + " s",
         f"  limit      {max(r['limit_seconds'] for r in result['ranks']):.2f} s, of which the step reaches "
-        f"{percent(result['share_of_limit'])}",
+        f"{percent(result['share_of_limit'])}" + (_PAIRED if result["world_size"] == 1 else ""),
     ]
     for rank in result["ranks"]:
         lines += _lines_of(rank)
