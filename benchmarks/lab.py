@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -109,6 +109,8 @@ QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-f
 FEWEST, FEW, MANY = 2, 3, 5  # steps of a stage, by how long one takes
 HOST_STEPS = 12
 LOCAL_STEPS = 30  # a round of H 30
+STEADY = 0.10  # by which a host's matrix products may be faster or slower in a stage than in its solo's
+AGAIN = 2  # times that a stage is measured anew, at most, in which they were not
 
 
 @dataclass
@@ -264,24 +266,64 @@ def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None
     check_shaped(job, group.link)
     limit_second(job, A_THIRD if group.slow_second else 1.0)
     try:
-        for steps in sorted({steps_of(stage) for stage in stages}, reverse=True):
-            names = [stage for stage in stages if steps_of(stage) == steps]
-            knobs = {
-                "bench_stages": ",".join(names),
-                "bench_steps": steps,
-                "bench_out": job.out / group.name,
-                "bench_link_mbit": LINK_MBIT[group.link],
-                "bench_again": str(job.args.again).lower(),
-                "depth": DEPTH,
-                "sequence_len": LENGTH,
-                "data_dir": data,
-                "fleet_nice": 0,
-                "doctor": "never",
-            }
-            playbook(job, "bench.yml", knobs)
+        measure_stages(job, group, stages, data, job.args.again)
+        for _ in range(AGAIN):
+            odd = unsteady(job, group, stages)
+            if not odd:
+                break
+            for name, speed in odd.items():
+                print(f"{name}: products ran at {percent(speed)} of solo's rate; measured again", flush=True)
+            measure_stages(job, group, list(odd), data, again=True)
     finally:
         limit_second(job, 1.0)
     job.missing += [stage for stage in stages if not job.file(group.name, stage).exists()]
+
+
+def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path, again: bool) -> None:
+    """By bench.yml, those of one number of steps together."""
+    for steps in sorted({steps_of(stage) for stage in stages}, reverse=True):
+        knobs = {
+            "bench_stages": ",".join(stage for stage in stages if steps_of(stage) == steps),
+            "bench_steps": steps,
+            "bench_out": job.out / group.name,
+            "bench_link_mbit": LINK_MBIT[group.link],
+            "bench_again": str(again).lower(),
+            "depth": DEPTH,
+            "sequence_len": LENGTH,
+            "data_dir": data,
+            "fleet_nice": 0,
+            "doctor": "never",
+        }
+        playbook(job, "bench.yml", knobs)
+
+
+def unsteady(job: Job, group: Group, stages: Sequence[str]) -> dict[str, float]:
+    """The fleet's stages in which the machine was not as fast as beside solo, and how fast it was."""
+    results, _ = load(job.out / group.name / "stages")
+    speeds = {
+        stage: speed_beside_solo(results[stage], results.values(), group.slow_second)
+        for stage in stages
+        if stage in results
+    }
+    return {stage: speed for stage, speed in speeds.items() if speed and abs(speed - 1) > STEADY}
+
+
+def speed_beside_solo(
+    result: dict[str, Any], results: Iterable[dict[str, Any]], slow_second: bool = False
+) -> float | None:
+    """The rate of matrix products in a fleet's stage over that in its solo's; None without a solo.
+
+    Of the slower rank, or of rank 0 where the second host is limited. How well the fleet works has no part in
+    it, only how fast the machine was.
+    """
+    ranks = result["ranks"][:1] if slow_second else result["ranks"]
+    rate = min(rank["rates"]["gemm"] for rank in ranks)
+    tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
+    for solo in results:
+        alike = solo["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
+        if solo["world_size"] == 1 < result["world_size"] and solo["tokens"] == tokens and alike:
+            return float(rate / solo["ranks"][0]["rates"]["gemm"])
+    return None
 
 
 def set_up(job: Job, data: Path) -> None:
@@ -366,6 +408,8 @@ def conclude(job: Job) -> int:
             run([*report, "--link-mbit", str(LINK_MBIT[group.link])], quiet=True)
             for row in compare(results, LINK_MBIT[group.link]):
                 rows[f"{group.name}/{row['stage']}"] = row
+                beside = speed_beside_solo(results[row["stage"]], results.values(), group.slow_second)
+                row["speed_beside_solo"] = beside
     lines += [bars_table(rows), ""]
     for group in GROUPS:
         path = job.out / group.name / "bench.md"
@@ -414,7 +458,9 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
 
 
 def bars_table(rows: dict[str, dict[str, Any]]) -> str:
-    table = [["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit"]]
+    table = [
+        ["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit", "products, of solo's rate"]
+    ]
     for bar in BARS:
         row = rows.get(f"{bar.group}/{bar.stage}")
         asked = (
@@ -428,7 +474,7 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
             value = (row or {}).get(key)
             if value is not None and key == "payload":
                 value /= 1e6
-            solo = (row or {}).get("solo_share_of_limit")
+            solo, beside = ((row or {}).get(name) for name in ("solo_share_of_limit", "speed_beside_solo"))
             table.append(
                 [
                     f"{bar.group}, {bar.stage}, {what}",
@@ -439,6 +485,7 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
                     ),
                     (row or {}).get("bound_by", ""),
                     percent(solo) if solo else "",
+                    percent(beside) if beside else "",
                 ]
             )
     return markdown(table)

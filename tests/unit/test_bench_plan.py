@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,53 @@ def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
     assert " met " in lines[3], "a share of the bound is no ratio"
     row["solo_share_of_limit"] = 0.84
     assert " met " in lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+
+
+def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
+    """The result, with another rate of products on rank 0."""
+    first, *others = result["ranks"]
+    return result | {"ranks": [first | {"rates": {"gemm": gemm, "copy": 1e10}}, *others]}
+
+
+def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
+    solos = [measured(2048, 7.0), measured(4096, 12.0)]
+    pair = measured(4096, 8.0, ranks=2, sync="exact")
+    assert lab.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
+    assert lab.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
+    assert lab.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
+    assert lab.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
+    assert lab.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
+    assert lab.speed_beside_solo(pair, solos[:1]) is None
+    assert lab.speed_beside_solo(solos[1], solos) is None
+
+
+def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine is slow beside `exact` twice, and beside `dense` always."""
+    asked: list[tuple[tuple[str, ...], bool]] = []
+    rates = {"exact-4096-float32": iter([0.7e11, 0.8e11, 1e11]), "dense-4096-float32": iter([0.5e11] * 9)}
+
+    def measure(job: lab.Job, group: lab.Group, stages: list[str], data: Path, again: bool) -> None:
+        asked.append((tuple(stages), again))
+        for stage in stages:
+            file = job.file(group.name, stage)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            result = measured(4096, 12.0)
+            if stage in rates:
+                result = at(next(rates[stage]), measured(4096, 8.0, ranks=2, sync="exact"))
+            file.write_text(json.dumps(result))
+
+    for name in ("playbook", "set_up", "check_shaped", "limit_second"):
+        monkeypatch.setattr(lab, name, lambda *_, **__: 0)
+    monkeypatch.setattr(lab, "measure_stages", measure)
+    job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
+    stages = ["solo-4096-float32", *rates]
+    lab.measure_group(job, lab.GROUPS[0], stages, tmp_path)
+    assert asked == [(tuple(stages), False), (tuple(rates), True), (tuple(rates), True)]
+    assert (
+        "exact-4096-float32: products ran at 70 % of solo's rate; measured again" in capsys.readouterr().out
+    )
 
 
 def test_every_bar_is_measured_by_a_stage() -> None:
