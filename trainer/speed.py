@@ -24,7 +24,7 @@ from trainer.sync.layout import add_rows_alone
 
 LEAST_SECONDS = 0.6  # that each figure is taken over: several periods of a kernel that hands out shares
 WARM_TIMES = 2  # that it is the mean of, at least; the first time, memory is new and takes half as long again
-PATIENCE_SECONDS = 90.0  # for one figure; of work that would not be warm by then, the first time counts
+PATIENCE_SECONDS = 100.0  # for one figure; of work that would not be warm by then, the first time counts
 LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one where the link is fast
 LINK_SECONDS = 0.15
 WORDS = 8  # messages as short as they come
