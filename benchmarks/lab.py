@@ -23,15 +23,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.bars import bars_table, host_table, speed_beside_solo
 from fleet import corpus
 from trainer.bench import SCHEMA, WARM_STEPS
 from trainer.bench.report import compare, load
-from trainer.bench.words import markdown, percent
+from trainer.bench.words import percent
 from trainer.config import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -39,8 +40,6 @@ DEPTH, LENGTH, VOCAB_SIZE = 8, 1024, 32_768
 LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
 A_THIRD = 0.33  # of a core, for the slow host of the uneven pair
 STAGE_SECONDS = 45.0  # to start, measure the limits and take away
-HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # of it a host has to reach; in bfloat16 with AMX
-MOST_MEMORY = 4.5e9
 
 
 @dataclass(frozen=True)
@@ -52,17 +51,6 @@ class Group:
     stages: tuple[str, ...]
     takes: tuple[str, ...] = ()
     slow_second: bool = False
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a stage has to reach: times solo, share of its bound, MB that a host sends in a step."""
-
-    group: str
-    stage: str
-    ratio: float | None = None
-    bound: float | None = None
-    payload: float | None = None
 
 
 SOLO = ("solo-4096-float32", "solo-16384-float32")
@@ -96,14 +84,6 @@ GROUPS = (
         slow_second=True,
     ),
 )
-BARS = (
-    Bar("1gbit", "exact-4096-float32", ratio=1.7, bound=0.85, payload=190),
-    Bar("1gbit", "fast-4096-bfloat16", bound=0.75, payload=100),
-    Bar("1gbit", "exact-16384-float32", ratio=1.9),
-    Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
-    Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
-    Bar("uneven", "exact-16384-float32-auto", ratio=1.2),
-)
 HOST_STAGES = ("host-float32", "host-bfloat16")
 QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
 FEWEST, FEW, MANY = 2, 3, 5  # steps of a stage, by how long one takes
@@ -134,11 +114,9 @@ class Job:
         return self.out / group / "stages" / f"{stage}.json"
 
     def measured(self, group: str, stage: str) -> bool:
-        """Whether its figures are there. Those of another version are taken away."""
+        """Whether its figures are there, and of this version."""
         file = self.file(group, stage)
-        if file.exists() and json.loads(file.read_text()).get("schema") != SCHEMA:
-            file.unlink()
-        return file.exists()
+        return file.exists() and json.loads(file.read_text()).get("schema") == SCHEMA
 
     def left(self, group: str, stages: Sequence[str]) -> list[str]:
         names = [name.format(slow=f"{self.args.lab}-2") for name in stages]
@@ -266,28 +244,28 @@ def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None
     check_shaped(job, group.link)
     limit_second(job, A_THIRD if group.slow_second else 1.0)
     try:
-        measure_stages(job, group, stages, data, job.args.again)
+        measure_stages(job, group, stages, data)
         for _ in range(AGAIN):
             odd = unsteady(job, group, stages)
             if not odd:
                 break
             for name, speed in odd.items():
                 print(f"{name}: products ran at {percent(speed)} of solo's rate; measured again", flush=True)
-            measure_stages(job, group, list(odd), data, again=True)
+            measure_stages(job, group, list(odd), data)
     finally:
         limit_second(job, 1.0)
-    job.missing += [stage for stage in stages if not job.file(group.name, stage).exists()]
+    job.missing += [stage for stage in stages if not job.measured(group.name, stage)]
 
 
-def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path, again: bool) -> None:
-    """By bench.yml, those of one number of steps together."""
+def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) -> None:
+    """By bench.yml, those of one number of steps together; over what older figures there are."""
     for steps in sorted({steps_of(stage) for stage in stages}, reverse=True):
         knobs = {
             "bench_stages": ",".join(stage for stage in stages if steps_of(stage) == steps),
             "bench_steps": steps,
             "bench_out": job.out / group.name,
             "bench_link_mbit": LINK_MBIT[group.link],
-            "bench_again": str(again).lower(),
+            "bench_again": "true",
             "depth": DEPTH,
             "sequence_len": LENGTH,
             "data_dir": data,
@@ -306,24 +284,6 @@ def unsteady(job: Job, group: Group, stages: Sequence[str]) -> dict[str, float]:
         if stage in results
     }
     return {stage: speed for stage, speed in speeds.items() if speed and abs(speed - 1) > STEADY}
-
-
-def speed_beside_solo(
-    result: dict[str, Any], results: Iterable[dict[str, Any]], slow_second: bool = False
-) -> float | None:
-    """The rate of matrix products in a fleet's stage over that in its solo's; None without a solo.
-
-    Of the slower rank, or of rank 0 where the second host is limited. How well the fleet works has no part in
-    it, only how fast the machine was.
-    """
-    ranks = result["ranks"][:1] if slow_second else result["ranks"]
-    rate = min(rank["rates"]["gemm"] for rank in ranks)
-    tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
-    for solo in results:
-        alike = solo["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
-        if solo["world_size"] == 1 < result["world_size"] and solo["tokens"] == tokens and alike:
-            return float(rate / solo["ranks"][0]["rates"]["gemm"])
-    return None
 
 
 def set_up(job: Job, data: Path) -> None:
@@ -433,73 +393,6 @@ def machine() -> str:
         f"{facts.get('cpu', platform.machine())}, {facts['cores']} cores, {facts.get('memory', '?')}, "
         f"{facts.get('system', '')}, torch {facts.get('torch', '?')}, {time.strftime('%Y-%m-%d')}."
     )
-
-
-def host_table(host: dict[str, dict[str, Any]]) -> str:
-    head = ["one host", "step, s", "tok/s", "limit, s", "reached", "wanted", "memory, GB", "of its cores"]
-    table = [head]
-    for name, result in host.items():
-        rank = result["ranks"][0]
-        wanted = HOST_LIMIT[rank["compute_dtype"]]
-        met = result["share_of_limit"] >= wanted and rank["peak_rss"] < MOST_MEMORY
-        table.append(
-            [
-                f"{name.removeprefix('host-')}, {rank['threads']} threads",
-                f"{result['step_seconds']:.2f}",
-                f"{result['tok_per_s']:,.0f}",
-                f"{rank['limit_seconds']:.2f}",
-                percent(result["share_of_limit"]),
-                f"{percent(wanted)}: {'met' if met else 'missed'}",
-                f"{rank['peak_rss'] / 1e9:.2f}",
-                percent(rank["cpu_share"]),
-            ]
-        )
-    return markdown(table)
-
-
-def bars_table(rows: dict[str, dict[str, Any]]) -> str:
-    table = [
-        ["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit", "products, of solo's rate"]
-    ]
-    for bar in BARS:
-        row = rows.get(f"{bar.group}/{bar.stage}")
-        asked = (
-            ("to solo", "ratio", bar.ratio, "{:.2f}x"),
-            ("of its bound", "share_of_bound", bar.bound, "{:.0%}"),
-            ("MB a step", "payload", bar.payload, "{:.1f}"),
-        )
-        for what, key, wanted, shape in asked:
-            if wanted is None:
-                continue
-            value = (row or {}).get(key)
-            if value is not None and key == "payload":
-                value /= 1e6
-            solo, beside = ((row or {}).get(name) for name in ("solo_share_of_limit", "speed_beside_solo"))
-            table.append(
-                [
-                    f"{bar.group}, {bar.stage}, {what}",
-                    shape.format(value) if value is not None else "not measured",
-                    f"{'at most' if key == 'payload' else 'at least'} {shape.format(wanted)}",
-                    verdict(
-                        key, value, wanted, shape, solo, "bfloat16" if "bfloat16" in bar.stage else "float32"
-                    ),
-                    (row or {}).get("bound_by", ""),
-                    percent(solo) if solo else "",
-                    percent(beside) if beside else "",
-                ]
-            )
-    return markdown(table)
-
-
-def verdict(key: str, value: float | None, wanted: float, shape: str, solo: float | None, dtype: str) -> str:
-    """Met, or missed and by how much. A ratio to a solo short of its own bar does not count."""
-    if value is None:
-        return ""
-    if not (value <= wanted if key == "payload" else value >= wanted):
-        return f"missed by {shape.format(abs(value - wanted))}"
-    if key == "ratio" and (solo or 0) < HOST_LIMIT[dtype]:
-        return f"reached; counts with solo at {percent(HOST_LIMIT[dtype])} of its limit"
-    return "met"
 
 
 if __name__ == "__main__":

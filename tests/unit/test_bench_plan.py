@@ -11,7 +11,7 @@ import pytest
 from ansible.errors import AnsibleFilterError
 from role_files import load
 
-from benchmarks import lab
+from benchmarks import bars, lab
 from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
 
@@ -223,7 +223,7 @@ def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.
 
 def test_bars_say_by_how_much_they_are_missed() -> None:
     row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.88}
-    lines = lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    lines = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
     assert "met" in lines[3]
     assert "met" in lines[4]
@@ -232,11 +232,11 @@ def test_bars_say_by_how_much_they_are_missed() -> None:
 
 def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
     row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.80}
-    lines = lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    lines = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "| reached; counts with solo at 83 % of its limit |" in lines[2]
     assert " met " in lines[3], "a share of the bound is no ratio"
     row["solo_share_of_limit"] = 0.84
-    assert " met " in lab.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+    assert " met " in bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
 
 
 def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
@@ -248,24 +248,24 @@ def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
 def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
     solos = [measured(2048, 7.0), measured(4096, 12.0)]
     pair = measured(4096, 8.0, ranks=2, sync="exact")
-    assert lab.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
-    assert lab.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
-    assert lab.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
-    assert lab.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
-    assert lab.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
-    assert lab.speed_beside_solo(pair, solos[:1]) is None
-    assert lab.speed_beside_solo(solos[1], solos) is None
+    assert bars.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
+    assert bars.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
+    assert bars.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
+    assert bars.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
+    assert bars.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
+    assert bars.speed_beside_solo(pair, solos[:1]) is None
+    assert bars.speed_beside_solo(solos[1], solos) is None
 
 
 def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The machine is slow beside `exact` twice, and beside `dense` always."""
-    asked: list[tuple[tuple[str, ...], bool]] = []
+    asked: list[tuple[str, ...]] = []
     rates = {"exact-4096-float32": iter([0.7e11, 0.8e11, 1e11]), "dense-4096-float32": iter([0.5e11] * 9)}
 
-    def measure(job: lab.Job, group: lab.Group, stages: list[str], data: Path, again: bool) -> None:
-        asked.append((tuple(stages), again))
+    def measure(job: lab.Job, group: lab.Group, stages: list[str], data: Path) -> None:
+        asked.append(tuple(stages))
         for stage in stages:
             file = job.file(group.name, stage)
             file.parent.mkdir(parents=True, exist_ok=True)
@@ -280,14 +280,24 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
     stages = ["solo-4096-float32", *rates]
     lab.measure_group(job, lab.GROUPS[0], stages, tmp_path)
-    assert asked == [(tuple(stages), False), (tuple(rates), True), (tuple(rates), True)]
+    assert asked == [tuple(stages), tuple(rates), tuple(rates)]
     assert (
         "exact-4096-float32: products ran at 70 % of solo's rate; measured again" in capsys.readouterr().out
     )
 
 
+def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_path: Path) -> None:
+    job = lab.Job(argparse.Namespace(again=False, quick=False, only=[], lab="bench"), tmp_path)
+    stages = ["solo-4096-float32", "solo-2048-float32"]
+    for stage, schema in zip(stages, (SCHEMA, SCHEMA - 1), strict=True):
+        job.file("1gbit", stage).parent.mkdir(parents=True, exist_ok=True)
+        job.file("1gbit", stage).write_text(json.dumps({"schema": schema}))
+    assert job.left("1gbit", stages) == ["solo-2048-float32"]
+    assert job.file("1gbit", "solo-2048-float32").exists()
+
+
 def test_every_bar_is_measured_by_a_stage() -> None:
     stages = {(group.name, stage) for group in lab.GROUPS for stage in group.stages}
-    assert all((bar.group, bar.stage) in stages for bar in lab.BARS)
+    assert all((bar.group, bar.stage) in stages for bar in bars.BARS)
     first = set(lab.GROUPS[0].stages)
     assert all(stage in first for group in lab.GROUPS for stage in group.takes)

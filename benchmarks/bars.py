@@ -1,0 +1,118 @@
+"""What a host and a fleet have to reach, and the tables of `make bench` that say whether they do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.bench.words import markdown, percent
+
+HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # of it a host has to reach; in bfloat16 with AMX
+MOST_MEMORY = 4.5e9
+
+
+@dataclass(frozen=True)
+class Bar:
+    """What a stage has to reach: times solo, share of its bound, MB that a host sends in a step."""
+
+    group: str
+    stage: str
+    ratio: float | None = None
+    bound: float | None = None
+    payload: float | None = None
+
+
+BARS = (
+    Bar("1gbit", "exact-4096-float32", ratio=1.7, bound=0.85, payload=190),
+    Bar("1gbit", "fast-4096-bfloat16", bound=0.75, payload=100),
+    Bar("1gbit", "exact-16384-float32", ratio=1.9),
+    Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
+    Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
+    Bar("uneven", "exact-16384-float32-auto", ratio=1.2),
+)
+
+
+def host_table(host: dict[str, dict[str, Any]]) -> str:
+    head = ["one host", "step, s", "tok/s", "limit, s", "reached", "wanted", "memory, GB", "of its cores"]
+    table = [head]
+    for name, result in host.items():
+        rank = result["ranks"][0]
+        wanted = HOST_LIMIT[rank["compute_dtype"]]
+        met = result["share_of_limit"] >= wanted and rank["peak_rss"] < MOST_MEMORY
+        table.append(
+            [
+                f"{name.removeprefix('host-')}, {rank['threads']} threads",
+                f"{result['step_seconds']:.2f}",
+                f"{result['tok_per_s']:,.0f}",
+                f"{rank['limit_seconds']:.2f}",
+                percent(result["share_of_limit"]),
+                f"{percent(wanted)}: {'met' if met else 'missed'}",
+                f"{rank['peak_rss'] / 1e9:.2f}",
+                percent(rank["cpu_share"]),
+            ]
+        )
+    return markdown(table)
+
+
+def bars_table(rows: dict[str, dict[str, Any]]) -> str:
+    table = [
+        ["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit", "products, of solo's rate"]
+    ]
+    for bar in BARS:
+        row = rows.get(f"{bar.group}/{bar.stage}")
+        asked = (
+            ("to solo", "ratio", bar.ratio, "{:.2f}x"),
+            ("of its bound", "share_of_bound", bar.bound, "{:.0%}"),
+            ("MB a step", "payload", bar.payload, "{:.1f}"),
+        )
+        for what, key, wanted, shape in asked:
+            if wanted is None:
+                continue
+            value = (row or {}).get(key)
+            if value is not None and key == "payload":
+                value /= 1e6
+            solo, beside = ((row or {}).get(name) for name in ("solo_share_of_limit", "speed_beside_solo"))
+            table.append(
+                [
+                    f"{bar.group}, {bar.stage}, {what}",
+                    shape.format(value) if value is not None else "not measured",
+                    f"{'at most' if key == 'payload' else 'at least'} {shape.format(wanted)}",
+                    verdict(
+                        key, value, wanted, shape, solo, "bfloat16" if "bfloat16" in bar.stage else "float32"
+                    ),
+                    (row or {}).get("bound_by", ""),
+                    percent(solo) if solo else "",
+                    percent(beside) if beside else "",
+                ]
+            )
+    return markdown(table)
+
+
+def verdict(key: str, value: float | None, wanted: float, shape: str, solo: float | None, dtype: str) -> str:
+    """Met, or missed and by how much. A ratio to a solo short of its own bar does not count."""
+    if value is None:
+        return ""
+    if not (value <= wanted if key == "payload" else value >= wanted):
+        return f"missed by {shape.format(abs(value - wanted))}"
+    if key == "ratio" and (solo or 0) < HOST_LIMIT[dtype]:
+        return f"reached; counts with solo at {percent(HOST_LIMIT[dtype])} of its limit"
+    return "met"
+
+
+def speed_beside_solo(
+    result: dict[str, Any], results: Iterable[dict[str, Any]], slow_second: bool = False
+) -> float | None:
+    """The rate of matrix products in a fleet's stage over that in its solo's; None without a solo.
+
+    Of the slower rank, or of rank 0 where the second host is limited. How well the fleet works has no part in
+    it, only how fast the machine was.
+    """
+    ranks = result["ranks"][:1] if slow_second else result["ranks"]
+    rate = min(rank["rates"]["gemm"] for rank in ranks)
+    tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
+    for solo in results:
+        alike = solo["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
+        if solo["world_size"] == 1 < result["world_size"] and solo["tokens"] == tokens and alike:
+            return float(rate / solo["ranks"][0]["rates"]["gemm"])
+    return None
