@@ -56,9 +56,8 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
 
 
 def bars_table(rows: dict[str, dict[str, Any]]) -> str:
-    table = [
-        ["bar", "measured", "wanted", "", "bound by", "solo reaches of its limit", "products, of solo's rate"]
-    ]
+    head = ["bar", "measured", "wanted", "", "at solo's speed", "beside an idle host", "bound by"]
+    table = [[*head, "solo reaches of its limit", "products, of solo's rate"]]
     for bar in BARS:
         row = rows.get(f"{bar.group}/{bar.stage}")
         asked = (
@@ -72,7 +71,8 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
             value = (row or {}).get(key)
             if value is not None and key == "payload":
                 value /= 1e6
-            solo, beside = ((row or {}).get(name) for name in ("solo_share_of_limit", "speed_beside_solo"))
+            names = ("solo_share_of_limit", "speed_beside_solo", "ratio_idle")
+            solo, beside, idle = ((row or {}).get(name) for name in names)
             table.append(
                 [
                     f"{bar.group}, {bar.stage}, {what}",
@@ -81,6 +81,8 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
                     verdict(
                         key, value, wanted, shape, solo, "bfloat16" if "bfloat16" in bar.stage else "float32"
                     ),
+                    shape.format(value / beside) if key == "ratio" and value and beside else "",
+                    shape.format(idle) if key == "ratio" and idle else "",
                     (row or {}).get("bound_by", ""),
                     percent(solo) if solo else "",
                     percent(beside) if beside else "",

@@ -8,12 +8,17 @@
 Depth 8, rows of 1,024 tokens. Says how long it will take, measures stage after stage by `bench.yml`, keeps
 the figures of each in OUT/GROUP/stages as they come, and writes OUT/bars.md, bars.json and a report a group.
 Nothing else should run on the machine: the tables say what share of their cores the processes had.
+
+Two hosts of one machine slow each other down, as two machines would not: they share its memory bus and its
+clock. So solo is measured while the other host trains by itself, which takes from it what the other host of
+a fleet does; `idle/` stages are solo with the other host at rest, and the tables have both.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -23,7 +28,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +50,7 @@ STAGE_SECONDS = 45.0  # to start, measure the limits and take away
 
 @dataclass(frozen=True)
 class Group:
-    """Stages that are measured on one state of the lab. `takes` are solo stages of the first group."""
+    """Stages measured on one state of the lab, in this order. `takes` are solo stages of the first group."""
 
     name: str
     link: str
@@ -53,23 +59,26 @@ class Group:
     slow_second: bool = False
 
 
-SOLO = ("solo-4096-float32", "solo-16384-float32")
+IDLE = "idle/"  # a solo stage with the other host at rest
+SOLO = (f"{IDLE}solo-4096-float32", f"{IDLE}solo-16384-float32")
 GROUPS = (
     Group(
         "1gbit",
         "1gbit",
         (
+            SOLO[0],
             "solo-2048-float32",
             "solo-4096-float32",
             "exact-4096-float32",
             "dense-4096-float32",
+            "fast-4096-float32",
             "solo-2048-bfloat16",
             "solo-4096-bfloat16",
             "fast-4096-bfloat16",
-            "fast-4096-float32",
             "solo-8192-bfloat16",
             "solo-16384-bfloat16",
             "fast-16384-bfloat16",
+            SOLO[1],
             "solo-8192-float32",
             "solo-16384-float32",
             "exact-16384-float32",
@@ -86,10 +95,11 @@ GROUPS = (
 )
 HOST_STAGES = ("host-float32", "host-bfloat16")
 QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
-FEWEST, FEW, MANY = 2, 3, 5  # steps of a stage, by how long one takes
+FEWEST, FEW, MANY = 2, 4, 5  # steps of a stage, by how long one takes
 HOST_STEPS = 12
 LOCAL_STEPS = 30  # a round of H 30
 STEADY = 0.10  # by which a host's matrix products may be faster or slower in a stage than in its solo's
+NEIGHBOUR = "nanofleet-neighbour.service"
 AGAIN = 2  # times that a stage is measured anew, at most, in which they were not
 
 
@@ -111,7 +121,8 @@ class Job:
         return not self.args.only or any(name.startswith(start) for start in self.args.only)
 
     def file(self, group: str, stage: str) -> Path:
-        return self.out / group / "stages" / f"{stage}.json"
+        folder = self.out / group / (IDLE if stage.startswith(IDLE) else "")
+        return folder / "stages" / f"{plain(stage)}.json"
 
     def measured(self, group: str, stage: str) -> bool:
         """Whether its figures are there, and of this version."""
@@ -125,6 +136,16 @@ class Job:
             for name in names
             if self.wanted(name) and (self.args.again or not self.measured(group, name))
         ]
+
+
+def plain(stage: str) -> str:
+    """Its name for bench.yml, which knows nothing of what the other host does meanwhile."""
+    return stage.removeprefix(IDLE)
+
+
+def has_neighbour(stage: str) -> bool:
+    """Whether the other host trains by itself while the stage is measured."""
+    return stage.startswith("solo") and "-on-" not in stage
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -179,7 +200,7 @@ def steps_of(stage: str) -> int:
         return LOCAL_STEPS
     if stage.startswith("host"):
         return HOST_STEPS
-    if "-on-" in stage:
+    if "-on-" in stage or stage.endswith("8.8"):
         return FEWEST
     return FEW if "16384" in stage or "8192" in stage else MANY
 
@@ -196,7 +217,7 @@ def core_rate() -> float:
 def expected(stage: str, rate: float) -> float:
     """Seconds of a stage, roughly: a core at three quarters of its rate, two of them where two ranks are."""
     tokens = int(match[0]) if (match := re.search(r"\d{4,}", stage)) else 2048
-    cores = 1 if stage.startswith("solo") else 2
+    cores = 1 if plain(stage).startswith("solo") else 2
     speed = 0.75 * rate * (2 if "bfloat16" in stage else 1) * (A_THIRD if "-on-" in stage else 1)
     if stage.endswith("8.8"):
         speed *= 2 / 3
@@ -235,7 +256,7 @@ def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None
     """Bring the lab to the group's state and measure."""
     print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(stages)}", flush=True)
     for stage in group.takes:
-        source, target = job.file(GROUPS[0].name, stage), job.file(group.name, stage)
+        source, target = job.file(GROUPS[0].name, stage), job.file(group.name, plain(stage))
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
@@ -258,12 +279,14 @@ def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None
 
 
 def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) -> None:
-    """By bench.yml, those of one number of steps together; over what older figures there are."""
-    for steps in sorted({steps_of(stage) for stage in stages}, reverse=True):
+    """By bench.yml, those alike that follow each other together; over what older figures there are."""
+    for _, alike in itertools.groupby(stages, kind_of):
+        some = list(alike)
+        files = [job.file(group.name, stage) for stage in some]
         knobs = {
-            "bench_stages": ",".join(stage for stage in stages if steps_of(stage) == steps),
-            "bench_steps": steps,
-            "bench_out": job.out / group.name,
+            "bench_stages": ",".join(plain(stage) for stage in some),
+            "bench_steps": steps_of(some[0]),
+            "bench_out": files[0].parents[1],
             "bench_link_mbit": LINK_MBIT[group.link],
             "bench_again": "true",
             "depth": DEPTH,
@@ -272,7 +295,37 @@ def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) ->
             "fleet_nice": 0,
             "doctor": "never",
         }
-        playbook(job, "bench.yml", knobs)
+        with neighbour(job, some[-1], files) if has_neighbour(some[0]) else nullcontext():
+            playbook(job, "bench.yml", knobs)
+
+
+def kind_of(stage: str) -> tuple[int, str, str]:
+    """What stages measured together have in common: steps, folder, and the neighbour's number format."""
+    folder = IDLE if stage.startswith(IDLE) else ""
+    return steps_of(stage), folder, stage.rpartition("-")[2] if has_neighbour(stage) else ""
+
+
+@contextmanager
+def neighbour(job: Job, stage: str, files: Sequence[Path]) -> Iterator[None]:
+    """Meanwhile the second host trains by itself as the stage does, on made-up rows.
+
+    Figures in `files` are removed if it ended before: solo would have been beside a host at rest.
+    """
+    tokens, dtype = stage.split("-")[1:3]
+    host = ["podman", "exec", f"{job.args.lab}-2"]
+    start = ["systemd-run", "--quiet", "--collect", f"--unit={NEIGHBOUR}", "--property=User=nanofleet"]
+    start += ["--property=RuntimeMaxSec=2h", "--setenv=OMP_NUM_THREADS=1", "/opt/nanofleet/venv/bin/python"]
+    start += ["-m", "trainer", "bench", "--depth", str(DEPTH), "--rows", str(int(tokens) // LENGTH)]
+    run([*host, *start, "--dtype", dtype, "--steps", "10000"], environment(job))
+    try:
+        yield
+        if run([*host, "systemctl", "--quiet", "is-active", NEIGHBOUR], environment(job), check=False):
+            for file in files:
+                file.unlink(missing_ok=True)
+            said = f"podman exec {host[-1]} journalctl -u {NEIGHBOUR} -n 20"
+            raise SystemExit(f"{stage}: the training on {host[-1]} ended meanwhile. What it said: {said}")
+    finally:
+        run([*host, "systemctl", "stop", NEIGHBOUR], environment(job), check=False)
 
 
 def unsteady(job: Job, group: Group, stages: Sequence[str]) -> dict[str, float]:
@@ -366,7 +419,10 @@ def conclude(job: Job) -> int:
         if results:
             report = [sys.executable, "-m", "trainer.bench.report", str(folder), "--out", str(folder.parent)]
             run([*report, "--link-mbit", str(LINK_MBIT[group.link])], quiet=True)
+            idle, _ = load(job.file(group.name, SOLO[0]).parent)
+            ratios = ratios_idle(results, idle)
             for row in compare(results, LINK_MBIT[group.link]):
+                row["ratio_idle"] = ratios.get(row["stage"])
                 rows[f"{group.name}/{row['stage']}"] = row
                 beside = speed_beside_solo(results[row["stage"]], results.values(), group.slow_second)
                 row["speed_beside_solo"] = beside
@@ -383,6 +439,12 @@ def conclude(job: Job) -> int:
     if job.missing:
         print(f"Not measured: {', '.join(job.missing)}. Type the same again: what there is, is kept.")
     return 1 if job.missing else 0
+
+
+def ratios_idle(results: dict[str, Any], idle: dict[str, Any]) -> dict[str, float]:
+    """How many times as fast as a solo beside a host at rest each of the fleet's stages is."""
+    fleet = {name: result for name, result in results.items() if result["world_size"] > 1}
+    return {row["stage"]: row["ratio"] for row in compare(fleet | idle) if "ratio" in row}
 
 
 def machine() -> str:

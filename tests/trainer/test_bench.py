@@ -65,6 +65,7 @@ def test_limit_is_products_and_bytes() -> None:
 def test_a_step_is_held_against_what_was_measured_beside_it() -> None:
     """A host at half its speed for a while is as near to its limit as before."""
     assert share_of_limit([[8.0, 8.0, 16.0, 16.0, 16.0]], [10.0, 15.0, 20.0, 20.0]) == pytest.approx(0.8)
+    assert share_of_limit([[6.0, 4.0], [4.0, 8.0]], [10.0]) == pytest.approx(0.7), "by the slower rank"
     assert share_of_limit([[6.0, 8.0], [4.0, 6.0]], [10.0, 9.0, 20.0]) == pytest.approx(0.7)
 
 
@@ -102,7 +103,7 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     assert dense["shares"] == [2, 2]
     for rank in (*dense["ranks"], *exact["ranks"]):
         assert rank["reduce_goodput"] > 1e6
-        assert len(rank["rates_all"]) == 2, "nothing is measured while the other rank may wait"
+        assert len(rank["rates_all"]) == 4, "before, between and after the steps that count"
         assert rank["sent"] > 0.9 * rank["counted"]  # both ranks' traffic goes over loopback
     assert exact["ranks"][0]["counted"] < dense["ranks"][0]["counted"] / 2
     # A round of local has each parameter once, in a byte; the last meeting of a run is not among its steps.
@@ -111,6 +112,8 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     )
     sent = 3 * round_of_three["ranks"][0]["counted_mean"]
     assert sent < 1.1 * dense["ranks"][0]["counted"] / 4
+    times = {len(rank["rates_all"]) for rank in round_of_three["ranks"]}
+    assert times == {1}, "a fragment is on its way between any two of its steps"
 
 
 @pytest.mark.processes

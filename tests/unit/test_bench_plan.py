@@ -286,6 +286,75 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     )
 
 
+class Lab:
+    """Stands for the lab's commands: what is typed there, and whether the neighbour still trains."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, active: bool = True) -> None:
+        self.did: list[str] = []
+        self.active = active
+        monkeypatch.setattr(lab, "run", self.run)
+        monkeypatch.setattr(lab, "environment", lambda _: {})
+
+    def run(self, command: list[str], *_: Any, **__: Any) -> int:
+        if command[0] == "ansible-playbook":
+            knobs = dict(part[2:].split("=", 1) for part in command[2:])
+            folder = Path(knobs["bench_out"]).name
+            self.did.append(f"{folder}: {knobs['bench_stages']} x {knobs['bench_steps']}")
+            return 0
+        text = " ".join(command)
+        if "is-active" in text:
+            return 0 if self.active else 3
+        verb = "begin" if "systemd-run" in text else "end"
+        dtype = f" {command[command.index('--dtype') + 1]}" if verb == "begin" else ""
+        self.did.append(f"{verb} neighbour{dtype}")
+        return 0
+
+
+def test_solo_is_measured_while_the_other_host_trains_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Lab(monkeypatch)
+    job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
+    stages = ["idle/solo-4096-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32"]
+    stages += ["dense-4096-float32", "solo-4096-bfloat16", "solo-4096-float32-on-bench-2"]
+    lab.measure_stages(job, lab.GROUPS[0], stages, tmp_path)
+    assert commands.did == [
+        "idle: solo-4096-float32 x 5",
+        "begin neighbour float32",
+        "1gbit: solo-2048-float32,solo-4096-float32 x 5",
+        "end neighbour",
+        "1gbit: exact-4096-float32,dense-4096-float32 x 5",
+        "begin neighbour bfloat16",
+        "1gbit: solo-4096-bfloat16 x 5",
+        "end neighbour",
+        "1gbit: solo-4096-float32-on-bench-2 x 2",
+    ]
+    assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/solo-4096-float32.json"
+
+
+def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Lab(monkeypatch, active=False)
+    job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
+    figures = [job.file("1gbit", f"solo-{tokens}-float32") for tokens in (2048, 4096)]
+    for file in figures:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    with pytest.raises(SystemExit, match=r"the training on bench-2 ended meanwhile.*journalctl"):
+        lab.measure_stages(job, lab.GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
+    assert commands.did[-1] == "end neighbour"
+    assert not any(file.exists() for file in figures), "they are not what their names say"
+
+
+def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
+    results = {"solo-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
+    assert lab.ratios_idle(results, {"solo-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
+    assert lab.ratios_idle(results, {}) == {}
+    row = {"ratio": 1.6, "ratio_idle": 1.5, "solo_share_of_limit": 0.9, "speed_beside_solo": 0.9}
+    line = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[2:7] == ["1.60x", "at least 1.70x", "missed by 0.10x", "1.78x", "1.50x"]
+
+
 def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_path: Path) -> None:
     job = lab.Job(argparse.Namespace(again=False, quick=False, only=[], lab="bench"), tmp_path)
     stages = ["solo-4096-float32", "solo-2048-float32"]

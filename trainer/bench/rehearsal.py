@@ -3,13 +3,14 @@
     result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
 
 The first steps, which also warm up, do not count. What the host can do is measured in the same process
-before and after the steps and, where a process is alone, between them: a host's speed moves within a minute.
-Ranks together are not held up between steps, since what is under way on the wire would go on meanwhile; for
-them it is also measured what an all-reduce brings.
+before, between and after the others: a host's speed moves within a minute. Ranks do so at the same time,
+between steps with nothing under way on the wire, which would go on meanwhile. For ranks it is also measured
+what an all-reduce brings.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import resource
 import statistics
@@ -96,8 +97,6 @@ class Rehearsal(Run):
         self.result: Result = {}
 
     def _loop(self) -> bool:
-        if not self._alone:
-            self._measure()
         stopped = super()._loop()
         if stopped:
             return True
@@ -115,7 +114,7 @@ class Rehearsal(Run):
     def _begin_step(self, step: int) -> None:
         if self.marks:
             self.ends.append(self._mark())
-        if self._alone and step >= WARM_STEPS:
+        if step >= WARM_STEPS and self.sync.at_rest():
             self._measure()
         self.marks.append(self._mark())
 
@@ -123,13 +122,10 @@ class Rehearsal(Run):
         sent, received = interface_bytes(self.interface)
         return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
 
-    @property
-    def _alone(self) -> bool:
-        return self.place.world_size == 1
-
     def _measure(self) -> None:
         with self._unhurried("evaluate"):
             self.rates.append(measure(self.ready.numerics.compute_dtype, self.ready.numerics.device))
+            self.group.sum([torch.zeros(1)])  # all ranks go on together
 
     def _goodput(self) -> float | None:
         if self.group.world_size == 1:
@@ -234,13 +230,14 @@ class Rehearsal(Run):
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
     """How near the steps' seconds are to the limit; `limits` are each rank's in seconds, in measured order.
 
-    Of one process the median over its steps, each held against what was measured right before and right after
-    it. Of ranks, measured at the begin and the end alone, the slowest one's limit over the median step.
+    The median over steps, each held against what was measured right before and right after it, on the rank
+    with most to do. Where that was not done around every step, the limits' mean over the median step.
     """
-    if len(limits) == 1:
-        pairs = zip(limits[0], limits[0][1:], strict=False)
-        return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
-    return max(statistics.mean(one) for one in limits) / statistics.median(steps)
+    longest = [max(ranks) for ranks in zip(*limits, strict=True)]
+    if len(longest) != len(steps) + 1:
+        return statistics.mean(longest) / statistics.median(steps)
+    pairs = itertools.pairwise(longest)
+    return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
 
 
 def reduce_goodput(group: Group) -> float:

@@ -15,6 +15,7 @@ QUIET = 0.9  # of its cores that a process must have had for its figures to be i
 def describe(result: Result) -> str:
     """One measurement."""
     first = result["ranks"][0]
+    around_each = len(first["rates_all"]) == result["steps"] + 1
     lines = [
         f"depth {result['depth']}, {result['tokens']:,} tokens a step in rows of {result['sequence_len']:,}, "
         f"{_ranks(result)}",
@@ -22,7 +23,7 @@ def describe(result: Result) -> str:
         f"{max(result['step_seconds_all']):.2f} over {result['steps']}), {result['tok_per_s']:,.0f} tok/s",
         "  of which   " + ", ".join(f"{name} {result['split'][name]:.2f}" for name in SPLIT) + " s",
         f"  limit      {max(r['limit_seconds'] for r in result['ranks']):.2f} s, of which the step reaches "
-        f"{percent(result['share_of_limit'])}" + (_PAIRED if result["world_size"] == 1 else ""),
+        f"{percent(result['share_of_limit'])}" + (_PAIRED if around_each else ""),
     ]
     for rank in result["ranks"]:
         lines += _lines_of(rank)

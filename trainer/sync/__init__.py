@@ -49,6 +49,10 @@ class Sync(Protocol):
     def hand_out(self) -> None:
         """Give all ranks what owners have computed."""
 
+    def at_rest(self) -> bool:
+        """Between two steps: whether nothing is on its way between ranks. The same on all of them."""
+        return True
+
     def owner_of(self, name: str) -> int | None:
         """The rank that keeps the optimizer state of a parameter alone; None where rank 0's is the run's."""
         return None

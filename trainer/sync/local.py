@@ -152,6 +152,9 @@ class Local(Sync):
             if fragment.journey and fragment.journey.left_at + self._outer.delay <= self._step:
                 self._arrive(fragment)
 
+    def at_rest(self) -> bool:
+        return not any(fragment.journey for fragment in self._fragments)
+
     # -- meeting ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
