@@ -56,7 +56,7 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
 
 
 def bars_table(rows: dict[str, dict[str, Any]]) -> str:
-    head = ["bar", "measured", "wanted", "", "at solo's speed", "beside an idle host", "bound by"]
+    head = ["bar", "measured", "wanted", "", "beside an idle host", "bound by"]
     table = [[*head, "solo reaches of its limit", "products, of solo's rate"]]
     for bar in BARS:
         row = rows.get(f"{bar.group}/{bar.stage}")
@@ -81,7 +81,6 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
                     verdict(
                         key, value, wanted, shape, solo, "bfloat16" if "bfloat16" in bar.stage else "float32"
                     ),
-                    shape.format(value / beside) if key == "ratio" and value and beside else "",
                     shape.format(idle) if key == "ratio" and idle else "",
                     (row or {}).get("bound_by", ""),
                     percent(solo) if solo else "",
@@ -108,13 +107,18 @@ def speed_beside_solo(
     """The rate of matrix products in a fleet's stage over that in its solo's; None without a solo.
 
     Of the slower rank, or of rank 0 where the second host is limited. How well the fleet works has no part in
-    it, only how fast the machine was.
+    it, only how fast the machine was; by the best of each stage's rates, since ranks measure at the same time
+    and on one machine often get into each other's way.
     """
     ranks = result["ranks"][:1] if slow_second else result["ranks"]
-    rate = min(rank["rates"]["gemm"] for rank in ranks)
+    rate = min(_best(rank) for rank in ranks)
     tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
     for solo in results:
         alike = solo["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
         if solo["world_size"] == 1 < result["world_size"] and solo["tokens"] == tokens and alike:
-            return float(rate / solo["ranks"][0]["rates"]["gemm"])
+            return rate / _best(solo["ranks"][0])
     return None
+
+
+def _best(rank: dict[str, Any]) -> float:
+    return max(float(rates["gemm"]) for rates in rank["rates_all"])
