@@ -340,14 +340,22 @@ def unsteady(job: Job, group: Group, stages: Sequence[str]) -> dict[str, float]:
 
 
 def set_up(job: Job, data: Path) -> None:
-    """setup.yml, unless this lab has had it for this code and these data."""
+    """setup.yml, unless these hosts have had it for this code and these data."""
     manifest = hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
-    state = f"{code_digest()} {manifest}\n"
+    state = f"{code_digest()} {manifest} {' '.join(containers(job))}\n"
     stamp = job.lab_dir / "bench-set-up"
     if stamp.exists() and stamp.read_text() == state:
         return
     if playbook(job, "setup.yml", {"data_dir": data}, quiet=True) == 0:
         stamp.write_text(state)
+
+
+def containers(job: Job) -> list[str]:
+    """The ids of the lab's hosts: other ones after one was made anew."""
+    command = ["podman", "inspect", "--format", "{{.Id}}", f"{job.args.lab}-1", f"{job.args.lab}-2"]
+    return subprocess.run(
+        command, env=environment(job), stdout=subprocess.PIPE, text=True, check=True
+    ).stdout.split()
 
 
 def check_shaped(job: Job, link: str) -> None:
