@@ -92,7 +92,7 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
                     ),
                     shape.format(idle) if key == "ratio" and idle else "",
                     (row or {}).get("bound_by", ""),
-                    percent(solo) if solo else "",
+                    f"{100 * solo:.1f} %" if solo else "",
                     percent(beside) if beside else "",
                 ]
             )
