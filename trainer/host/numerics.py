@@ -24,6 +24,7 @@ from trainer.config import ConfigError
 from trainer.host.cores import usable_cores
 from trainer.host.gemm import gemm_rates
 from trainer.host.gpu import Gpu, find_gpu, gpu_count
+from trainer.host.memory import keep_freed_memory
 
 # bfloat16 is taken where it multiplies at least so much faster: less does not pay for its digits, since other
 # work does not shrink with it. At 2.1 times the products (AVX512-BF16) a step is 1.5 times as fast at depth 4
@@ -106,11 +107,12 @@ class Options:
 
 
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
-    """Set this process's threads and denormals, and find what it can compute on. The first use of torch.
+    """Set threads, denormals and memory of this process; find what it can compute on. The first use of torch.
 
     Denormals: AdamW's moments of embedding rows that no token touches decay into them, and a step over such
     state takes 50 times as long. The flag belongs to a thread and is inherited by those torch starts later.
     """
+    keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
     torch.set_num_threads(thread_count(threads, local_world_size))
     refusals: dict[str, str] = {}
