@@ -86,8 +86,8 @@ def test_another_configuration_under_the_same_run_id_is_refused(fleet: Fleet) ->
 
 
 def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
-    fleet.play("train.yml", run_id="long", steps=4000, **TINY)
-    twice = fleet.play("train.yml", run_id="long", steps=4000, **TINY)
+    fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
+    twice = fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     assert twice.changed() == 0
     assert "active" in twice.stdout
     said = fleet.on(HOSTS[1], "systemd-analyze security --no-pager nanofleet-long | tail -1")
@@ -106,7 +106,7 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     for verb in ("status.yml", "logs.yml", "stop.yml"):
         assert "Did you mean long?" in fleet.play(verb, fails=True, run_id="lonh").stdout
 
-    fleet.play("train.yml", run_id="long", steps=4000, **TINY)
+    fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     # It cannot heed SIGTERM: what is ended at once must not wait for it.
     fleet.on(HOSTS[1], "kill -STOP $(pgrep -u nanofleet -f -- '-u -m trainer train')")
     fleet.play("stop.yml", run_id="long", stop_now=True)
