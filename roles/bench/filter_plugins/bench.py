@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -107,6 +108,35 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
     }
 
 
+def bench_measured(plan: Sequence[Stage], paths: Sequence[str]) -> list[str]:
+    """Names of the stages that these files have: of the same model, over as many steps or more.
+
+    Of a link or data that are others since, the files know nothing: -e bench_again=true.
+    """
+    results = {Path(path).stem: _result(Path(path)) for path in paths}
+    return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage["config"])]
+
+
+def _covers(result: Mapping[str, Any], knobs: Mapping[str, Any]) -> bool:
+    bench = _module("trainer.bench")
+    if result.get("schema") != bench.SCHEMA:
+        return False
+    config = _module("trainer.config").RunConfig.from_strings(knobs)
+    same = all(
+        result[name] == getattr(config, name) for name in ("depth", "sequence_len", "device_batch_size")
+    )
+    return same and bool(result["steps"] >= config.num_iterations - bench.WARM_STEPS)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """What a stage's file says; nothing where it is not one."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
 def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
     """What is measured, and what was before."""
     names = ", ".join(stage["name"] for stage in left) or "nothing"
@@ -127,4 +157,9 @@ def bench_line(result: Mapping[str, Any], name: str) -> str:
 
 class FilterModule:
     def filters(self) -> dict[str, Any]:
-        return {"bench_plan": bench_plan, "bench_says": bench_says, "bench_line": bench_line}
+        return {
+            "bench_plan": bench_plan,
+            "bench_measured": bench_measured,
+            "bench_says": bench_says,
+            "bench_line": bench_line,
+        }
