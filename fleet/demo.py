@@ -105,7 +105,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         follower,
         [
             ("took", f"{duration(total)}  ({took_what})"),
-            ("go on", f"the lab is up: ansible-playbook {demo.option}status.yml, and every other verb"),
+            ("go on", f"the lab is up. Type: . .venv/bin/activate; ansible-playbook {demo.option}status.yml"),
             ("stop", f"to be rid of the lab, type: {demo.down}"),
         ],
         title="python -m fleet demo",
