@@ -52,16 +52,24 @@ def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
 
 def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: Path) -> None:
     (stage,) = plan("solo-4096", depth="4")
-    told = {"schema": SCHEMA, "depth": 4, "sequence_len": 1024, "device_batch_size": 2, "steps": 5}
+    told = {
+        "schema": SCHEMA,
+        "hosts": ["a"],
+        "depth": 4,
+        "sequence_len": 1024,
+        "device_batch_size": 2,
+        "steps": 5,
+    }
     file = tmp_path / "solo-4096.json"
 
-    def measured(**other: int) -> list[str]:
+    def measured(**other: Any) -> list[str]:
         file.write_text(json.dumps({**told, **other}))
         return list(filters.bench_measured([stage], [str(file)]))
 
     assert measured() == ["solo-4096"]
     assert measured(steps=6) == ["solo-4096"]
-    for other in ({"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}, {"steps": 4}, {"schema": 0}):
+    others: list[dict[str, Any]] = [{"schema": 0}, {"hosts": ["tower"]}, {"steps": 4}]
+    for other in (*others, {"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}):
         assert measured(**other) == []
     file.write_text('{"schema":')
     assert filters.bench_measured([stage], [str(file)]) == []

@@ -13,8 +13,8 @@ def keep_freed_memory() -> bool:
     """Have glibc keep what is freed, up to KEPT_BYTES a block; False where the C library is another one.
 
     By default it maps each large block anew and gives it back to the system when it is freed, so that a step
-    of depth 8 faults some 100,000 pages in: little by itself, but a tenth of the step beside another process
-    that does the same. Said once for the whole process, before there are large tensors.
+    of depth 8 faults some 100,000 pages in: little by itself, but some 5 % of the step beside another process
+    that does the same (docs/performance.md). Said once for the whole process, before there are large tensors.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

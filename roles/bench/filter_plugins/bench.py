@@ -109,19 +109,20 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
 
 
 def bench_measured(plan: Sequence[Stage], paths: Sequence[str]) -> list[str]:
-    """Names of the stages that these files have: of the same model, over as many steps or more.
+    """Names of the stages that these files have: of the same hosts, depth, context and micro-batch.
 
-    Of a link or data that are others since, the files know nothing: -e bench_again=true.
+    And over as many steps or more. Of a link, data or other knobs that have changed since, the files know
+    nothing: -e bench_again=true.
     """
     results = {Path(path).stem: _result(Path(path)) for path in paths}
-    return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage["config"])]
+    return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
 
 
-def _covers(result: Mapping[str, Any], knobs: Mapping[str, Any]) -> bool:
+def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
     bench = _module("trainer.bench")
-    if result.get("schema") != bench.SCHEMA:
+    if result.get("schema") != bench.SCHEMA or set(result["hosts"]) != set(stage["hosts"]):
         return False
-    config = _module("trainer.config").RunConfig.from_strings(knobs)
+    config = _module("trainer.config").RunConfig.from_strings(stage["config"])
     same = all(
         result[name] == getattr(config, name) for name in ("depth", "sequence_len", "device_batch_size")
     )
