@@ -1,8 +1,9 @@
 """Who does what in this attempt: rows by rank, owners' speeds, sync mode. Rank 0 decides it for all.
 
     measured = measure_all(model, optimizer, group, ...)       # by rank, on every rank
-    arrangement, said = decide(measured, group.peers, plan, work, config, by_speed)
+    arrangement, said = decide(measured, names, plan, work, config, by_speed, homes)
     arrangement = hand_out(group, arrangement)                 # rank 0's, on every rank
+    if arrangement.alone: ...                                  # the run is one host's, by itself
 
 Nothing is measured unless something is left to be decided: shares or sync are auto, and the checkpoint is not
 one of the same hosts, whose arrangement stays so that the run goes on bitwise.
@@ -15,7 +16,7 @@ import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -41,13 +42,29 @@ COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: what local's meetings s
 
 
 @dataclass(frozen=True)
+class Alone:
+    """A rank whose GPU would by itself be faster than all ranks on their CPUs; seconds a step."""
+
+    rank: int
+    seconds: float
+    together: float
+
+    def said(self, names: Sequence[str]) -> str:
+        return (
+            f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, all {len(names)} "
+            f"ranks on their CPUs {self.together:.3g} s."
+        )
+
+
+@dataclass(frozen=True)
 class Arrangement:
-    """What rank 0 has decided; the same on every rank."""
+    """What rank 0 has decided; the same on every rank. With `alone` nothing is trained by these ranks."""
 
     sync: str
     shares: tuple[int, ...]
     owner_speeds: tuple[float, ...] = ()
     prediction: Prediction | None = None
+    alone: Alone | None = None
 
     def saved(self) -> dict[str, Any]:
         """Plain JSON for checkpoints and the other ranks."""
@@ -60,6 +77,7 @@ class Arrangement:
             tuple(saved["shares"]),
             tuple(saved.get("owner_speeds", ())),
             Prediction.load(saved.get("prediction")),
+            Alone(**saved["alone"]) if saved.get("alone") else None,
         )
 
     def tags(self) -> dict[str, str]:
@@ -102,18 +120,24 @@ def measure_all(
     ]
 
 
-def _speed_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed:
-    """What this host's GPU would do alone; its memory is free again afterwards."""
+def _speed_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
+    """What this host's GPU would do alone, None if its memory is too small; it is free again afterwards."""
     torch.cuda.set_device(gpu.device)
+    try:
+        return _measured_on(gpu, model, batch_size)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _measured_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed:
     there = GPT(model.config).to(gpu.device, gpu.dtype)
     rates = dict.fromkeys(("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "weight_decay"), 0.1)
     optimizer = build_optimizer(there, **rates)
     there.compute_dtype = optimizer.compute_dtype = gpu.compute_dtype
-    speed = measure_speed(there, optimizer, batch_size)
-    del there, optimizer
-    gc.collect()
-    torch.cuda.empty_cache()
-    return speed
+    return measure_speed(there, optimizer, batch_size)
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> Work:
@@ -158,39 +182,43 @@ def decide(
     work: Work,
     config: RunConfig,
     by_speed: bool,
+    homes: Collection[int],
 ) -> tuple[Arrangement, list[str]]:
     """The arrangement, and what to say about it. Pure. `by_speed`: the rows may be split by speed.
 
     Owners are by speed where anything may be; a run that leaves nothing open is predicted as it is.
-    Raises Final where sync is auto and the GPU of one host would by itself be faster than all hosts together.
+    Where sync is auto and the GPU of one host would by itself be faster than all hosts together, the run is
+    for that host `alone`, if its rank is one of `homes`, to which the run may be left.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
     predictor = Predictor(speeds, _slowest_link(measured), work, names, by_speed, Outer.of(config))
-    said = []
-    shares = plan.shares
-    if by_speed:
-        change = first_table([speed.row for speed in speeds], rows, names)
-        shares = change.shares
-        said.append(f"rows of a step: {change.reason}")
+    change = first_table([speed.row for speed in speeds], rows, names) if by_speed else None
+    shares = change.shares if change else plan.shares
     modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
     mode = config.sync
     if mode == "auto":
         mode = choose(predictor, rows, modes)
+    step = predictor.step(mode, rows, shares)
+    by_gpu = _gpu_alone(measured, rows, step)
+    moves = by_gpu is not None and config.sync == "auto" and by_gpu.rank in homes
+    said = []
+    if change and not moves:
+        said.append(f"rows of a step: {change.reason}")
+    if config.sync == "auto" and not moves:
         others = ", ".join(other for other in modes if other != mode)
         said.append(f"sync is {mode}, the fastest by prediction (not {others})")
-    step = predictor.step(mode, rows, shares)
-    alone, rank = predictor.alone(rows)
+    solo, rank = predictor.alone(rows)
     said.append(table(predictor, rows, length, SYNC_MODES))
-    said.append(verdict(predictor, rows, length, mode))
-    refusal = _gpu_alone(measured, names, rows, step)
-    if refusal:
-        if config.sync == "auto":
-            raise Final(refusal)
-        said.append(f"warning: {refusal}")
-    prediction = Prediction(mode, round(step, 4), round(alone, 4), names[rank])
+    if not moves:
+        said.append(verdict(predictor, rows, length, mode))
+    if by_gpu:
+        then = "It is left to that one." if moves else "With sync=auto a new run would be left to that one."
+        said.append(f"{'sync is auto' if moves else 'warning'}: {by_gpu.said(names)} {then}")
+    prediction = Prediction(mode, round(step, 4), round(solo, 4), names[rank])
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
-    return Arrangement(mode, tuple(shares), tuple(owners), prediction), [line for line in said if line]
+    arrangement = Arrangement(mode, tuple(shares), tuple(owners), prediction, by_gpu if moves else None)
+    return arrangement, [line for line in said if line]
 
 
 def _slowest_link(measured: Sequence[Measured]) -> Link | None:
@@ -200,16 +228,12 @@ def _slowest_link(measured: Sequence[Measured]) -> Link | None:
     return Link(min(link.goodput for link in links), max(link.latency for link in links))
 
 
-def _gpu_alone(measured: Sequence[Measured], names: Sequence[str], rows: int, step: float) -> str:
-    """Why one host's GPU should train by itself; empty where it should not, or where there is none."""
-    alone = [(one.gpu.solo(rows), names[rank]) for rank, one in enumerate(measured) if one.gpu]
-    if not alone or min(alone)[0] >= step:
-        return ""
-    seconds, name = min(alone)
-    return (
-        f"The GPU of {name} would take {seconds:.3g} s a step alone, all {len(names)} ranks on their CPUs "
-        f"{step:.3g} s. Train on {name} alone, or give sync another value than auto to train on all of them."
+def _gpu_alone(measured: Sequence[Measured], rows: int, step: float) -> Alone | None:
+    """The rank whose GPU would by itself be the fastest, if it needs less than the `step` seconds of all."""
+    seconds, rank = min(
+        ((one.gpu.solo(rows), rank) for rank, one in enumerate(measured) if one.gpu), default=(step, 0)
     )
+    return Alone(rank, round(seconds, 4), round(step, 4)) if seconds < step else None
 
 
 def hand_out(group: Group, arrangement: Arrangement | None) -> Arrangement:

@@ -29,6 +29,7 @@ from trainer.host.voice import Voice
 from trainer.host.watchdog import Watchdog
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
+from trainer.outcome import LeftToOne
 from trainer.own import find_own
 from trainer.plan import Plan, make_plan
 from trainer.report import Progress
@@ -131,6 +132,16 @@ class Beginning:
         """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
         return False
 
+    def leave_to(self, alone: arrange.Alone, names: list[str]) -> None:
+        """Raise LeftToOne: ranks that have met cannot become one; who has started them can start that one."""
+        host = self.group.peers[alone.rank].host
+        raise LeftToOne(
+            f"{alone.said(names)} Train on {host} alone, or on all with another sync than auto.",
+            host,
+            alone.seconds,
+            alone.together,
+        )
+
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
@@ -197,12 +208,23 @@ class Beginning:
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
-            arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed)
+            arrangement, said = arrange.decide(
+                measured, names, self.plan, work, config, by_speed, self._homes(meta)
+            )
             self.arrangement = arrange.hand_out(group, arrangement)
             if self.place.coordinates:
                 for line in said:
                     self.say(line, event="arrangement")
+            if self.arrangement.alone:
+                self.leave_to(self.arrangement.alone, names)
         self.plan = dataclasses.replace(self.plan, shares=list(self.arrangement.shares))
+
+    def _homes(self, meta: Mapping[str, Any]) -> list[int]:
+        """The ranks that a new run may be left to; one with imported weights only to those beside them."""
+        if meta.get("step") or self.run_file.fixed_shares:
+            return []
+        peers = self.group.peers
+        return [peer.rank for peer in peers if "imported" not in meta or peer.host == peers[0].host]
 
     def _make_sync(self) -> None:
         """The way the gradients travel."""

@@ -252,6 +252,7 @@ class RunFile:
     trainer_digest: str = ""
     manifest_sha256: str = ""
     shares: tuple[int, ...] | str = ()  # rows of a step by rank; none: as equal as can be; auto: by speed
+    chosen_from: tuple[str, ...] = ()  # the hosts of which sync=auto left the run to the one in `hosts`
 
     def __post_init__(self) -> None:
         if any(share < 1 for share in self.fixed_shares):
@@ -298,6 +299,7 @@ class RunFile:
                 shares=shares,
                 trainer_digest=str(raw.get("trainer_digest", "")),
                 manifest_sha256=str(raw.get("manifest_sha256", "")),
+                chosen_from=tuple(str(host) for host in raw.get("chosen_from", [])),
             )
         except ConfigError as error:
             raise ConfigError(f"In the run file {path}: {error}") from None
@@ -308,6 +310,7 @@ class RunFile:
             "run_id": self.run_id,
             "config": self.config.to_dict(),
             "hosts": list(self.hosts),
+            "chosen_from": list(self.chosen_from),
             "shares": BY_SPEED if self.by_speed else list(self.fixed_shares),
             "trainer_digest": self.trainer_digest,
             "manifest_sha256": self.manifest_sha256,

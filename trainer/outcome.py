@@ -50,6 +50,14 @@ class Final(RunEnd):
     """Trying again cannot help."""
 
 
+class LeftToOne(Final):
+    """Not for these ranks: `host` would by itself be faster. `figures` go into the outcome as `alone`."""
+
+    def __init__(self, sentence: str, host: str, seconds: float, together: float) -> None:
+        super().__init__(sentence)
+        self.figures = {"host": host, "seconds": seconds, "together": together}
+
+
 class Retryable(RunEnd):
     """Trying again can help."""
 
@@ -86,6 +94,7 @@ class Attempt:
             "checkpoint": None,
             "sample": None,
             "tok_per_s": None,
+            "alone": None,
         }
 
     def begin(self, seconds: float = ENDING_SECONDS) -> None:

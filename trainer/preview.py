@@ -10,6 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from trainer.arrange import Alone
 from trainer.begin import Beginning
 from trainer.config import RunFile
 from trainer.host.heartbeat import Heartbeat
@@ -25,6 +26,9 @@ class Previewed(Beginning):
 
     def predicts(self) -> bool:
         return True
+
+    def leave_to(self, alone: Alone, names: list[str]) -> None:
+        """It is said above the table; what the ranks would do together is of interest all the same."""
 
 
 def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:

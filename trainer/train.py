@@ -33,7 +33,7 @@ from trainer.host.heartbeat import Heartbeat
 from trainer.host.place import Place
 from trainer.host.voice import Voice
 from trainer.host.watchdog import Watchdog
-from trainer.outcome import Attempt, Final, Retryable, RunEnd, Stopped, conclude
+from trainer.outcome import Attempt, Final, LeftToOne, Retryable, RunEnd, Stopped, conclude
 from trainer.own import keep_own
 from trainer.plan import describe
 from trainer.report import Report
@@ -80,7 +80,11 @@ class Run:
         way = self.beginning(
             self.run_file, self.data_dir, self.run_dir, self.place, self.heartbeat, self.watchdog, self.say
         )
-        self._take(way.ready())
+        try:
+            self._take(way.ready())
+        except LeftToOne as end:  # in the outcome also where another rank's word comes first
+            self.attempt.state(alone=end.figures)
+            raise
         if self.place.coordinates:
             self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
             if self.report.progress.step:  # the last text of an earlier attempt, until there is a newer one

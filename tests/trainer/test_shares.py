@@ -32,6 +32,9 @@ from trainer.sync.group import Group, Peer
 from trainer.sync.layout import share_out
 
 PAIR = ["tower", "laptop"]
+BOTH = [0, 1]
+ROOT = Path(__file__).parents[2]
+STAND_IN = ROOT / "tests" / "gpu_stand_in"
 
 
 def test_the_split_is_the_best_there_is() -> None:
@@ -179,7 +182,9 @@ def test_rank_0_decides_and_says_why() -> None:
         Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
         Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
     ]
-    arrangement, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True)
+    arrangement, said = decide(
+        measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True, homes=[0, 1]
+    )
     assert arrangement.shares == (12, 4)
     assert arrangement.owner_speeds == (1.0, 0.35)
     assert arrangement.sync == "exact"
@@ -188,25 +193,76 @@ def test_rank_0_decides_and_says_why() -> None:
     assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
     assert any("tower 12 rows, laptop 4 rows" in line for line in said)
     assert any("tower alone" in line and "dense" in line for line in said)
-    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False)
+    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False, homes=BOTH)
     assert equal.shares == (8, 8)
-    named, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False)
+    named, _ = decide(
+        measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False, homes=[0, 1]
+    )
     assert named.owner_speeds == (), "where nothing is open, a prediction changes nothing"
     assert named.prediction is not None
 
 
-def test_a_gpu_that_is_faster_alone_is_said_to_be() -> None:
-    measured = [
-        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.002, 0.01, 0.001)),
-        Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
-    ]
-    knobs = config(sync="auto")
-    plan = make_plan(knobs, 300, 2)
-    with pytest.raises(Final, match=r"The GPU of tower would take 0.043 s a step alone, all 2 ranks") as end:
-        decide(measured, PAIR, plan, work(), knobs, by_speed=True)
-    assert "Train on tower alone" in str(end.value)
-    _, said = decide(measured, PAIR, plan, work(), config(sync="exact"), by_speed=True)
-    assert any(line.startswith("warning: The GPU of tower") for line in said)
+BESIDE_A_GPU = [
+    Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
+    Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.002, 0.01, 0.001)),
+]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "homes", "left_to_it"),
+    [({"sync": "auto"}, [0, 1], True), ({"sync": "auto"}, [0], False), ({"sync": "exact"}, [0, 1], False)],
+)
+def test_a_gpu_that_is_faster_alone_is_left_the_run(
+    knobs: dict[str, str], homes: list[int], left_to_it: bool
+) -> None:
+    asked = config(**knobs)
+    plan = make_plan(asked, 300, 2)
+    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, homes=homes)
+    (line,) = (line for line in said if "GPU" in line)
+    assert "The GPU of laptop would take 0.043 s a step alone, all 2 ranks on their CPUs" in line
+    assert line.startswith("sync is auto: " if left_to_it else "warning: ")
+    assert any("dense" in line and "tower alone" in line for line in said), "the table is shown all the same"
+    assert any("rows of a step" in line for line in said) is not left_to_it
+    if not left_to_it:
+        assert arrangement.alone is None
+        return
+    assert arrangement.alone is not None
+    assert (arrangement.alone.rank, arrangement.alone.seconds) == (1, 0.043)
+    assert arrangement.alone.together > arrangement.alone.seconds
+    assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
+
+
+def test_a_slow_gpu_is_not_left_the_run() -> None:
+    slow = [BESIDE_A_GPU[0], Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
+    asked = config(sync="auto")
+    arrangement, said = decide(
+        slow, PAIR, make_plan(asked, 300, 2), work(), asked, by_speed=True, homes=[0, 1]
+    )
+    assert arrangement.alone is None
+    assert not any("GPU" in line for line in said)
+
+
+def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
+    """No GPU is at hand where tests run: host-2 has a stand-in, see gpu_stand_in/sitecustomize.py."""
+    stand_in = {"PYTHONPATH": f"{STAND_IN}:{ROOT}"}
+    knobs = {"sync": "auto", "num_iterations": 2}
+    pair = start(2, env=[{}, stand_in], **knobs)
+    ends = [rank.wait(400) for rank in pair]
+    for (code, said), rank in zip(ends, pair, strict=True):
+        assert code == 1, said
+        outcome = rank.outcome()
+        assert outcome["outcome"] == "final", outcome
+        assert "Train on host-2 alone" in outcome["reason"]
+        assert outcome["alone"]["host"] == "host-2"
+        assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
+        assert outcome["step"] == 0
+    assert "predicted, s a step (tok/s)" in ends[0][1], "the table by which it was decided"
+
+    by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
+    ends = [rank.wait(400) for rank in by_hand]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "With sync=auto a new run would be left to that one" in ends[0][1]
+    assert by_hand[0].outcome()["alone"] is None
 
 
 def test_tables_that_differ_are_told() -> None:
