@@ -18,6 +18,7 @@ run_dir_facts = load(ROLE / "module_utils" / "nanofleet_run.py", "ansible.module
 transient_unit = load(ROLE / "library" / "transient_unit.py")
 run_state = load(ROLE / "library" / "run_state.py")
 launch = load(ROLE / "filter_plugins" / "launch.py")
+alone = load(ROLE / "filter_plugins" / "launch_alone.py")
 installed = load(ROLE / "filter_plugins" / "launch_installed.py")
 report = load(ROLE / "filter_plugins" / "launch_report.py")
 status = load(ROLE / "filter_plugins" / "launch_status.py")

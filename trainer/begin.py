@@ -132,15 +132,9 @@ class Beginning:
         """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
         return False
 
-    def leave_to(self, alone: arrange.Alone, names: list[str]) -> None:
-        """Raise LeftToOne: ranks that have met cannot become one; who has started them can start that one."""
-        host = self.group.peers[alone.rank].host
-        raise LeftToOne(
-            f"{alone.said(names)} Train on {host} alone, or on all with another sync than auto.",
-            host,
-            alone.seconds,
-            alone.together,
-        )
+    def trains(self) -> bool:
+        """Whether training is what the ranks have met for."""
+        return True
 
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
@@ -212,11 +206,11 @@ class Beginning:
                 measured, names, self.plan, work, config, by_speed, self._homes(meta)
             )
             self.arrangement = arrange.hand_out(group, arrangement)
+            if self.arrangement.alone and self.trains():
+                raise self._left_to(self.arrangement.alone, names, said)
             if self.place.coordinates:
                 for line in said:
                     self.say(line, event="arrangement")
-            if self.arrangement.alone:
-                self.leave_to(self.arrangement.alone, names)
         self.plan = dataclasses.replace(self.plan, shares=list(self.arrangement.shares))
 
     def _homes(self, meta: Mapping[str, Any]) -> list[int]:
@@ -225,6 +219,17 @@ class Beginning:
             return []
         peers = self.group.peers
         return [peer.rank for peer in peers if "imported" not in meta or peer.host == peers[0].host]
+
+    def _left_to(self, alone: arrange.Alone, names: list[str], said: list[str]) -> LeftToOne:
+        """The end of ranks that have met and cannot become one: who has started them can start that one."""
+        host = self.group.peers[alone.rank].host
+        return LeftToOne(
+            f"{alone.said(names)} Train on {host} alone, or on all with another sync than auto.",
+            host,
+            alone.seconds,
+            alone.together,
+            "\n".join(said),
+        )
 
     def _make_sync(self) -> None:
         """The way the gradients travel."""

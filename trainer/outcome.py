@@ -51,11 +51,14 @@ class Final(RunEnd):
 
 
 class LeftToOne(Final):
-    """Not for these ranks: `host` would by itself be faster. `figures` go into the outcome as `alone`."""
+    """Not for these ranks: `host` would by itself be faster. The outcome has it as `alone`.
 
-    def __init__(self, sentence: str, host: str, seconds: float, together: float) -> None:
-        super().__init__(sentence)
-        self.figures = {"host": host, "seconds": seconds, "together": together}
+    seconds: of a step there, together: of one on all ranks; said: the table by which it was decided.
+    """
+
+    def __init__(self, sentence: str, host: str, seconds: float, together: float, said: str) -> None:
+        super().__init__(sentence, said)
+        self.alone = {"host": host, "seconds": seconds, "together": together, "said": said}
 
 
 class Retryable(RunEnd):

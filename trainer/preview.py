@@ -10,7 +10,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from trainer.arrange import Alone
 from trainer.begin import Beginning
 from trainer.config import RunFile
 from trainer.host.heartbeat import Heartbeat
@@ -27,8 +26,8 @@ class Previewed(Beginning):
     def predicts(self) -> bool:
         return True
 
-    def leave_to(self, alone: Alone, names: list[str]) -> None:
-        """It is said above the table; what the ranks would do together is of interest all the same."""
+    def trains(self) -> bool:
+        return False
 
 
 def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:

@@ -83,7 +83,7 @@ class Run:
         try:
             self._take(way.ready())
         except LeftToOne as end:  # in the outcome also where another rank's word comes first
-            self.attempt.state(alone=end.figures)
+            self.attempt.state(alone=end.alone)
             raise
         if self.place.coordinates:
             self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")

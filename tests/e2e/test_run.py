@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .lab import LAB, Fleet
+from .lab import LAB, ROOT, Fleet
 
 pytestmark = pytest.mark.lab
 
@@ -118,6 +120,40 @@ def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     steps = [entry["step"] for entry in metrics(fleet, "long")]
     assert steps == sorted(set(steps)), "a resumed run repeats or loses no step"
     assert steps[-1] > stopped["step"]
+
+
+@pytest.fixture
+def gpu_stand_in(fleet: Fleet) -> Iterator[None]:
+    """The worker finds a GPU when it is one of several ranks. No lab host has one: see the file planted."""
+    planted = "/etc/python3.11/sitecustomize.py"
+    fleet.on(HOSTS[1], f"cp {planted} /root/sitecustomize.before")
+    text = base64.b64encode((ROOT / "tests" / "gpu_stand_in" / "sitecustomize.py").read_bytes()).decode()
+    fleet.on(HOSTS[1], f"echo {text} | base64 -d > {planted}")
+    yield
+    fleet.on(HOSTS[1], f"mv /root/sitecustomize.before {planted}")
+
+
+@pytest.mark.usefixtures("gpu_stand_in")
+def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> None:
+    knobs = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}
+    said = fleet.play("train.yml", **knobs).stdout
+    assert "predicted, s a step (tok/s)" in said, "the table by which it was decided"
+    assert f"sync=auto leaves the run left to {HOSTS[1]}" in " ".join(said.split())
+    status = fleet.play("status.yml", run_id="left").stdout
+    assert re.search(rf"{HOSTS[0]} +not needed ", status), status
+    assert fleet.on(HOSTS[0], "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
+    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long"], "nothing is left on the other host"
+    again = fleet.play("train.yml", **knobs)
+    assert (again.changed(), "has left it to that host" in " ".join(again.stdout.split())) == (0, True)
+    run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
+    assert (run_file["hosts"], run_file["chosen_from"]) == ([HOSTS[1]], list(HOSTS))
+    fleet.play("stop.yml", run_id="left")
+    stopped = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/outcome.json"))
+    assert (stopped["outcome"], stopped["step"] > 0) == ("stopped", True), stopped
+    resumed = " ".join(fleet.play("train.yml", run_id="left").stdout.split())
+    assert f"Resuming the run left on {HOSTS[1]} alone (left to it by sync=auto)" in resumed
+    assert f"checkpoint of step {stopped['step']:,}" in resumed
+    fleet.play("stop.yml", run_id="left", stop_now=True)
 
 
 def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:

@@ -12,6 +12,7 @@ from launch_role import (
     HOSTS,
     ROLE,
     ROOT,
+    alone,
     beat,
     installed,
     launch,
@@ -125,6 +126,52 @@ def test_an_unfinished_run_resumes_with_its_own_knobs() -> None:
     )
     assert made["action"] == "resume"
     assert (made["file"]["config"]["depth"], made["file"]["config"]["num_iterations"]) == (2, 20)
+
+
+LEFT_TO_LAPTOP = {"host": "laptop", "seconds": 0.04, "together": 5.2, "said": "a table"}
+
+
+def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> None:
+    made = plan({"sync": "auto"})
+    assert made["file"]["chosen_from"] == []
+    left = {"outcome": "final", "alone": LEFT_TO_LAPTOP}
+    ends = {"tower": state(outcome={"outcome": "retryable"}), "laptop": state(outcome=left)}
+    assert alone.launch_left_to({"tower": state(), "laptop": state()}) == {}
+    assert alone.launch_left_to({"tower": state(outcome={"outcome": "final", "alone": None})}) == {}
+    assert alone.launch_left_to(ends) == LEFT_TO_LAPTOP
+    there = alone.launch_alone(made, LEFT_TO_LAPTOP)
+    assert (there["file"]["hosts"], there["file"]["chosen_from"]) == (["laptop"], HOSTS)
+    assert there["file"]["config"] == made["file"]["config"]
+    assert there["ends"] == {"tower": [UNIT], "laptop": [UNIT]}
+    assert there["message"].splitlines()[0] == "a table"
+    assert "leaves the run a to laptop: the GPU there takes 0.04 s a step alone" in there["message"]
+    assert made["file"]["hosts"] == HOSTS, "the plan that was given stays as it is"
+
+
+def left_to_laptop(**changes: Any) -> dict[str, Any]:
+    run_file = {**stored(sync="auto")["run_file"], "hosts": ["laptop"], "chosen_from": HOSTS}
+    return state(found=True, run_file=run_file, **changes)
+
+
+def test_a_run_that_was_left_to_one_host_stays_there() -> None:
+    made = plan({}, state(), left_to_laptop(checkpoint="checkpoints/step_000003"))
+    assert made["action"] == "resume", made["message"]
+    assert (made["file"]["hosts"], made["file"]["chosen_from"]) == (["laptop"], HOSTS)
+    up = left_to_laptop(active_units=[UNIT], heartbeats=[beat()], ended=False, stepped=True)
+    active = plan({}, state(), up)
+    assert active["action"] == "none"
+    assert "active at step 3 of 20 on laptop" in active["message"]
+    assert "sync=auto has left it to that host" in active["message"]
+    busy = plan({}, state(active_units=["nanofleet-b.service"]), left_to_laptop())
+    assert busy["action"] == "resume", "tower may do something else"
+    assert plan({}, state(), left_to_laptop(active_units=["nanofleet-b.service"]))["action"] == "refuse"
+    held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
+    assert "Port 29500 on laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
+    assert plan({}, state(listeners=[held]), left_to_laptop())["action"] == "resume"
+    other = plan({}, state(active_units=["nanofleet-b.service"]), state())
+    assert other["action"] == "refuse", "a run on all hosts needs tower"
+    gone = launch.launch_plan({}, "a", [left_to_laptop()], ["tower"], "m")
+    assert (gone["file"]["hosts"], gone["file"]["chosen_from"]) == (["tower"], [])
 
 
 def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -215,6 +216,21 @@ def test_what_a_log_says_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
     said = status.launch_status({"tower": noisy}, "a")
     assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
+
+
+def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
+    run_file = {**stored()["run_file"], "hosts": ["laptop"], "chosen_from": HOSTS}
+    up = state(
+        found=True, run_file=run_file, ended=False, heartbeats=[beat()], unit={"active_state": "active"}
+    )
+    shown = status.launch_status({"tower": state(), "laptop": up}, "a")
+    assert re.search(r"^tower +not needed ", shown, re.MULTILINE), shown
+    assert "Alone:       on laptop, which sync=auto has left it to" in shown
+    down = {**up, "ended": True, "outcome": {"outcome": "stopped", "reason": "as asked"}}
+    stopped = report.launch_stopped({"tower": state(), "laptop": down}, "a", {})
+    assert re.search(r"^tower +inactive +not needed ", stopped, re.MULTILINE), stopped
+    begins = report.launch_begins({"run_id": "a", "action": "start", "file": run_file}, [state()])
+    assert begins == "Starting the run a on laptop alone (left to it by sync=auto)."
 
 
 def test_status_when_nothing_ever_ran() -> None:

@@ -68,16 +68,19 @@ def launch_plan(
         # An existing run keeps its own values for every knob that is not given anew.
         config = trainer.RunConfig.from_strings({**((stored or {}).get("config") or {}), **given})
         before = stored or {}
-        by_rank = before.get("hosts") == list(hosts) or isinstance(before.get("shares"), str)
+        own, chosen_from = _own_hosts(before, hosts)
+        by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
-        ranks = len(hosts) * int(nproc_per_node)
+        ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
         if rows and not isinstance(rows, str) and len(rows) != ranks:
             raise RefusedError(
                 f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
-                f"{', '.join(hosts)}, that make up the rows of a step. -e shares=auto finds them."
+                f"{', '.join(own)}, that make up the rows of a step. -e shares=auto finds them."
             )
-        run_file = trainer.RunFile(name, config, tuple(hosts), trainer.code_digest(), manifest_sha256, rows)
-        action, message, ends = _decide(run_file, stored, states)
+        run_file = trainer.RunFile(
+            name, config, tuple(own), trainer.code_digest(), manifest_sha256, rows, tuple(chosen_from)
+        )
+        action, message, ends = _decide(run_file, stored, dict(zip(hosts, states, strict=True)))
     except (trainer.ConfigError, RefusedError) as error:
         return {"run_id": name, "file": None, "action": "refuse", "message": str(error), "ends": {}}
     return {
@@ -89,32 +92,40 @@ def launch_plan(
     }
 
 
-def _decide(run_file: Any, stored: State | None, states: Sequence[State]) -> tuple[str, str, Ends]:
-    """The action, what to say about it, and the units to be ended before. Raises RefusedError."""
-    name, hosts = run_file.run_id, run_file.hosts
+def _own_hosts(before: Mapping[str, Any], hosts: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The hosts of a run, and of which ones they were chosen: the fleet's, or the one it was left to."""
+    chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
+    return (own, chosen_from) if chosen_from and set(own) <= set(hosts) else (list(hosts), [])
+
+
+def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
+    """The action, what to say about it, and the units to be ended before. Raises RefusedError.
+
+    fleet: every host's state, those of hosts too that this run was not left to.
+    """
+    name = run_file.run_id
     if stored:
         _refuse_another_config(name, stored["config"], run_file.config.to_dict())
     unit = f"nanofleet-{name}.service"
-    active = [
-        host for host, state in zip(hosts, states, strict=True) if unit in state.get("active_units", [])
-    ]
+    active = [host for host, state in fleet.items() if unit in state.get("active_units", [])]
     ends: Ends = {}
     message = ""
     if active:
-        message = _says_taken_over(run_file, stored or {}, active, states)
+        message = _says_taken_over(run_file, stored or {}, active, fleet)
         if not message:
-            return "none", _says_active(name, active, hosts, states, stored or {}), {}
+            return "none", _says_active(run_file, active, fleet, stored or {}), {}
         ends = {host: [unit] for host in active}
-    for host, left in _left_by_ended_runs(hosts, states, unit).items():
+    for host, left in _left_by_ended_runs(fleet, unit).items():
         ends[host] = ends.get(host, []) + left
         message += (
             f" {', '.join(left)} on {host} is of a run that has ended elsewhere: it is ended there too."
         )
-    _refuse_other_holders(hosts, states, unit, ends)
-    outcome = next((s["outcome"] for s in states if s.get("outcome") and s.get("run_id") == name), None)
+    own = {host: fleet[host] for host in run_file.hosts}
+    _refuse_other_holders(own, unit, ends)
+    outcome = next((s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name), None)
     if stored and outcome and outcome.get("outcome") == "finished" and not active:
         return "none", _says_finished(name, outcome), {}
-    _refuse_lost_checkpoint(name, hosts, states)
+    _refuse_lost_checkpoint(name, own)
     return ("resume" if stored else "start"), message.strip(), ends
 
 
@@ -136,12 +147,11 @@ def _refuse_another_config(run_id: str, stored: Mapping[str, Any], config: Mappi
         )
 
 
-def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], states: Sequence[State]) -> str:
+def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts: Mapping[str, State]) -> str:
     """Why the units that are up are ended and the run resumed, or an empty string where it is left alone.
 
     A run that trains is left alone. One that lacks a host cannot train: its units wait for it in vain.
     """
-    hosts = dict(zip(run_file.hosts, states, strict=True))
     before = list(stored.get("hosts") or run_file.hosts)
     missing = [host for host in before if host in hosts and host not in active]
     ending = any(_is_settled(hosts[host].get("outcome") or {}) for host in missing)
@@ -173,14 +183,18 @@ def _trains(state: State) -> bool:
     return bool(beats) and fresh and bool(state.get("stepped")) and not state.get("between")
 
 
-def _left_by_ended_runs(hosts: Sequence[str], states: Sequence[State], unit: str) -> Ends:
+def _left_by_ended_runs(fleet: Mapping[str, State], unit: str) -> Ends:
     """Units that are up of runs that somebody stopped, or that ended for good, while their host was away."""
     left: Ends = {}
-    for host, state in zip(hosts, states, strict=True):
+    for host, state in fleet.items():
         for other in state.get("active_units", []):
             run_id = other.removeprefix("nanofleet-").removesuffix(".service")
             elsewhere = [
-                run for s in states if s is not state for run in s.get("runs", []) if run["run_id"] == run_id
+                run
+                for s in fleet.values()
+                if s is not state
+                for run in s.get("runs", [])
+                if run["run_id"] == run_id
             ]
             ended = any(_is_settled(run) for run in elsewhere)
             if other != unit and ended and not any(run.get("active") for run in elsewhere):
@@ -188,17 +202,21 @@ def _left_by_ended_runs(hosts: Sequence[str], states: Sequence[State], unit: str
     return left
 
 
-def _says_active(
-    run_id: str, active: Sequence[str], hosts: Sequence[str], states: Sequence[State], stored: State
-) -> str:
-    beats = [beat for state in states for beat in state.get("heartbeats", []) if beat.get("step") is not None]
+def _says_active(run_file: Any, active: Sequence[str], fleet: Mapping[str, State], stored: State) -> str:
+    run_id, hosts = run_file.run_id, run_file.hosts
+    beats = [
+        beat
+        for state in fleet.values()
+        for beat in state.get("heartbeats", [])
+        if beat.get("step") is not None
+    ]
     at = f" at step {beats[0]['step']} of {beats[0].get('num_iterations')}" if beats else ""
     before = list(stored.get("hosts") or hosts)
     other = (
         f" The inventory now lists {', '.join(hosts)}: to go on with these, stop it, which saves, and start "
         "it again."
         if before != list(hosts)
-        else ""
+        else " sync=auto has left it to that host." * bool(run_file.chosen_from)
     )
     return (
         f"The run {run_id} is active{at} on {', '.join(active)}; nothing was changed.{other} "
@@ -216,8 +234,8 @@ def _says_finished(run_id: str, outcome: Mapping[str, Any]) -> str:
     )
 
 
-def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: str, ends: Ends) -> None:
-    for host, state in zip(hosts, states, strict=True):
+def _refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
+    for host, state in own.items():
         for other in state.get("active_units", []):
             if other in ends.get(host, []):
                 continue
@@ -227,8 +245,9 @@ def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: s
                 f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
             )
     # Only the coordinator opens the store's port.
-    for held in states[0].get("listeners", []):
-        if held.get("unit") in (unit, *ends.get(hosts[0], [])):
+    first = next(iter(own))
+    for held in own[first].get("listeners", []):
+        if held.get("unit") in (unit, *ends.get(first, [])):
             continue
         who = (
             f"process {held['pid']} of {held['user']} ({held['command']})"
@@ -240,19 +259,20 @@ def _refuse_other_holders(hosts: Sequence[str], states: Sequence[State], unit: s
         of_unit = f", unit {held['unit']}" if held.get("unit") else ""
         end = f"systemctl stop {held['unit']}" if held.get("unit") else f"kill {held.get('pid') or 'PID'}"
         raise RefusedError(
-            f"Port {held['port']} on {hosts[0]} is held by {who}{of_unit}: the run's store needs it. "
-            f"End that on {hosts[0]} (sudo {end}), or take another port: -e store_port=PORT"
+            f"Port {held['port']} on {first} is held by {who}{of_unit}: the run's store needs it. "
+            f"End that on {first} (sudo {end}), or take another port: -e store_port=PORT"
         )
 
 
-def _refuse_lost_checkpoint(run_id: str, hosts: Sequence[str], states: Sequence[State]) -> None:
-    if states[0].get("checkpoint"):
+def _refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
+    first = next(iter(own))
+    if own[first].get("checkpoint"):
         return
-    for host, state in zip(hosts, states, strict=True):
+    for host, state in own.items():
         if state.get("checkpoint") and state.get("run_id") == run_id:
             raise RefusedError(
-                f"The run {run_id} has its checkpoints on {host}, its coordinator before; now {hosts[0]} is."
-                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {hosts[0]}."
+                f"The run {run_id} has its checkpoints on {host}, its coordinator before; now {first} is."
+                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {first}."
             )
 
 

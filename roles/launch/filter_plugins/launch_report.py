@@ -71,6 +71,12 @@ def unit_word(state: State) -> str:
     return "restarting" if state.get("between") else str(unit["active_state"])
 
 
+def left_to(found: Mapping[str, State]) -> str:
+    """The one host that sync=auto has left the run to, if it has."""
+    files = [state["run_file"] or {} for state in found.values()]
+    return next((str(file["hosts"][0]) for file in files if file.get("chosen_from")), "")
+
+
 def launch_run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     """The run to show when hosts name different ones: the asked one, an active one, else the newest."""
     named = [state for state in answered(states).values() if state["found"]]
@@ -248,10 +254,12 @@ def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
 def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str, Sequence[Any]]) -> str:
     """The report of a stop. ended: host -> processes that systemctl had to end."""
     reached = answered(states)
+    alone = left_to(reached)
     rows = []
     for host in states:
         state = reached.get(host)
         how = str((state["outcome"] or {}).get("outcome") or "no outcome") if state else "-"
+        how = "not needed" if state and alone and not state["found"] else how
         unit = str(state["unit"]["active_state"]) if state else "unreachable"
         rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
     lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
@@ -267,7 +275,8 @@ def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str,
 
 def launch_begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """What is started, and from which step: said before it is. states: of every host in rank order."""
-    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}"
+    alone = " alone (left to it by sync=auto)" * bool(plan["file"].get("chosen_from"))
+    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{alone}"
     if plan["action"] != "resume":
         return f"Starting {run}."
     step = checkpoint_step(states[0])
@@ -296,7 +305,9 @@ def launch_expected(plan: Mapping[str, Any], states: Sequence[State], threads: S
     ]
     if not tokens or not steps:
         return "How long it takes is said once the steps and their size are derived on the hosts."
-    if alike:
+    if plan.get("step_seconds"):
+        seconds, source = float(plan["step_seconds"]), "as its ranks have just predicted"
+    elif alike:
         seconds = tokens / float(alike[0]["tok_per_s"])
         source = f"measured in {alike[0]['run_id']}"
     else:

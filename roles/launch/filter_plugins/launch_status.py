@@ -63,8 +63,10 @@ def hosts_and_facts(
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
     if found or missing:
-        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id)]
+        alone = text.left_to(found)
+        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id, alone)]
         lines += [*text.table(HEADER, rows), ""]
+        lines += [f"Alone:       on {alone}, which sync=auto has left it to"] if alone else []
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += reboots(found, run_id) + starting(found) + silences(found) + _about(found, tracker_uri)
     lines += _again(found, run_id)
@@ -101,13 +103,16 @@ def _title(found: Mapping[str, State], run_id: str) -> str:
     return f"Run {run_id}: step {step:,} of {last:,} ({100 * step // last} %)"
 
 
-def host_rows(host: str, state: State, run_id: str) -> list[list[str]]:
-    """The table's rows of one host: one a rank, or one that says why there is none."""
+def host_rows(host: str, state: State, run_id: str, alone: str = "") -> list[list[str]]:
+    """The table's rows of one host: one a rank, or one that says why there is none.
+
+    alone: the host that the run was left to, if it was.
+    """
     blank = ["-"] * (len(HEADER) - 2)
     if text.unreachable(state):
         return [[host, "unreachable", *blank]]
     if not state["found"]:
-        return [[host, "no such run" if run_id else "-", *blank]]
+        return [[host, "not needed" if alone else "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)
     beats = [{**beat, **_instead(beat, state)} for beat in state["heartbeats"]]
     none = [host, unit, "-", starts(state)[0], *blank[2:]] if is_starting(state) else [host, unit, *blank]
