@@ -213,7 +213,9 @@ def decide(
     if not moves:
         said.append(verdict(predictor, rows, length, mode))
     if by_gpu:
-        then = "It is left to that one." if moves else "With sync=auto a new run would be left to that one."
+        then = (
+            "The run is left to that one." if moves else "With sync=auto a new run would be left to that one."
+        )
         said.append(f"{'sync is auto' if moves else 'warning'}: {by_gpu.said(names)} {then}")
     prediction = Prediction(mode, round(step, 4), round(solo, 4), names[rank])
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()

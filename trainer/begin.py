@@ -127,6 +127,11 @@ class Beginning:
         for record in records:
             wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
             self.say(f"  {record}: {record.shown[kind]}{wire}")
+        idle = ", ".join(str(record) for record in records if "cuda" in record.shown)
+        if idle and kind == "cpu" and self.config.device == "auto" and self.config.sync != "auto":
+            self.say(
+                f"warning: the GPU of {idle} is idle. With sync=auto a run is left to it where it is faster."
+            )
 
     def predicts(self) -> bool:
         """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
@@ -191,12 +196,13 @@ class Beginning:
 
     def _arrange(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
-        config, by_speed, group = self.config, self.run_file.by_speed, self.group
-        automatic = config.sync == "auto"
+        config, group = self.config, self.group
+        together, automatic = group.world_size > 1, config.sync == "auto"
+        by_speed = self.run_file.by_speed and together
         self.arrangement = Arrangement("exact" if automatic else config.sync, tuple(self.plan.shares))
         if self._same_hosts(meta):
             self.arrangement = arrange.again(self.arrangement, meta, by_speed, automatic)
-        elif ((by_speed or automatic) and group.world_size > 1) or self.predicts():
+        elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts():
             measured = arrange.measure_all(
                 group, self.model, self.optimizer, self.numerics, gpu, config.device_batch_size
             )

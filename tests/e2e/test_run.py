@@ -147,6 +147,9 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     assert (again.changed(), "has left it to that host" in " ".join(again.stdout.split())) == (0, True)
     run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
     assert (run_file["hosts"], run_file["chosen_from"]) == ([HOSTS[1]], list(HOSTS))
+    facts = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/facts.json"))
+    assert float(facts["tags"]["predicted.seconds"]) > 0, "measured once more where it trains"
+    assert (facts["tags"]["hosts"], facts["tags"]["world_size"]) == (HOSTS[1], "1")
     fleet.play("stop.yml", run_id="left")
     stopped = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/outcome.json"))
     assert (stopped["outcome"], stopped["step"] > 0) == ("stopped", True), stopped

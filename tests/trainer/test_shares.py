@@ -264,6 +264,11 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     assert "With sync=auto a new run would be left to that one" in ends[0][1]
     assert by_hand[0].outcome()["alone"] is None
 
+    dense = start(2, name="dense", env=[{}, stand_in], sync="dense", num_iterations=1)
+    ends = [rank.wait(400) for rank in dense]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "warning: the GPU of rank 1 (host-2) is idle" in ends[0][1]
+
 
 def test_tables_that_differ_are_told() -> None:
     peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
