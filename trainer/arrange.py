@@ -205,7 +205,7 @@ def decide(
     said = []
     if change and not moves:
         said.append(f"rows of a step: {change.reason}")
-    if config.sync == "auto" and not moves:
+    if config.sync == "auto" and not moves and len(names) > 1:
         others = ", ".join(other for other in modes if other != mode)
         said.append(f"sync is {mode}, the fastest by prediction (not {others})")
     solo, rank = predictor.alone(rows)
@@ -213,9 +213,7 @@ def decide(
     if not moves:
         said.append(verdict(predictor, rows, length, mode))
     if by_gpu:
-        then = (
-            "The run is left to that one." if moves else "With sync=auto a new run would be left to that one."
-        )
+        then = "The run is left to it." if moves else "With sync=auto a new run would be left to it."
         said.append(f"{'sync is auto' if moves else 'warning'}: {by_gpu.said(names)} {then}")
     prediction = Prediction(mode, round(step, 4), round(solo, 4), names[rank])
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()

@@ -148,7 +148,7 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
     assert (run_file["hosts"], run_file["chosen_from"]) == ([HOSTS[1]], list(HOSTS))
     facts = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/facts.json"))
-    assert float(facts["tags"]["predicted.seconds"]) > 0, "measured once more where it trains"
+    assert float(facts["tags"]["predicted.step_seconds"]) > 0, "measured once more where it trains"
     assert (facts["tags"]["hosts"], facts["tags"]["world_size"]) == (HOSTS[1], "1")
     fleet.play("stop.yml", run_id="left")
     stopped = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/outcome.json"))

@@ -261,7 +261,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
     ends = [rank.wait(400) for rank in by_hand]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert "With sync=auto a new run would be left to that one" in ends[0][1]
+    assert "With sync=auto a new run would be left to it" in ends[0][1]
     assert by_hand[0].outcome()["alone"] is None
 
     dense = start(2, name="dense", env=[{}, stand_in], sync="dense", num_iterations=1)
