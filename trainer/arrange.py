@@ -196,9 +196,8 @@ def decide(
     change = first_table([speed.row for speed in speeds], rows, names) if by_speed else None
     shares = change.shares if change else plan.shares
     modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
-    mode = config.sync
-    if mode == "auto":
-        mode = choose(predictor, rows, modes)
+    best = choose(predictor, rows, modes)
+    mode = best if config.sync == "auto" else config.sync
     step = predictor.step(mode, rows, shares)
     by_gpu = _gpu_alone(measured, rows, step)
     moves = by_gpu is not None and config.sync == "auto" and by_gpu.rank in homes
@@ -208,6 +207,8 @@ def decide(
     if config.sync == "auto" and not moves and len(names) > 1:
         others = ", ".join(other for other in modes if other != mode)
         said.append(f"sync is {mode}, the fastest by prediction (not {others})")
+    elif mode in modes and mode != best:
+        said.append(f"sync=auto would take {best}: {predictor.step(best, rows, shares):.3g} s a step")
     solo, rank = predictor.alone(rows)
     said.append(table(predictor, rows, length, SYNC_MODES))
     if not moves:

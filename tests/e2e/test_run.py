@@ -138,7 +138,7 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     knobs = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}
     said = fleet.play("train.yml", **knobs).stdout
     assert "predicted, s a step (tok/s)" in said, "the table by which it was decided"
-    assert f"sync=auto leaves the run left to {HOSTS[1]}" in " ".join(said.split())
+    assert f"So the run left goes to {HOSTS[1]} alone; {HOSTS[0]} is free." in " ".join(said.split())
     status = fleet.play("status.yml", run_id="left").stdout
     assert re.search(rf"{HOSTS[0]} +not needed ", status), status
     assert fleet.on(HOSTS[0], "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
@@ -164,6 +164,16 @@ def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
     wrong = fleet.play("train.yml", fails=True, depth="deep").stdout
     assert "deep" in wrong
     assert "Traceback" not in wrong
+
+
+def test_data_that_the_hosts_do_not_hold_are_refused(fleet: Fleet, dataset: Path, tmp_path: Path) -> None:
+    assert "No dataset is in" in fleet.play("train.yml", fails=True, data_dir=tmp_path, **TINY).stdout
+    manifest = (dataset / "manifest.json").read_text()
+    (tmp_path / "manifest.json").write_text(manifest + "\n")
+    said = fleet.play("train.yml", fails=True, run_id="other", data_dir=tmp_path, **TINY).stdout
+    for host in HOSTS:
+        assert f"{host} does not hold the data of {tmp_path}" in " ".join(said.split())
+    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long"]
 
 
 def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:

@@ -199,6 +199,9 @@ def test_rank_0_decides_and_says_why() -> None:
         measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False, homes=[0, 1]
     )
     assert named.owner_speeds == (), "where nothing is open, a prediction changes nothing"
+    dense = config(sync="dense")
+    _, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), dense, by_speed=False, homes=BOTH)
+    assert any(line.startswith("sync=auto would take exact: ") for line in said), said
     assert named.prediction is not None
 
 

@@ -26,17 +26,14 @@ def launch_left_to(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
 def launch_alone(plan: Mapping[str, Any], left_to: Mapping[str, Any]) -> dict[str, Any]:
     """The plan of a run that was left to one host: its run file, what to say, the units to end on all."""
     hosts, host, run_id = plan["file"]["hosts"], left_to["host"], plan["run_id"]
-    alone, together = left_to["seconds"], left_to["together"]
-    leaves = (
-        f"sync=auto leaves the run {run_id} to {host}: the GPU there takes {alone:.3g} s a step alone, "
-        f"all ranks on their CPUs {together:.3g} s."
-    )
+    free = ", ".join(each for each in hosts if each != host)
+    goes = f"So the run {run_id} goes to {host} alone{f'; {free} is free' * bool(free)}."
     return {
         **plan,
         "file": {**plan["file"], "hosts": [host], "chosen_from": hosts},
-        "message": "\n".join([str(left_to.get("said") or ""), leaves]).strip(),
+        "message": f"{left_to['said']}\n{goes}",
         "ends": {each: [f"nanofleet-{run_id}.service"] for each in hosts},
-        "step_seconds": alone,
+        "step_seconds": left_to["seconds"],
     }
 
 
