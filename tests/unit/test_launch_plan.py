@@ -167,6 +167,8 @@ def test_a_run_that_was_left_to_one_host_stays_there() -> None:
     held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
     assert "Port 29500 on laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
     assert plan({}, state(listeners=[held]), left_to_laptop())["action"] == "resume"
+    assert "Port 29500 on laptop" in launch.launch_busy(state(listeners=[held]), "laptop", "a")
+    assert launch.launch_busy(state(active_units=[UNIT]), "laptop", "a") == ""
     other = plan({}, state(active_units=["nanofleet-b.service"]), state())
     assert other["action"] == "refuse", "a run on all hosts needs tower"
     gone = launch.launch_plan({}, "a", [left_to_laptop()], ["tower"], "m")

@@ -264,6 +264,16 @@ def _refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> No
         )
 
 
+def launch_busy(state: State, host: str, run_id: str) -> str:
+    """Why a host cannot take a run: another one's unit is up there, or the store's port is held; else empty."""
+    unit = f"nanofleet-{run_id}.service"
+    try:
+        _refuse_other_holders({host: state}, unit, {host: [unit]})
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
 def _refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
     first = next(iter(own))
     if own[first].get("checkpoint"):
@@ -310,6 +320,7 @@ class FilterModule:
         return {
             "launch_name": launch_name,
             "launch_plan": launch_plan,
+            "launch_busy": launch_busy,
             "launch_outcome": launch_outcome,
             "launch_settled": _is_settled,
             "launch_count_cpus": launch_count_cpus,
