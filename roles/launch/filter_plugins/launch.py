@@ -265,7 +265,7 @@ def _refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> No
 
 
 def launch_busy(state: State, host: str, run_id: str) -> str:
-    """Why a host cannot take a run: another one's unit is up there, or the store's port is held; else empty."""
+    """Why a host cannot take a run: another one's unit is up there, or the port is held; else empty."""
     unit = f"nanofleet-{run_id}.service"
     try:
         _refuse_other_holders({host: state}, unit, {host: [unit]})
