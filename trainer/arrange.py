@@ -1,7 +1,7 @@
 """Who does what in this attempt: rows by rank, owners' speeds, sync mode. Rank 0 decides it for all.
 
     measured = measure_all(model, optimizer, group, ...)       # by rank, on every rank
-    arrangement, said = decide(measured, names, plan, work, config, by_speed, homes)
+    arrangement, said = decide(measured, names, plan, work, config, by_speed, obstacles)
     arrangement = hand_out(group, arrangement)                 # rank 0's, on every rank
     if arrangement.alone: ...                                  # the run is one host's, by itself
 
@@ -12,24 +12,24 @@ one of the same hosts, whose arrangement stays so that the run goes on bitwise.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from trainer import alone
+from trainer.alone import Alone
 from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
 from trainer.host.numerics import Numerics
 from trainer.model import GPT
-from trainer.optim import MuonAdamW, build_optimizer
+from trainer.optim import MuonAdamW
 from trainer.outcome import Final
 from trainer.plan import Plan
 from trainer.predict import Prediction, Predictor, Work, choose, table, verdict
@@ -39,21 +39,6 @@ from trainer.sync.group import Group, Peer
 from trainer.sync.local import Outer
 
 COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: what local's meetings send of embeddings
-
-
-@dataclass(frozen=True)
-class Alone:
-    """A rank whose GPU would by itself be faster than all ranks on their CPUs; seconds a step."""
-
-    rank: int
-    seconds: float
-    together: float
-
-    def said(self, names: Sequence[str]) -> str:
-        return (
-            f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, all {len(names)} "
-            f"ranks on their CPUs {self.together:.3g} s."
-        )
 
 
 @dataclass(frozen=True)
@@ -100,6 +85,7 @@ class Measured:
     speed: Speed
     link: Link | None
     gpu: Speed | None = None
+    gpu_too_small: bool = False  # its memory, for this model and micro-batch
 
 
 def measure_all(
@@ -108,36 +94,18 @@ def measure_all(
     """Every rank's figures, on every rank. All measure at once: ranks that share a host do so in the run."""
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
-    mine = asdict(Measured(speed, link, _speed_on(gpu, model, batch_size) if gpu else None))
+    on_gpu = alone.speed_on(gpu, model, batch_size) if gpu else None
+    mine = asdict(Measured(speed, link, on_gpu, gpu is not None and on_gpu is None))
     gathered = map(json.loads, group.gather_bytes(json.dumps(mine).encode()))
     return [
         Measured(
             Speed(**one["speed"]),
             Link(**one["link"]) if one["link"] else None,
             Speed(**one["gpu"]) if one["gpu"] else None,
+            one["gpu_too_small"],
         )
         for one in gathered
     ]
-
-
-def _speed_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
-    """What this host's GPU would do alone, None if its memory is too small; it is free again afterwards."""
-    torch.cuda.set_device(gpu.device)
-    try:
-        return _measured_on(gpu, model, batch_size)
-    except torch.OutOfMemoryError:
-        return None
-    finally:
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def _measured_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed:
-    there = GPT(model.config).to(gpu.device, gpu.dtype)
-    rates = dict.fromkeys(("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "weight_decay"), 0.1)
-    optimizer = build_optimizer(there, **rates)
-    there.compute_dtype = optimizer.compute_dtype = gpu.compute_dtype
-    return measure_speed(there, optimizer, batch_size)
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> Work:
@@ -182,13 +150,13 @@ def decide(
     work: Work,
     config: RunConfig,
     by_speed: bool,
-    homes: Collection[int],
+    obstacles: Mapping[int, str],
 ) -> tuple[Arrangement, list[str]]:
     """The arrangement, and what to say about it. Pure. `by_speed`: the rows may be split by speed.
 
     Owners are by speed where anything may be; a run that leaves nothing open is predicted as it is.
-    Where sync is auto and the GPU of one host would by itself be faster than all hosts together, the run is
-    for that host `alone`, if its rank is one of `homes`, to which the run may be left.
+    Where the GPU of one host would by itself be faster than all hosts together, the run is for that host
+    `alone`. obstacles: by rank, why the run cannot be left to it.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -199,8 +167,9 @@ def decide(
     best = choose(predictor, rows, modes)
     mode = best if config.sync == "auto" else config.sync
     step = predictor.step(mode, rows, shares)
-    by_gpu = _gpu_alone(measured, rows, step)
-    moves = by_gpu is not None and config.sync == "auto" and by_gpu.rank in homes
+    gpus = {rank: one.gpu for rank, one in enumerate(measured) if one.gpu}
+    by_gpu = alone.fastest_alone(gpus, rows, step, obstacles)
+    moves = by_gpu is not None and not by_gpu.obstacle
     said = []
     if change and not moves:
         said.append(f"rows of a step: {change.reason}")
@@ -210,12 +179,16 @@ def decide(
     elif mode in modes and mode != best:
         said.append(f"sync=auto would take {best}: {predictor.step(best, rows, shares):.3g} s a step")
     solo, rank = predictor.alone(rows)
-    said.append(table(predictor, rows, length, SYNC_MODES))
+    said.append(table(predictor, rows, length, SYNC_MODES, {names[rank]: gpu for rank, gpu in gpus.items()}))
     if not moves:
         said.append(verdict(predictor, rows, length, mode))
     if by_gpu:
-        then = "The run is left to it." if moves else "With sync=auto a new run would be left to it."
-        said.append(f"{'sync is auto' if moves else 'warning'}: {by_gpu.said(names)} {then}")
+        said.append(by_gpu.verdict(names))
+    said += [
+        f"warning: the GPU of {name} has too little memory for this model and device_batch_size."
+        for name, one in zip(names, measured, strict=True)
+        if one.gpu_too_small
+    ]
     prediction = Prediction(mode, round(step, 4), round(solo, 4), names[rank])
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
     arrangement = Arrangement(mode, tuple(shares), tuple(owners), prediction, by_gpu if moves else None)
@@ -227,14 +200,6 @@ def _slowest_link(measured: Sequence[Measured]) -> Link | None:
     if not links:
         return None
     return Link(min(link.goodput for link in links), max(link.latency for link in links))
-
-
-def _gpu_alone(measured: Sequence[Measured], rows: int, step: float) -> Alone | None:
-    """The rank whose GPU would by itself be the fastest, if it needs less than the `step` seconds of all."""
-    seconds, rank = min(
-        ((one.gpu.solo(rows), rank) for rank, one in enumerate(measured) if one.gpu), default=(step, 0)
-    )
-    return Alone(rank, round(seconds, 4), round(step, 4)) if seconds < step else None
 
 
 def hand_out(group: Group, arrangement: Arrangement | None) -> Arrangement:

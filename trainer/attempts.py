@@ -203,6 +203,7 @@ def end(run_dir: Path, outcome: dict[str, Any]) -> None:
         "seconds",
         "time",
         "settled",
+        "alone",
     )
     line = {name: outcome.get(name) for name in names}
     _add(run_dir, {**line, "began": under_way.get("began"), "asked_anew": under_way.get("asked_anew", False)})

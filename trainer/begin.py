@@ -5,6 +5,7 @@ ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 from collections.abc import Mapping
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor
 
 from trainer import arrange, checkpoint, contract
+from trainer.alone import find_obstacles
 from trainer.arrange import Arrangement
 from trainer.checkpoint import State
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
 from trainer.data.dataset import Dataset
+from trainer.data.files import write_whole
 from trainer.host.cores import usable_cores
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.numerics import Numerics, Options, again, decide_device, explore
@@ -29,7 +32,6 @@ from trainer.host.voice import Voice
 from trainer.host.watchdog import Watchdog
 from trainer.model import GPT
 from trainer.optim import MuonAdamW, build_optimizer
-from trainer.outcome import LeftToOne
 from trainer.own import find_own
 from trainer.plan import Plan, make_plan
 from trainer.report import Progress
@@ -37,6 +39,8 @@ from trainer.sync import Sync, make_sync
 from trainer.sync.group import Group
 from trainer.sync.local import Outer
 from trainer.sync.store import join_store, prefix_of
+
+PREDICTION = "prediction.txt"
 
 
 @dataclass
@@ -208,34 +212,21 @@ class Beginning:
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
-            arrangement, said = arrange.decide(
-                measured, names, self.plan, work, config, by_speed, self._homes(meta)
-            )
+            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers)
+            arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed, obstacles)
             self.arrangement = arrange.hand_out(group, arrangement)
             if self.arrangement.alone and self.trains():
-                raise self._left_to(self.arrangement.alone, names, said)
+                raise self.arrangement.alone.end(group.peers, names, said)
             if self.place.coordinates:
                 for line in said:
                     self.say(line, event="arrangement")
+                self._keep(said)
         self.plan = dataclasses.replace(self.plan, shares=list(self.arrangement.shares))
 
-    def _homes(self, meta: Mapping[str, Any]) -> list[int]:
-        """The ranks that a new run may be left to; one with imported weights only to those beside them."""
-        if meta.get("step") or self.run_file.fixed_shares:
-            return []
-        peers = self.group.peers
-        return [peer.rank for peer in peers if "imported" not in meta or peer.host == peers[0].host]
-
-    def _left_to(self, alone: arrange.Alone, names: list[str], said: list[str]) -> LeftToOne:
-        """The end of ranks that have met and cannot become one: who has started them can start that one."""
-        host = self.group.peers[alone.rank].host
-        return LeftToOne(
-            f"{alone.said(names)} Train on {host} alone, or on all with another sync than auto.",
-            host,
-            alone.seconds,
-            alone.together,
-            "\n".join(said),
-        )
+    def _keep(self, said: list[str]) -> None:
+        """What was predicted, for whoever has started the run; done without on a full disk."""
+        with contextlib.suppress(OSError):
+            write_whole(self.run_dir / PREDICTION, ("\n".join(said) + "\n").encode())
 
     def _make_sync(self) -> None:
         """The way the gradients travel."""

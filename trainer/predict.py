@@ -136,8 +136,14 @@ def choose(predictor: Predictor, rows: int, modes: Sequence[str]) -> str:
     return best
 
 
-def table(predictor: Predictor, rows: int, sequence_len: int, modes: Sequence[str]) -> str:
-    """Seconds a step and tokens a second, by mode and batch."""
+def table(
+    predictor: Predictor,
+    rows: int,
+    sequence_len: int,
+    modes: Sequence[str],
+    gpus: Mapping[str, Speed] | None = None,
+) -> str:
+    """Seconds a step and tokens a second, by mode and batch. gpus: those that are left idle, by host."""
     batches = [times * rows for times in TIMES]
     head = ["predicted, s a step (tok/s)", *(f"{batch * sequence_len:,} tokens" for batch in batches)]
 
@@ -146,7 +152,9 @@ def table(predictor: Predictor, rows: int, sequence_len: int, modes: Sequence[st
         return [name, *(f"{each:.3g} ({speed:,.0f})" for each, speed in cells)]
 
     fastest = predictor.names[predictor.alone(rows)[1]]
-    lines = [line(f"{fastest} alone", lambda batch: predictor.alone(batch)[0])]
+    lines = [line(f"{host}'s GPU alone", gpu.solo) for host, gpu in (gpus or {}).items()]
+    on_cpu = ", on its CPU" * bool(lines)
+    lines.append(line(f"{fastest} alone{on_cpu}", lambda batch: predictor.alone(batch)[0]))
     if len(predictor.speeds) > 1:
         lines += [line(mode, lambda batch, mode=mode: predictor.step(mode, batch)) for mode in modes]  # type: ignore[misc]
     return render_table([head, *lines])

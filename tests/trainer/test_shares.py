@@ -11,6 +11,7 @@ import pytest
 from conftest import Start, losses, train_here
 
 from trainer.agreement import Agreement, Words
+from trainer.alone import find_obstacles
 from trainer.arrange import Arrangement, Measured, compare_arrangements, decide, names_of
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.host.place import Place
@@ -32,7 +33,6 @@ from trainer.sync.group import Group, Peer
 from trainer.sync.layout import share_out
 
 PAIR = ["tower", "laptop"]
-BOTH = [0, 1]
 ROOT = Path(__file__).parents[2]
 STAND_IN = ROOT / "tests" / "gpu_stand_in"
 
@@ -183,7 +183,7 @@ def test_rank_0_decides_and_says_why() -> None:
         Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
     ]
     arrangement, said = decide(
-        measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True, homes=[0, 1]
+        measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True, obstacles={}
     )
     assert arrangement.shares == (12, 4)
     assert arrangement.owner_speeds == (1.0, 0.35)
@@ -193,14 +193,14 @@ def test_rank_0_decides_and_says_why() -> None:
     assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
     assert any("tower 12 rows, laptop 4 rows" in line for line in said)
     assert any("tower alone" in line and "dense" in line for line in said)
-    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False, homes=BOTH)
+    equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False, obstacles={})
     assert equal.shares == (8, 8)
     named, _ = decide(
-        measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False, homes=[0, 1]
+        measured, PAIR, make_plan(knobs, 300, 2), work(), config(sync="exact"), by_speed=False, obstacles={}
     )
     assert named.owner_speeds == (), "where nothing is open, a prediction changes nothing"
     dense = config(sync="dense")
-    _, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), dense, by_speed=False, homes=BOTH)
+    _, said = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), dense, by_speed=False, obstacles={})
     assert any(line.startswith("sync=auto would take exact: ") for line in said), said
     assert named.prediction is not None
 
@@ -211,38 +211,57 @@ BESIDE_A_GPU = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("knobs", "homes", "left_to_it"),
-    [({"sync": "auto"}, [0, 1], True), ({"sync": "auto"}, [0], False), ({"sync": "exact"}, [0, 1], False)],
-)
-def test_a_gpu_that_is_faster_alone_is_left_the_run(
-    knobs: dict[str, str], homes: list[int], left_to_it: bool
-) -> None:
-    asked = config(**knobs)
+def test_a_gpu_that_is_faster_alone_is_left_the_run() -> None:
+    asked = config(sync="auto")
     plan = make_plan(asked, 300, 2)
-    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, homes=homes)
-    (line,) = (line for line in said if "GPU" in line)
-    assert "The GPU of laptop would take 0.043 s a step alone, all 2 ranks on their CPUs" in line
-    assert line.startswith("sync is auto: " if left_to_it else "warning: ")
-    assert any("dense" in line and "tower alone" in line for line in said), "the table is shown all the same"
-    assert any("rows of a step" in line for line in said) is not left_to_it
-    if not left_to_it:
-        assert arrangement.alone is None
-        return
+    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert said[-1].startswith("sync is auto: The GPU of laptop would take 0.043 s a step alone, 2 ranks")
+    assert "laptop's GPU alone" in said[0], "the table, with the figure that decides"
+    assert "tower alone, on its CPU" in said[0]
+    assert len(said) == 2, "nothing on how the ranks would have trained together"
     assert arrangement.alone is not None
     assert (arrangement.alone.rank, arrangement.alone.seconds) == (1, 0.043)
     assert arrangement.alone.together > arrangement.alone.seconds
     assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
 
 
-def test_a_slow_gpu_is_not_left_the_run() -> None:
-    slow = [BESIDE_A_GPU[0], Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
-    asked = config(sync="auto")
-    arrangement, said = decide(
-        slow, PAIR, make_plan(asked, 300, 2), work(), asked, by_speed=True, homes=[0, 1]
-    )
+def test_why_the_run_is_not_left_to_a_gpu_is_said() -> None:
+    asked = config(sync="exact")
+    plan = make_plan(asked, 300, 2)
+    obstacles = {0: "x", 1: "sync is exact, not auto"}
+    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
     assert arrangement.alone is None
-    assert not any("GPU" in line for line in said)
+    assert said[-1].startswith("warning: The GPU of laptop")
+    assert said[-1].endswith("The run is not left to it: sync is exact, not auto.")
+    slower = [Measured(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
+    auto = config(sync="auto")
+    arrangement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
+    assert arrangement.alone is not None
+    assert arrangement.alone.rank == 0, "one that the run can be left to goes before a faster one"
+
+
+def test_obstacles_are_found_by_rank() -> None:
+    peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
+    auto = config(sync="auto")
+    assert find_obstacles(auto, (), {"step": 0}, peers) == {}
+    assert find_obstacles(config(sync="exact"), (), {}, peers)[0] == "sync is exact, not auto"
+    assert find_obstacles(auto, (3, 1), {}, peers)[1] == "its shares were given by hand"
+    assert find_obstacles(auto, (), {"step": 3}, peers)[0] == "it goes on from a checkpoint"
+    imported = {"step": 0, "imported": "nanochat"}
+    assert find_obstacles(auto, (), imported, peers) == {1: "its imported weights are on tower"}
+
+
+def test_a_slow_gpu_is_not_left_the_run() -> None:
+    asked = config(sync="auto")
+    plan = make_plan(asked, 300, 2)
+    beside = BESIDE_A_GPU[0]
+    slow = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
+    arrangement, said = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert arrangement.alone is None
+    assert not any("The GPU" in line for line in said)
+    small = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
+    _, said = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert said[-1].startswith("warning: the GPU of laptop has too little memory")
 
 
 def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
@@ -255,7 +274,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         assert code == 1, said
         outcome = rank.outcome()
         assert outcome["outcome"] == "final", outcome
-        assert "Train on host-2 alone" in outcome["reason"]
+        assert "The run is for host-2 alone" in outcome["reason"]
         assert outcome["alone"]["host"] == "host-2"
         assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
         assert outcome["step"] == 0
@@ -264,7 +283,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
     ends = [rank.wait(400) for rank in by_hand]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert "With sync=auto a new run would be left to it" in ends[0][1]
+    assert "The run is not left to it: its shares were given by hand." in ends[0][1]
     assert by_hand[0].outcome()["alone"] is None
 
     dense = start(2, name="dense", env=[{}, stand_in], sync="dense", num_iterations=1)

@@ -229,8 +229,31 @@ def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
     down = {**up, "ended": True, "outcome": {"outcome": "stopped", "reason": "as asked"}}
     stopped = report.launch_stopped({"tower": state(), "laptop": down}, "a", {})
     assert re.search(r"^tower +inactive +not needed ", stopped, re.MULTILINE), stopped
+    attempt = {"outcome": "final", "step": 0, "reason": "faster", "alone": {"host": "laptop"}}
+    again = status.launch_status({"tower": state(), "laptop": {**up, "past_attempts": [attempt]}}, "a")
+    assert "left to one host at step 0: faster" in again
     begins = report.launch_begins({"run_id": "a", "action": "start", "file": run_file}, [state()])
     assert begins == "Starting the run a on laptop alone (left to it by sync=auto)."
+
+
+def test_a_start_that_went_well_shows_what_was_predicted_and_how_to_end_this_run() -> None:
+    up = state(**stored(), ended=False, heartbeats=[beat()], prediction="a table\nof two lines")
+    said = report.launch_started({"tower": up, "laptop": state()}, "a").splitlines()
+    assert said[:2] == ["a table", "of two lines"]
+    assert said[2].startswith("The run a trains on tower, laptop: step 3 of 20")
+    assert said[-1] == "End it: ansible-playbook stop.yml -e run_id=a"
+
+
+def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
+    def up(run_id: str) -> dict[str, Any]:
+        return state(active_units=[f"nanofleet-{run_id}.service"])
+
+    assert report.launch_several_up({"tower": up("a"), "laptop": up("a")}) == ""
+    said = report.launch_several_up({"tower": up("b"), "laptop": up("a")})
+    assert said.startswith("Several runs are up: b on tower; a on laptop. Nothing was changed.")
+    hosts = {"tower": state(), "laptop": state(**stored())}
+    stopped = report.launch_stopped(hosts, "a", {}, {"tower": "b", "laptop": "a"})
+    assert "Also ended:  run b on tower, at once; nothing was saved." in stopped
 
 
 def test_status_when_nothing_ever_ran() -> None:
@@ -383,7 +406,16 @@ def test_expected_time_is_measured_where_a_like_run_exists() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(None, "-"), (1.75, "1.8 s"), (45, "45 s"), (154, "2m34s"), (11100, "3h05m"), (187200, "2d04h")],
+    [
+        (None, "-"),
+        (0.0456, "46 ms"),
+        (0.4, "0.4 s"),
+        (1.75, "1.8 s"),
+        (45, "45 s"),
+        (154, "2m34s"),
+        (11100, "3h05m"),
+        (187200, "2d04h"),
+    ],
 )
 def test_durations_in_words(seconds: float | None, text: str) -> None:
     assert report.duration(seconds) == text

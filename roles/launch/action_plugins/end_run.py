@@ -25,4 +25,5 @@ class ActionModule(ActionBase):
             return {**result, "changed": False, "ended": []}
         unit = {"name": state["unit"]["name"], "state": "absent", "timeout": 20}
         unit |= {"ports": asked["ports"], "grace": asked["grace"]}
-        return {**result, **self._execute_module("transient_unit", unit, task_vars=task_vars)}
+        done = self._execute_module("transient_unit", unit, task_vars=task_vars)
+        return {**result, **done, "run_id": state["run_id"]}

@@ -73,9 +73,10 @@ def launch_plan(
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
         ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
         if rows and not isinstance(rows, str) and len(rows) != ranks:
+            how = "sync=auto left the run to it" if chosen_from else "-e shares=auto finds them"
             raise RefusedError(
                 f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
-                f"{', '.join(own)}, that make up the rows of a step. -e shares=auto finds them."
+                f"{', '.join(own)}, that make up the rows of a step; {how}."
             )
         run_file = trainer.RunFile(
             name, config, tuple(own), trainer.code_digest(), manifest_sha256, rows, tuple(chosen_from)

@@ -74,7 +74,9 @@ def launch_logs(
     shown = [rendered(host, line, dated) for _, host, line in lines]
     said = []
     for host in by_host:
-        if host not in read:
+        if host not in read and (states or {}).get(host, {}).get("found") is False:
+            said.append(f"{host} has no part of this run.")
+        elif host not in read:
             said.append(f"{host} did not answer; its log is not among these.")
         elif read[host]["source"] == "file" and read[host]["lines"]:
             said.append(

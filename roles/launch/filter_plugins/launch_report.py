@@ -198,7 +198,7 @@ def launch_failure(states: Mapping[str, State], run_id: str) -> str:
 
 
 def launch_started(states: Mapping[str, State], run_id: str) -> str:
-    """What train.yml says once every rank has made a step."""
+    """What train.yml says once every rank has made a step: what was predicted before, and how it goes."""
     beat = rank_zero(states)
     parts = [f"step {beat.get('step')} of {beat.get('num_iterations')}"]
     if beat.get("loss") is not None:
@@ -207,10 +207,11 @@ def launch_started(states: Mapping[str, State], run_id: str) -> str:
         parts.append(f"{beat['tok_per_s']:,.0f} tok/s")
     if beat.get("eta_seconds"):
         parts.append(f"{duration(beat['eta_seconds'])} left")
-    return (
-        f"The run {run_id} trains on {', '.join(states)}: {', '.join(parts)}. "
-        f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml"
-    )
+    predicted = [state["prediction"] for state in answered(states).values() if state.get("prediction")]
+    goes = f"The run {run_id} trains on {', '.join(states)}: {', '.join(parts)}."
+    see = f"See it: ansible-playbook status.yml -e run_id={run_id}"
+    end = f"End it: ansible-playbook stop.yml -e run_id={run_id}"
+    return screen([*"".join(predicted[:1]).splitlines(), goes, see, end])
 
 
 def launch_idle(states: Mapping[str, State], run_id: str) -> str:
@@ -223,6 +224,21 @@ def launch_idle(states: Mapping[str, State], run_id: str) -> str:
     others = [run for run, active in runs.items() if active]
     rest = f" Active: {', '.join(others)}." if others else ""
     return f"{what if run_id else 'Nothing runs'} on {', '.join(reached)}.{rest}"
+
+
+def launch_several_up(states: Mapping[str, State]) -> str:
+    """Which runs are up, where there are several: a stop without a name must not choose among them."""
+    up: dict[str, list[str]] = {}
+    for host, state in answered(states).items():
+        for unit in state["active_units"]:
+            up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+    if len(up) < 2:
+        return ""
+    runs = "; ".join(f"{run} on {', '.join(hosts)}" for run, hosts in up.items())
+    return (
+        f"Several runs are up: {runs}. Nothing was changed. "
+        f"Say which one ends: ansible-playbook stop.yml -e run_id={next(iter(up))}"
+    )
 
 
 def launch_can_save(states: Mapping[str, State]) -> bool:
@@ -251,8 +267,13 @@ def launch_stop_expected(states: Mapping[str, State], run_id: str) -> str:
     return f"{said} Without saving, within 15 s: -e stop_now=true"
 
 
-def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str, Sequence[Any]]) -> str:
-    """The report of a stop. ended: host -> processes that systemctl had to end."""
+def launch_stopped(
+    states: Mapping[str, State],
+    run_id: str,
+    ended: Mapping[str, Sequence[Any]],
+    at_once: Mapping[str, str] | None = None,
+) -> str:
+    """The report of a stop. ended: host -> processes that systemctl had to end; at_once: host -> its run."""
     reached = answered(states)
     alone = left_to(reached)
     rows = []
@@ -267,6 +288,11 @@ def launch_stopped(states: Mapping[str, State], run_id: str, ended: Mapping[str,
     lines += standing(found) + ending(found)
     if len(reached) == len(states):
         lines.append("No process of the run and no listener on its port is left.")
+    lines += [
+        f"Also ended:  run {other} on {host}, at once; nothing was saved."
+        for host, other in (at_once or {}).items()
+        if other and other != run_id
+    ]
     lines += others_active(states, run_id)
     if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
         lines.append(f"Go on with it: ansible-playbook train.yml -e run_id={run_id}")
@@ -329,6 +355,8 @@ def duration(seconds: float | None) -> str:
     """Seconds in words: 1.8 s, 2m34s, 3h05m, 2d04h."""
     if seconds is None:
         return "-"
+    if seconds < 0.095:
+        return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 60:
@@ -353,6 +381,7 @@ class FilterModule:
             "launch_idle": launch_idle,
             "launch_started": launch_started,
             "launch_can_save": launch_can_save,
+            "launch_several_up": launch_several_up,
             "launch_stop_expected": launch_stop_expected,
             "launch_stopped": launch_stopped,
         }

@@ -340,7 +340,8 @@ def _attempts(found: Mapping[str, State]) -> list[str]:
         moment = attempt.get("time")
         at = time.strftime("%a %H:%M:%S", time.localtime(moment)) if moment else "-"
         step = f" at step {attempt['step']}" if attempt.get("step") is not None else ""
-        lines.append(f"  {at}  {attempt['outcome']}{step}: {attempt.get('reason') or '-'}")
+        how = "left to one host" if attempt.get("alone") else attempt["outcome"]
+        lines.append(f"  {at}  {how}{step}: {attempt.get('reason') or '-'}")
     return lines
 
 

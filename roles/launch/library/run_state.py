@@ -96,6 +96,7 @@ stop_requested: {description: Whether the file C(stop) is there, type: bool, ret
 log: {description: The log's last lines, type: list, elements: str, returned: always}
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
+prediction: {description: "What the ranks have predicted, or empty", type: str, returned: always}
 leftovers:
   description: Files that belong to one attempt alone, by name - outcomes, heartbeats, a request to stop, ...
   type: list

@@ -14,7 +14,7 @@ from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_mis
 
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
-LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|stop")
+LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
 def load_json(path):
@@ -157,6 +157,7 @@ def read_run(run_dir, unit, now, log_lines):
         "log": log[-log_lines:],
         "error": [in_words(line) for line in first_error(attempt_of(log), log_lines)] if bad else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
+        "prediction": "\n".join(tail(os.path.join(run_dir, "prediction.txt"))),
         "checkpoint": checkpoint,
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
         "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
@@ -177,6 +178,7 @@ NOTHING = {
     "log": [],
     "error": [],
     "run_file": None,
+    "prediction": "",
     "checkpoint": None,
     "checkpoint_time": None,
     "leftovers": [],
