@@ -355,7 +355,7 @@ def duration(seconds: float | None) -> str:
     """Seconds in words: 1.8 s, 2m34s, 3h05m, 2d04h."""
     if seconds is None:
         return "-"
-    if seconds < 0.095:
+    if 0 < seconds < 0.095:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
