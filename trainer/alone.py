@@ -53,9 +53,16 @@ class Alone:
 
 
 def find_obstacles(
-    config: RunConfig, fixed_shares: Sequence[int], meta: Mapping[str, Any], peers: Sequence[Peer]
+    config: RunConfig,
+    fixed_shares: Sequence[int],
+    meta: Mapping[str, Any],
+    peers: Sequence[Peer],
+    asked_anew: bool,
 ) -> dict[int, str]:
-    """By rank, why a run that begins with a state of this meta cannot be left to that rank's host alone."""
+    """By rank, why a run that begins with a state of this meta cannot be left to that rank's host alone.
+
+    asked_anew: whether somebody has started this attempt: one that follows on another has nobody to move it.
+    """
     why = ""
     if config.sync != "auto":
         why = f"sync is {config.sync}, not auto"
@@ -63,6 +70,8 @@ def find_obstacles(
         why = "its shares were given by hand"
     elif meta.get("step"):
         why = "it goes on from a checkpoint"
+    elif not asked_anew:
+        why = "it has restarted by itself, so nobody is there to start it elsewhere"
     if why:
         return {peer.rank: why for peer in peers}
     elsewhere = [peer.rank for peer in peers if "imported" in meta and peer.host != peers[0].host]

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer import alone
-from trainer.alone import Alone
+from trainer.alone import Alone, fastest_alone, speed_on
 from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
@@ -94,7 +93,7 @@ def measure_all(
     """Every rank's figures, on every rank. All measure at once: ranks that share a host do so in the run."""
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
-    on_gpu = alone.speed_on(gpu, model, batch_size) if gpu else None
+    on_gpu = speed_on(gpu, model, batch_size) if gpu else None
     mine = asdict(Measured(speed, link, on_gpu, gpu is not None and on_gpu is None))
     gathered = map(json.loads, group.gather_bytes(json.dumps(mine).encode()))
     return [
@@ -168,7 +167,7 @@ def decide(
     mode = best if config.sync == "auto" else config.sync
     step = predictor.step(mode, rows, shares)
     gpus = {rank: one.gpu for rank, one in enumerate(measured) if one.gpu}
-    by_gpu = alone.fastest_alone(gpus, rows, step, obstacles)
+    by_gpu = fastest_alone(gpus, rows, step, obstacles)
     moves = by_gpu is not None and not by_gpu.obstacle
     said = []
     if change and not moves:

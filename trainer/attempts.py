@@ -134,6 +134,11 @@ def begin(run_dir: Path) -> None:
     (run_dir / ANNOUNCED).unlink(missing_ok=True)
 
 
+def began_anew(run_dir: Path) -> bool:
+    """Whether the attempt under way was asked for, and does not follow on one that has ended by itself."""
+    return bool(_load(run_dir / UNDER_WAY).get("asked_anew", True))
+
+
 def announce(run_dir: Path) -> None:
     """Note that an attempt is let start, so that one which cannot even load is counted."""
     content = {"began": time.time(), "asked_anew": is_asked_anew(run_dir)}

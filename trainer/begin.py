@@ -19,6 +19,7 @@ from torch import Tensor
 from trainer import arrange, checkpoint, contract
 from trainer.alone import find_obstacles
 from trainer.arrange import Arrangement
+from trainer.attempts import began_anew
 from trainer.checkpoint import State
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
@@ -212,7 +213,8 @@ class Beginning:
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
-            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers)
+            anew = began_anew(self.run_dir)
+            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, anew)
             arrangement, said = arrange.decide(measured, names, self.plan, work, config, by_speed, obstacles)
             self.arrangement = arrange.hand_out(group, arrangement)
             if self.arrangement.alone and self.trains():

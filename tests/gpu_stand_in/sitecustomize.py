@@ -13,7 +13,7 @@ from typing import Any
 
 def stand_in() -> None:
     """Let this process find a fast GPU beside its CPU."""
-    from trainer import alone, begin
+    from trainer import arrange, begin
     from trainer.host.numerics import Options
     from trainer.speed import Speed
 
@@ -24,7 +24,7 @@ def stand_in() -> None:
         return replace(found, cuda=replace(found.cpu, processor="a stand-in for a GPU"), gpus=1)
 
     begin.explore = explore_both  # type: ignore[attr-defined]
-    alone.speed_on = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[assignment]
+    arrange.speed_on = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[attr-defined]
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

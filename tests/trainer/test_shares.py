@@ -243,12 +243,13 @@ def test_why_the_run_is_not_left_to_a_gpu_is_said() -> None:
 def test_obstacles_are_found_by_rank() -> None:
     peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
     auto = config(sync="auto")
-    assert find_obstacles(auto, (), {"step": 0}, peers) == {}
-    assert find_obstacles(config(sync="exact"), (), {}, peers)[0] == "sync is exact, not auto"
-    assert find_obstacles(auto, (3, 1), {}, peers)[1] == "its shares were given by hand"
-    assert find_obstacles(auto, (), {"step": 3}, peers)[0] == "it goes on from a checkpoint"
+    assert find_obstacles(auto, (), {"step": 0}, peers, True) == {}
+    assert find_obstacles(config(sync="exact"), (), {}, peers, True)[0] == "sync is exact, not auto"
+    assert find_obstacles(auto, (3, 1), {}, peers, True)[1] == "its shares were given by hand"
+    assert find_obstacles(auto, (), {"step": 3}, peers, True)[0] == "it goes on from a checkpoint"
+    assert "restarted by itself" in find_obstacles(auto, (), {}, peers, False)[1]
     imported = {"step": 0, "imported": "nanochat"}
-    assert find_obstacles(auto, (), imported, peers) == {1: "its imported weights are on tower"}
+    assert find_obstacles(auto, (), imported, peers, True) == {1: "its imported weights are on tower"}
 
 
 def test_a_slow_gpu_is_not_left_the_run() -> None:
@@ -279,6 +280,11 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
         assert outcome["step"] == 0
     assert "predicted, s a step (tok/s)" in ends[0][1], "the table by which it was decided"
+
+    restarted = start(2, env=[{}, stand_in], **knobs)  # as systemd does, who takes no outcome away
+    ends = [rank.wait(400) for rank in restarted]
+    assert [code for code, _ in ends] == [0, 0], ends
+    assert "The run is not left to it: it has restarted by itself" in ends[0][1]
 
     by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
     ends = [rank.wait(400) for rank in by_hand]

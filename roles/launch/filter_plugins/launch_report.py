@@ -117,15 +117,20 @@ def ending(found: Mapping[str, State]) -> list[str]:
     ]
 
 
-def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for every other run that is up."""
+def _runs_up(states: Mapping[str, State]) -> dict[str, list[str]]:
+    """The runs that are up, each with its hosts."""
     up: dict[str, list[str]] = {}
     for host, state in answered(states).items():
         for unit in state["active_units"]:
             up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+    return up
+
+
+def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
+    """A line for every other run that is up."""
     return [
         f"Also active: run {other} on {', '.join(hosts)}. End it: ansible-playbook stop.yml -e run_id={other}"
-        for other, hosts in up.items()
+        for other, hosts in _runs_up(states).items()
         if other != run_id
     ]
 
@@ -228,10 +233,7 @@ def launch_idle(states: Mapping[str, State], run_id: str) -> str:
 
 def launch_several_up(states: Mapping[str, State]) -> str:
     """Which runs are up, where there are several: a stop without a name must not choose among them."""
-    up: dict[str, list[str]] = {}
-    for host, state in answered(states).items():
-        for unit in state["active_units"]:
-            up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+    up = _runs_up(states)
     if len(up) < 2:
         return ""
     runs = "; ".join(f"{run} on {', '.join(hosts)}" for run, hosts in up.items())
