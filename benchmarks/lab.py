@@ -22,7 +22,6 @@ import itertools
 import json
 import os
 import platform
-import re
 import shutil
 import signal
 import subprocess
@@ -35,69 +34,33 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.bars import bars_table, host_table, speed_beside_solo
+from benchmarks.stages import (
+    A_THIRD,
+    DEPTH,
+    GROUPS,
+    HOST_STAGES,
+    HOST_STEPS,
+    IDLE,
+    LENGTH,
+    QUICK,
+    SOLO,
+    VOCAB_SIZE,
+    Group,
+    core_rate,
+    expected,
+    has_neighbour,
+    kind_of,
+    plain,
+    steps_of,
+)
 from fleet import corpus
-from trainer.bench import SCHEMA, WARM_STEPS
+from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
 from trainer.bench.words import percent
 from trainer.config import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
-DEPTH, LENGTH, VOCAB_SIZE = 8, 1024, 32_768
 LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
-A_THIRD = 0.33  # of a core, for the slow host of the uneven pair
-STAGE_SECONDS = 45.0  # to start, measure the limits and take away
-
-
-@dataclass(frozen=True)
-class Group:
-    """Stages measured on one state of the lab, in this order. `takes` are solo stages of the first group."""
-
-    name: str
-    link: str
-    stages: tuple[str, ...]
-    takes: tuple[str, ...] = ()
-    slow_second: bool = False
-
-
-IDLE = "idle/"  # a solo stage with the other host at rest
-SOLO = (f"{IDLE}solo-4096-float32", f"{IDLE}solo-16384-float32")
-GROUPS = (
-    Group(
-        "1gbit",
-        "1gbit",
-        (
-            SOLO[0],
-            "solo-2048-float32",
-            "solo-4096-float32",
-            "exact-4096-float32",
-            "dense-4096-float32",
-            "fast-4096-float32",
-            "solo-2048-bfloat16",
-            "solo-4096-bfloat16",
-            "fast-4096-bfloat16",
-            "solo-8192-bfloat16",
-            "solo-16384-bfloat16",
-            "fast-16384-bfloat16",
-            SOLO[1],
-            "solo-8192-float32",
-            "solo-16384-float32",
-            "exact-16384-float32",
-        ),
-    ),
-    Group("100mbit", "100mbit", ("local-8192-float32", "solo-4096-float32")),  # solo anew, an hour later
-    Group(
-        "uneven",
-        "1gbit",
-        ("solo-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
-        SOLO,
-        slow_second=True,
-    ),
-)
-HOST_STAGES = ("host-float32", "host-bfloat16")
-QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
-FEWEST, FEW, MANY = 2, 4, 5  # steps of a stage, by how long one takes
-HOST_STEPS = 12
-LOCAL_STEPS = 30  # a round of H 30
 STEADY = 0.10  # by which a host's matrix products may be faster or slower in a stage than in its solo's
 NEIGHBOUR = "nanofleet-neighbour.service"
 AGAIN = 2  # times that a stage is measured anew, at most, in which they were not
@@ -138,16 +101,6 @@ class Job:
         ]
 
 
-def plain(stage: str) -> str:
-    """Its name for bench.yml, which knows nothing of what the other host does meanwhile."""
-    return stage.removeprefix(IDLE)
-
-
-def has_neighbour(stage: str) -> bool:
-    """Whether the other host trains by itself while the stage is measured."""
-    return stage.startswith("solo") and "-on-" not in stage
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="stages that begin so")
@@ -163,6 +116,11 @@ def main(argv: list[str] | None = None) -> int:
         "--out", type=Path, default=ROOT / "artifacts/bench", metavar="DIR", help="(%(default)s)"
     )
     args = parser.parse_args(argv)
+    known = [*HOST_STAGES, *(stage for group in GROUPS for stage in group.stages)]
+    known = list(dict.fromkeys(stage.format(slow=f"{args.lab}-2") for stage in known))
+    for start in args.only:
+        if not any(stage.startswith(start) for stage in known):
+            parser.error(f"no stage begins with {start}: they are {', '.join(known)}")
     job = Job(args, args.out.resolve())
     if args.report:
         return conclude(job)
@@ -190,41 +148,6 @@ def main(argv: list[str] | None = None) -> int:
         if todo and not args.keep_lab:
             playbook(job, "lab.yml", {"lab_state": "down"}, quiet=True)
     return conclude(job)
-
-
-# -- how long it takes ---------------------------------------------------------------------------------------
-
-
-def steps_of(stage: str) -> int:
-    if stage.startswith("local"):
-        return LOCAL_STEPS
-    if stage.startswith("host"):
-        return HOST_STEPS
-    if "-on-" in stage or stage.endswith("8.8"):
-        return FEWEST
-    return FEW if "16384" in stage or "8192" in stage else MANY
-
-
-def core_rate() -> float:
-    """FLOP/s of one core in float32."""
-    import torch
-
-    from trainer.host.gemm import gemm_rates
-
-    return gemm_rates([torch.float32])[torch.float32]
-
-
-def expected(stage: str, rate: float) -> float:
-    """Seconds of a stage, roughly: a core at three quarters of its rate, two of them where two ranks are."""
-    tokens = int(match[0]) if (match := re.search(r"\d{4,}", stage)) else 2048
-    cores = 1 if plain(stage).startswith("solo") else 2
-    speed = 0.75 * rate * (2 if "bfloat16" in stage else 1) * (A_THIRD if "-on-" in stage else 1)
-    if stage.endswith("8.8"):
-        speed *= 2 / 3
-    step = (273.7e6 * tokens + 322e9) / (cores * speed)
-    if "4096" in stage and cores == 2 and not stage.startswith("exact"):
-        step += 3  # the wire
-    return STAGE_SECONDS + step * (steps_of(stage) + WARM_STEPS)
 
 
 # -- measuring -----------------------------------------------------------------------------------------------
@@ -297,12 +220,6 @@ def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) ->
         }
         with neighbour(job, some[-1], files) if has_neighbour(some[0]) else nullcontext():
             playbook(job, "bench.yml", knobs)
-
-
-def kind_of(stage: str) -> tuple[int, str, str]:
-    """What stages measured together have in common: steps, folder, and the neighbour's number format."""
-    folder = IDLE if stage.startswith(IDLE) else ""
-    return steps_of(stage), folder, stage.rpartition("-")[2] if has_neighbour(stage) else ""
 
 
 @contextmanager

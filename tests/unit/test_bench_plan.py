@@ -12,6 +12,7 @@ from ansible.errors import AnsibleFilterError
 from role_files import load
 
 from benchmarks import bars, lab
+from benchmarks.stages import GROUPS, Group
 from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
 
@@ -291,7 +292,7 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     asked: list[tuple[str, ...]] = []
     rates = {"exact-4096-float32": iter([0.7e11, 0.8e11, 1e11]), "dense-4096-float32": iter([0.5e11] * 9)}
 
-    def measure(job: lab.Job, group: lab.Group, stages: list[str], data: Path) -> None:
+    def measure(job: lab.Job, group: Group, stages: list[str], data: Path) -> None:
         asked.append(tuple(stages))
         for stage in stages:
             file = job.file(group.name, stage)
@@ -306,7 +307,7 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
     monkeypatch.setattr(lab, "measure_stages", measure)
     job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
     stages = ["solo-4096-float32", *rates]
-    lab.measure_group(job, lab.GROUPS[0], stages, tmp_path)
+    lab.measure_group(job, GROUPS[0], stages, tmp_path)
     assert asked == [tuple(stages), tuple(rates), tuple(rates)]
     assert (
         "exact-4096-float32: products ran at 70 % of solo's rate; measured again" in capsys.readouterr().out
@@ -344,7 +345,7 @@ def test_solo_is_measured_while_the_other_host_trains_by_itself(
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
     stages = ["idle/solo-4096-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32"]
     stages += ["dense-4096-float32", "solo-4096-bfloat16", "solo-4096-float32-on-bench-2"]
-    lab.measure_stages(job, lab.GROUPS[0], stages, tmp_path)
+    lab.measure_stages(job, GROUPS[0], stages, tmp_path)
     assert commands.did == [
         "idle: solo-4096-float32 x 5",
         "begin neighbour float32",
@@ -367,7 +368,7 @@ def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: p
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
     with pytest.raises(SystemExit, match=r"the training on bench-2 ended meanwhile.*journalctl"):
-        lab.measure_stages(job, lab.GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
+        lab.measure_stages(job, GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
     assert commands.did[-1] == "end neighbour"
     assert not any(file.exists() for file in figures), "they are not what their names say"
 
@@ -392,8 +393,15 @@ def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_p
     assert job.file("1gbit", "solo-2048-float32").exists()
 
 
+def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        lab.main(["--list", "--only", "exakt"])
+    assert end.value.code == 2
+    assert "no stage begins with exakt: they are host-float32, " in capsys.readouterr().err
+
+
 def test_every_bar_is_measured_by_a_stage() -> None:
-    stages = {(group.name, stage) for group in lab.GROUPS for stage in group.stages}
+    stages = {(group.name, stage) for group in GROUPS for stage in group.stages}
     assert all((bar.group, bar.stage) in stages for bar in bars.BARS)
-    first = set(lab.GROUPS[0].stages)
-    assert all(stage in first for group in lab.GROUPS for stage in group.takes)
+    first = set(GROUPS[0].stages)
+    assert all(stage in first for group in GROUPS for stage in group.takes)
