@@ -18,12 +18,13 @@ import dataclasses
 import difflib
 import os
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import attempts
-from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.config import ConfigError, RunConfig, RunFile, number_from_zero, parse_shares
 from trainer.data import DataError
 from trainer.host.voice import flush_streams
 
@@ -114,7 +115,11 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
     parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most (%(default)s)")
     parser.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0: the likeliest token (%(default)s)"
+        "--temperature",
+        type=number_from_zero,
+        default=0.8,
+        metavar="X",
+        help="0: the likeliest token (%(default)s)",
     )
     parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (%(default)s)")
 
@@ -160,6 +165,7 @@ def one_attempt(
     from trainer.host.voice import set_up_streams
     from trainer.outcome import (
         BAD_INPUT_EXIT_CODE,
+        ENDING_SECONDS,
         EXIT_CODES,
         Attempt,
         conclude,
@@ -186,8 +192,10 @@ def one_attempt(
             say.failure(error)
         outcome, reason, code = conclude(error)
         detail = getattr(error, "detail", "")
-    attempt.end(outcome, reason)
-    say.ended(outcome, reason, detail)
+    if attempt.end(outcome, reason):
+        say.ended(outcome, reason, detail)
+    else:  # another thread has written another outcome, and ends the process with its exit code
+        time.sleep(ENDING_SECONDS)
     return code
 
 

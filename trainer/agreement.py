@@ -20,7 +20,10 @@ from trainer.sync.group import Group, Pending
 
 @dataclass(frozen=True)
 class Words:
-    """What one rank says: the sum of its losses, seconds that it computed for its rows; rank 0's wishes."""
+    """What one rank says: the sum of its losses, seconds that it computed for its rows; rank 0's wishes.
+
+    `batch` comes a step ahead: the active rows of a batch set the shapes of its collectives.
+    """
 
     loss_sum: float
     seconds: float
@@ -29,6 +32,7 @@ class Words:
     save: bool = False
     trouble: bool = False
     shares: tuple[int, ...] = ()  # from the next step on; none: as they are
+    batch: int = 0  # the checksum of the next step's batch
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Told:
     save: bool
     trouble: bool
     shares: list[int]
+    batches: list[int]
 
 
 class Agreement:
@@ -51,12 +56,13 @@ class Agreement:
 
     def start(self, words: Words) -> tuple[Tensor, Pending]:
         """Put this rank's words on their way."""
-        seconds, shares = [0.0] * self._group.world_size, [0.0] * self._group.world_size
+        seconds, shares, batches = ([0.0] * self._group.world_size for _ in range(3))
         seconds[self._group.rank] = words.seconds
+        batches[self._group.rank] = float(words.batch)
         for rank, share in enumerate(words.shares):
             shares[rank] = float(share)
         head = [words.loss_sum, float(words.rows), *map(float, (words.stop, words.save, words.trouble))]
-        shared = torch.tensor([*head, *seconds, *shares], dtype=torch.float64)
+        shared = torch.tensor([*head, *seconds, *shares, *batches], dtype=torch.float64)
         return shared, self._group.start_sum(shared)
 
     def finish(self, started: tuple[Tensor, Pending]) -> Told:
@@ -69,12 +75,14 @@ class Agreement:
                 f"The ranks took {rows:.0f} rows of a step of {self._rows_per_step}: their tables of shares "
                 "differ, which is a fault of the trainer."
             )
-        shares = [round(share) for share in tables[self._group.world_size :]]
+        n = self._group.world_size
+        shares = [round(share) for share in tables[n : 2 * n]]
         return Told(
             loss_sum,
-            tables[: self._group.world_size],
+            tables[:n],
             stop > 0,
             save > 0,
             trouble > 0,
             shares if any(shares) else [],
+            [int(batch) for batch in tables[2 * n :]],
         )

@@ -56,6 +56,8 @@ class Ready:
     optimizer: MuonAdamW
     sync: Sync
     progress: Progress
+    micro_batches: list[int]  # rows, by rank
+    config_digest: str  # the run's, as the release said it that began the run
     numerics_by_rank: list[dict[str, Any]]
     facts_by_rank: list[dict[str, str]]
     arrangement: Arrangement
@@ -120,6 +122,8 @@ class Beginning:
             self.optimizer,
             self.sync,
             progress,
+            [int(record.shown["micro-batch"]) for record in records],
+            str(state.meta.get("config_digest") or config.digest()),
             list(saved),
             facts,
             self.arrangement,
@@ -131,7 +135,13 @@ class Beginning:
         self.say(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
         for record in records:
             wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
-            self.say(f"  {record}: {record.shown[kind]}{wire}")
+            rows = int(record.shown["micro-batch"])
+            own = (
+                f", {rows} row{'s' * (rows > 1)} a micro-batch"
+                if rows != self.config.device_batch_size
+                else ""
+            )
+            self.say(f"  {record}: {record.shown[kind]}{wire}{own}")
         idle = ", ".join(str(record) for record in records if "cuda" in record.shown)
         if idle and kind == "cpu" and self.config.device == "auto" and self.config.sync != "auto":
             self.say(
@@ -157,7 +167,9 @@ class Beginning:
             self.watchdog.join(prefix_of(self.place))
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
+        self.micro_batch = self.config.device_batch_size
         try:
+            self.micro_batch = self.place.micro_batch(self.micro_batch)
             self.data = self.open_data()
             info, hashes = self.data.info, self.data.hashes
             self.plan = make_plan(
@@ -172,6 +184,7 @@ class Beginning:
         record = contract.make_record(
             self.place, self.run_file, options, info, hashes, str(problem or ""), self.watchdog.told
         )
+        record.shown["micro-batch"] = str(self.micro_batch)
         return contract.meet(self.store, record, self.place.world_size, lives=self.watchdog.lives)
 
     def _build(self) -> None:
@@ -209,7 +222,7 @@ class Beginning:
             self.arrangement = arrange.again(self.arrangement, meta, by_speed, automatic)
         elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts():
             measured = arrange.measure_all(
-                group, self.model, self.optimizer, self.numerics, gpu, config.device_batch_size
+                group, self.model, self.optimizer, self.numerics, gpu, self.micro_batch
             )
             names = arrange.names_of(group.peers)
             work = arrange.work_of(self.model, self.optimizer, self.data, self.plan, config)
@@ -276,6 +289,10 @@ class Beginning:
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
             checkpoint.check_continues(state, self.config, hashes, run_id)
+            steps = checkpoint.settled_steps(state.meta, self.config, self.plan.num_iterations)
+            changes = checkpoint.describe_changes(state, self.config, steps, run_id)
+            if changes:
+                self.say(changes, event="changed")
         elif "imported" in state.meta:
             checkpoint.check_begins(state, self.plan.model, hashes, run_id)
             self.say(f"Beginning with the weights of {state.meta['imported']}.")
@@ -293,11 +310,13 @@ class Beginning:
 
     def _as_before(self, meta: Mapping[str, Any]) -> None:
         """The same hosts keep the shares, number formats and threads they had: so it goes on bitwise."""
+        steps = checkpoint.settled_steps(meta, self.config, self.plan.num_iterations)
+        self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
         if self._same_hosts(meta):
-            self.numerics = again(now, meta["numerics"][self.place.rank])
+            self.numerics = again(now, meta["numerics"][self.place.rank], self.config.threads)
         if self.numerics != now:
             self.say(f"As before: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

@@ -9,31 +9,38 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.host.listener import ANSWERS, FROZEN, GONE, UNREACHABLE
+from trainer.diagnosis import Endpoint, Status, Verdict, diagnose
 from trainer.sync.group import Peer
 
 BUSY, IDLE = 0.5, 0.1  # of a core, used by the thread that trains
 HOT = 90.0  # degrees Celsius
 
-UNKNOWN = "unknown"  # nobody knows yet where to ask it
+DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """A rank as it was found: how it answered, and its last words, which are `age` seconds old."""
+    """The evidence on a rank: its endpoint, its run status of `age` seconds, its host's reachability."""
 
     peer: Peer
-    how: str
+    endpoint: Endpoint
+    status: Status = Status.NONE
     words: Mapping[str, Any] = field(default_factory=dict)
     age: float = 0.0
+    reachable: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return diagnose(self.status, self.endpoint, self.reachable)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run cannot go on with it as it is."""
+        return self.verdict.is_dead or self.verdict == Verdict.IMPAIRED
 
     @property
     def waits(self) -> bool:
-        return self.how == ANSWERS and bool(self.words.get("waits"))
-
-    @property
-    def is_dead(self) -> bool:
-        return self.how in (FROZEN, GONE, UNREACHABLE)
+        return self.verdict == Verdict.RUNS and bool(self.words.get("waits"))
 
 
 def where(words: Mapping[str, Any]) -> str:
@@ -46,10 +53,14 @@ def where(words: Mapping[str, Any]) -> str:
 
 def describe(sighting: Sighting) -> str:
     """What is to be said of one rank."""
-    peer, words = sighting.peer, sighting.words
-    if sighting.how == UNKNOWN:
-        return f"{peer} {f'was{_last_seen(sighting)}' if words else 'has not arrived'}"
-    if sighting.is_dead:
+    peer, words, verdict = sighting.peer, sighting.words, sighting.verdict
+    if verdict == Verdict.ABSENT:
+        return f"{peer} has not arrived"
+    if verdict == Verdict.UNHEARD:
+        return f"{peer} was{_last_seen(sighting)}"
+    if verdict == Verdict.IMPAIRED:
+        return f"{_impairment(sighting)}: {DOCTOR}"
+    if verdict.is_dead:
         return f"{peer} {_death(sighting)}"
     if sighting.waits:
         return f"{peer} waits in {where(words)}{_down(words)}"
@@ -58,12 +69,26 @@ def describe(sighting: Sighting) -> str:
 
 def _death(sighting: Sighting) -> str:
     last = f",{_last_seen(sighting)}" if sighting.words else ""
-    if sighting.how == GONE:
+    if sighting.verdict == Verdict.GONE:
         return f"is gone (its host answers, the process does not exist any more){last}"
-    if sighting.how == FROZEN:
+    if sighting.verdict == Verdict.FROZEN:
         return f"is frozen (its host takes the connection, the process does not answer){last}"
     at = f" at {sighting.peer.address}" if sighting.peer.address else ""
     return f"cannot be reached (its host does not answer{at}: down, asleep or cut off){last}"
+
+
+def _impairment(sighting: Sighting) -> str:
+    """The traffic to a rank that runs, or may run, and the evidence in brackets."""
+    result = {
+        Endpoint.CUT_SHORT: "its health endpoint answers, but packets of full size do not arrive",
+        Endpoint.REFUSES: "the connection to its health endpoint is refused",
+        Endpoint.SILENT: "its health endpoint takes the connection and does not answer",
+    }.get(sighting.endpoint, "its health endpoint cannot be reached")
+    if sighting.status == Status.FRESH:
+        result = f"its status arrived {sighting.age:.0f} s ago, but {result}"
+    elif sighting.endpoint == Endpoint.UNREACHABLE:
+        result = f"its host answers, but {result}"
+    return f"traffic with {sighting.peer} is impaired ({result})"
 
 
 def _last_seen(sighting: Sighting) -> str:
@@ -104,32 +129,42 @@ def blame(sightings: Sequence[Sighting]) -> str:
         seconds = min(float(sighting.words.get("phase_seconds", 0)) for sighting in waiting)
         return (
             f"all ranks have waited in {' and '.join(places)} for {seconds:.0f} s: the network between them "
-            "is slow, or was cut, and they go on within two minutes of its mending: "
+            f"is slow, or was cut, and they go on within two minutes of its mending ({DOCTOR}): "
             + ", ".join(map(_arrives, waiting))
         )
-    dead = [sighting for sighting in sightings if sighting.is_dead]
-    others = [sighting for sighting in sightings if not sighting.waits and not sighting.is_dead]
+    missing = [sighting for sighting in sightings if sighting.verdict.is_dead]
+    missing += [sighting for sighting in sightings if sighting.verdict == Verdict.IMPAIRED]
+    others = [sighting for sighting in sightings if not sighting.waits and sighting not in missing]
     # Who has been at it longest is who is waited for.
     others.sort(key=lambda sighting: -float(sighting.words.get("phase_seconds", 0)))
-    return "; ".join(describe(sighting) for sighting in [*dead, *others, *waiting])
+    return "; ".join(describe(sighting) for sighting in [*missing, *others, *waiting])
 
 
 def lost(sightings: Sequence[Sighting], fallback: str, stood_still: float = 0.0) -> str:
     """The sentence for a collective that failed: who of the others is lost, and how; else `fallback`.
 
+    Impaired traffic is named in both cases.
+
     stood_still: seconds for which this rank itself did not run, in which the others may have given it up.
     """
-    dead = [sighting for sighting in sightings if sighting.is_dead]
+    dead = [sighting for sighting in sightings if sighting.verdict.is_dead]
+    impaired = [capital(describe(each)) for each in sightings if each.verdict == Verdict.IMPAIRED]
     own = f"This process itself had stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
-    if not dead:
-        return own + fallback
-    return f"{own}Lost " + "; ".join(f"{s.peer}: it {_death(s)}" for s in dead) + f". {_remedy(dead)}"
+    if dead:
+        said = [f"Lost {'; '.join(f'{s.peer}: it {_death(s)}' for s in dead)}. {_remedy(dead)}"]
+    else:
+        said = [fallback] if fallback else []
+    return own + " ".join([*said, *(f"{sentence}." for sentence in impaired)])
 
 
 def _remedy(dead: Sequence[Sighting]) -> str:
     hosts = ", ".join(dict.fromkeys(sighting.peer.host for sighting in dead))
-    if all(sighting.how == GONE for sighting in dead):
+    if all(sighting.verdict == Verdict.GONE for sighting in dead):
         return f"Its log on {hosts} has the reason; none there: it was killed, by hand or for want of memory."
-    if all(sighting.how == UNREACHABLE for sighting in dead):
+    if all(sighting.verdict == Verdict.UNREACHABLE for sighting in dead):
         return f"Look whether {hosts} is up, awake and on the network."
     return f"Look whether {hosts} is stopped, suspended or starved of memory."
+
+
+def capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

@@ -3,7 +3,7 @@
 step_000100/model.pt              {parameter name: tensor}
             optim.pt              {parameter name: {state name: tensor}}, shared-out state gathered
             tokenizer/            so that a checkpoint can be sampled from alone
-            meta.json             step, config, losses, and the sha256 of every file above
+            meta.json             schema, step, config, losses, and the sha256 of every file above
 
 Rates follow from the configuration and the step, the rows of a step from (seed, step), and a sample draws
 from a generator of its own: step and seed are all that is kept of schedules, row cursor and randomness.
@@ -17,8 +17,9 @@ import errno
 import json
 import os
 import pickle
+import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -26,22 +27,36 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from trainer.config import ConfigError, RunConfig
+from trainer.config import (
+    HORIZON,
+    IDENTITY,
+    RUNTIME,
+    SCHEMA,
+    ConfigError,
+    RunConfig,
+    check_schema,
+    migrate,
+    note_of_dropped,
+)
 from trainer.data import DataError
 from trainer.data.files import file_sha256, sync_folder, write_whole
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
+from trainer.host.memory import is_out_of_memory
 from trainer.model import GPT, GPTConfig
 from trainer.optim import MuonAdamW, ParameterState
+from trainer.schedule import describe_extension
 from trainer.sync import Sync
 from trainer.sync.group import Group
 
-SCHEMA = 1
 MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
 COMMON = "outer_"  # before the names of a state that is the sync mode's, in optim.pt
 
 
 ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
+DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # which another release may give the same run otherwise
+# Errors by which a file is not as it was written; with others it may be sound, and cannot be read now.
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class DamagedCheckpointError(ConfigError):
@@ -131,13 +146,14 @@ def best(folder: Path) -> Path | None:
 def newest(folder: Path, say: Callable[[str], None]) -> State | None:
     """The newest good checkpoint, None if there never was one.
 
-    A damaged one is named, passed over and put aside as damaged_step_NNNNNN.
+    A damaged one is named, passed over and put aside as damaged_step_NNNNNN. Raises ConfigError for one that
+    is not damaged and cannot be loaded: it is of a newer release, or memory is short.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
     for path in found:
         try:
-            state = load(path)
+            state = load(path, say)
         except DamagedCheckpointError as error:
             say(f"{error} The checkpoint before it is taken.")
             damaged.append(path)
@@ -154,47 +170,90 @@ def newest(folder: Path, say: Callable[[str], None]) -> State | None:
     return None
 
 
-def load(path: Path) -> State:
-    """Read and verify a checkpoint. Raises DamagedCheckpointError naming the file that is not right."""
-    meta = read_meta(path)
+def load(path: Path, say: Callable[[str], None] | None = None) -> State:
+    """Read and verify a checkpoint; `say` gets a note on settings that are dropped.
+
+    Raises DamagedCheckpointError naming the file that is not right, ConfigError where it cannot be loaded.
+    """
+    meta = read_meta(path, say=say)
     tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
     return State(meta, tensors["model.pt"], tensors["optim.pt"])
 
 
-def read_meta(path: Path, files: Sequence[str] = FILES) -> dict[str, Any]:
-    """The meta.json of a checkpoint whose `files` are as they were written."""
+def read_meta(
+    path: Path, files: Sequence[str] = FILES, say: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The meta.json of a checkpoint whose `files` are as they were written, with today's settings."""
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
     inside = checkpoints(path / "checkpoints") or checkpoints(path)
     if inside and not (path / "meta.json").exists():
         raise ConfigError(f"{path} is no checkpoint but holds some: take {inside[0]}.")
+    file = path / "meta.json"
+    with _loading(file):
+        raw = file.read_bytes()
     try:
-        meta = json.loads((path / "meta.json").read_bytes())
+        meta = dict(json.loads(raw))
+        schema = int(meta["schema"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
+    check_schema(
+        schema, f"The checkpoint {path}"
+    )  # what follows may be laid out otherwise by a newer release
+    try:
         hashes = {name: meta["sha256"][name] for name in FILES}
-        GPTConfig(**meta["model_config"])
-        RunConfig(**meta["config"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{path / 'meta.json'} is missing or damaged ({error}).") from None
-    if meta.get("schema") != SCHEMA:
-        raise DamagedCheckpointError(f"{path} has schema {meta.get('schema')}; this release reads {SCHEMA}.")
+        config, model = dict(meta["config"]), dict(meta["model_config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
     for name in files:
-        sha256 = hashes[name]
-        try:
+        with _loading(path / name):
             actual = file_sha256(path / name)
-        except OSError as error:
-            raise DamagedCheckpointError(f"{path / name} cannot be read: {error.strerror}.") from None
-        if actual != sha256:
+        if actual != hashes[name]:
             raise DamagedCheckpointError(f"{path / name} is damaged: its sha256 is not the one in meta.json.")
-    return dict(meta)
+    return meta | _settings(config, model, path, say)
+
+
+def _settings(
+    config: dict[str, Any], model: dict[str, Any], path: Path, say: Callable[[str], None] | None
+) -> dict[str, dict[str, Any]]:
+    """The settings of a checkpoint as this release knows them. Raises ConfigError for what it refuses."""
+    try:
+        run, unknown = RunConfig.load(config)
+        values, unknown_of_model = migrate(GPTConfig, model)
+        settings = {"config": run.to_dict(), "model_config": dataclasses.asdict(GPTConfig(**values))}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"This release refuses the settings in {path / 'meta.json'}: {error}") from None
+    if say is not None and (unknown or unknown_of_model):
+        say(note_of_dropped(unknown + unknown_of_model, model | config, f"The checkpoint {path}"))
+    return settings
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Tell a file that is damaged from one that cannot be loaded now, which stays where it is."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ConfigError(
+                f"This host has too little memory to load {path}, which is left as it is. End what else uses "
+                "memory there, or resume on a host that has more."
+            ) from None
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in DAMAGE:
+            raise DamagedCheckpointError(f"{path} is missing or damaged: {error.strerror}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. It is left as it is.") from None
 
 
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer of a checkpoint, ready to be sampled from."""
     meta = read_meta(path, MODEL_FILES)
     weights = read_tensors(path / "model.pt")
-    model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
     try:
-        model.load_state_dict(weights)
+        with _loading(path / "model.pt"):
+            model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
+            model.load_state_dict(weights)
     except RuntimeError:
         raise DamagedCheckpointError(
             f"{path / 'model.pt'} does not hold the model that meta.json names."
@@ -239,11 +298,15 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def read_tensors(path: Path) -> Any:
+    """Tensors by name. Raises DamagedCheckpointError, or ConfigError where the file cannot be loaded now."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with _loading(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
     except pickle.UnpicklingError:
         raise DamagedCheckpointError(f"{path} cannot be read: it holds more than tensors.") from None
-    except (OSError, RuntimeError, ValueError, EOFError) as error:
+    except (RuntimeError, ValueError, EOFError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from None
 
 
@@ -327,13 +390,14 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
     """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
-    saved, begun = state.meta["config"], state.meta.get("run_id", run_id)
-    asked = dataclasses.asdict(config)
-    differing = [
-        f"{name} was {saved.get(name)!r}, now {asked[name]!r}"
-        for name in asked
-        if saved.get(name) != asked[name]
-    ]
+    begun = str(state.meta.get("run_id", run_id))
+    by_default = DEFAULT_NAME.fullmatch(begun) and DEFAULT_NAME.fullmatch(run_id)
+    if begun != run_id and not by_default and "imported" not in state.meta:
+        raise ConfigError(
+            f"The checkpoints are of the run {begun}, and this run is {run_id}. {ANOTHER}, or resume {begun} "
+            f"by its name (by hand --run-id {begun})."
+        )
+    differing = config.differences(saved_config(state), IDENTITY)
     if differing:
         raise ConfigError(
             f"The run {begun} was begun with another configuration: {'; '.join(differing)}. "
@@ -345,3 +409,41 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
             f"The run {begun} was begun on other data ({', '.join(other)}). {ANOTHER}, or bring the old data "
             "back."
         )
+
+
+def saved_config(state: State) -> RunConfig:
+    """The configuration that a checkpoint was written with."""
+    return RunConfig.from_strings(state.meta["config"])
+
+
+def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
+    """The steps of a run: `num_iterations`, or as it was begun where no other horizon is asked for.
+
+    So a release that derives another number from a target leaves the runs that are there as they are.
+    """
+    if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
+        return num_iterations
+    return int(meta["num_iterations"])
+
+
+def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
+    """What a run that is resumed from `state` does otherwise than before; empty where that is nothing.
+
+    Raises ConfigError where it is to be shorter: its rates have followed the longer horizon.
+    """
+    before = int(state.meta.get("num_iterations", num_iterations))
+    if num_iterations < max(before, state.step):
+        raise ConfigError(
+            f"The run {run_id} is one of {before:,} steps, of which {state.step:,} are done, and "
+            f"{num_iterations:,} are asked for: a run can become longer, not shorter. To resume it, ask for "
+            f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
+            f"--num-iterations N). {ANOTHER}."
+        )
+    sentences = []
+    if before < num_iterations:
+        rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
+        sentences.append(describe_extension(state.step, before, num_iterations, *rates))
+    changed = config.differences(saved_config(state), RUNTIME)
+    if changed:
+        sentences.append(f"Resumed with other settings: {'; '.join(changed)}.")
+    return " ".join(sentences)

@@ -1,4 +1,12 @@
-"""One frozen dataclass for a run: its knobs, their casts and checks, its digest and its default name.
+"""One frozen dataclass for a run: its settings, their casts and checks, its digest and its default name.
+
+Each setting belongs to one of three sections. Those of `identity` define what is trained: they are the run's
+digest, and fixed once the run has begun. `horizon` is how long it trains, and may change when the run is
+resumed. `runtime` may change at every start, since it changes nothing but the order of addition.
+
+Run files and checkpoints keep all of them, with SCHEMA. A release that adds, removes or changes a setting of
+`identity` raises SCHEMA, so that an older release refuses what it would train otherwise; `migrate` brings
+what older releases wrote up to date.
 
 Only the standard library is imported, so that a controller without torch can check and name a run:
 
@@ -7,18 +15,22 @@ Only the standard library is imported, so that a controller without torch can ch
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import difflib
 import hashlib
 import json
 import math
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RUN_FILE_SCHEMA = 1
+SCHEMA = 2  # of run files and of meta.json in checkpoints
+IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
+MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -34,14 +46,21 @@ class ConfigError(ValueError):
     """A knob or a run file that cannot be used; the message is for the person who set it."""
 
 
-def knob(default: Any, help: str) -> Any:
-    """A field with the sentence that explains it (shown by `python -m trainer train --help`)."""
-    return field(default=default, metadata={"help": help})
+class NewerSchemaError(ConfigError):
+    """A run file or checkpoint of a release newer than this one."""
+
+
+def knob(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
+    """A field with the sentence that explains it (shown by `python -m trainer train --help`).
+
+    more: `before`, the value by which runs behaved that have no such setting, where it is not the default.
+    """
+    return field(default=default, metadata={"help": help, "section": section, **more})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Every knob of a run; checked when it is made. See `from_strings` for values that arrive as text."""
+    """Every setting of a run; checked when it is made. See `from_strings` for values that arrive as text."""
 
     depth: int = knob(8, "transformer layers, the one dial: width, heads and rates follow from it")
     aspect_ratio: int = knob(64, "width per layer: n_embd is depth * aspect_ratio rounded up to whole heads")
@@ -49,13 +68,15 @@ class RunConfig:
     n_kv_head: int = knob(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
     sequence_len: int = knob(1024, "tokens of context, T")
     window_pattern: str = knob("SSSL", "attention windows tiled over the layers: S short, L whole context")
-    device_batch_size: int = knob(2, "rows of a micro-batch: more is faster and takes more memory")
+    device_batch_size: int = knob(2, "rows of a micro-batch: more is faster and takes more memory", RUNTIME)
     total_batch_size: int = knob(4096, "tokens of a step, all ranks together; 0 or auto: by the model's size")
     num_iterations: int = knob(
-        5000, "steps of the run; 0: from target_flops or, without it, target_param_data_ratio"
+        5000, "steps of the run; 0: from target_flops or, without it, target_param_data_ratio", HORIZON
     )
-    target_flops: float = knob(0.0, "floating-point operations of the whole run; 0: not asked for")
-    target_param_data_ratio: float = knob(12.0, "tokens per scaling parameter, where nothing else is asked")
+    target_flops: float = knob(0.0, "floating-point operations of the whole run; 0: not asked for", HORIZON)
+    target_param_data_ratio: float = knob(
+        12.0, "tokens per scaling parameter, where nothing else is asked", HORIZON
+    )
     unembedding_lr: float = knob(0.008, "AdamW rate of lm_head")
     embedding_lr: float = knob(0.3, "AdamW rate of wte; value embeddings take half of it")
     matrix_lr: float = knob(0.02, "Muon rate of the matrices in the blocks")
@@ -64,21 +85,25 @@ class RunConfig:
     warmup_steps: int = knob(40, "steps of linear warm-up")
     warmdown_ratio: float = knob(0.65, "share of the run over which rates fall")
     final_lr_frac: float = knob(0.05, "what is left of the rates at the end")
-    eval_every: int = knob(250, "steps between evaluations; 0: only at the end")
-    eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together")
-    sample_every: int = knob(0, "steps between samples of text; 0: only at the end")
-    save_every: int = knob(0, "steps between checkpoints; 0: by save_minutes alone")
-    save_minutes: float = knob(30.0, "minutes between checkpoints; 0: by save_every alone, and at the end")
-    keep_checkpoints: int = knob(2, "how many of the newest checkpoints are kept, beside the best one")
+    eval_every: int = knob(250, "steps between evaluations; 0: only at the end", RUNTIME)
+    eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together", RUNTIME)
+    sample_every: int = knob(0, "steps between samples of text; 0: only at the end", RUNTIME)
+    save_every: int = knob(0, "steps between checkpoints; 0: by save_minutes alone", RUNTIME)
+    save_minutes: float = knob(
+        30.0, "minutes between checkpoints; 0: by save_every alone, and at the end", RUNTIME
+    )
+    keep_checkpoints: int = knob(
+        2, "how many of the newest checkpoints are kept, beside the best one", RUNTIME
+    )
     seed: int = knob(42, "seed of the weights and of the order of the rows")
     device: str = knob(
-        "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)"
+        "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)", RUNTIME
     )
     dtype: str = knob(
         "auto",
         f"number format of the products: {' or '.join(DTYPES)} (auto: what this host multiplies faster)",
     )
-    threads: int = knob(0, "threads of a rank; 0: OMP_NUM_THREADS, else all the cores it may use")
+    threads: int = knob(0, "threads of a rank; 0: OMP_NUM_THREADS, else all the cores it may use", RUNTIME)
     sync: str = knob(
         "dense",
         f"how gradients travel: {' or '.join(SYNC_MODES)}; auto: of {' and '.join(EXACT_MODES)}, which "
@@ -95,8 +120,12 @@ class RunConfig:
     local_delay: int = knob(
         1, "with sync local, steps that hide a meeting's journey over the network, below local_steps"
     )
-    tracker: str = knob("mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}")
-    digest_every: int = knob(50, "steps between comparisons of the parameters across ranks; 0: never")
+    tracker: str = knob(
+        "mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME
+    )
+    digest_every: int = knob(
+        50, "steps between comparisons of the parameters across ranks; 0: never", RUNTIME
+    )
 
     def __post_init__(self) -> None:
         for name in ("depth", "aspect_ratio", "head_dim", "sequence_len", "device_batch_size", "eval_tokens"):
@@ -179,8 +208,8 @@ class RunConfig:
         return self.n_embd // self.head_dim
 
     def digest(self) -> str:
-        """64 hex digits over every field: two runs with equal digests compute the same thing."""
-        return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
+        """64 hex digits over the identity: two runs with equal digests train the same way, however long."""
+        return hashlib.sha256(canonical_json(self.section(IDENTITY))).hexdigest()
 
     def default_run_id(self) -> str:
         return f"d{self.depth}-{self.digest()[:8]}"
@@ -188,11 +217,42 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def section(self, name: str) -> dict[str, Any]:
+        """The settings of a section."""
+        return {key: getattr(self, key) for key in self.field_names(name)}
+
+    def differences(self, before: RunConfig, *sections: str) -> list[str]:
+        """The settings of these sections that are not those of `before`: ["seed was 42, now 43"]."""
+        names = [name for section in sections for name in self.field_names(section)]
+        values = {name: (getattr(before, name), getattr(self, name)) for name in names}
+        return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
+
     # -- made from text --------------------------------------------------------------------------------
 
     @classmethod
-    def field_names(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in dataclasses.fields(cls))
+    def field_names(cls, section: str = "") -> tuple[str, ...]:
+        """The names of all settings, or of those of a section."""
+        return tuple(f.name for f in dataclasses.fields(cls) if section in ("", f.metadata["section"]))
+
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
+        """The configuration of a run that is resumed: its own, but for the settings that are given anew.
+
+        A horizon is given as a whole: steps that are asked for replace a target. Raises ConfigError.
+        """
+        values, _ = migrate(cls, saved)
+        if given.keys() & cls.field_names(HORIZON):
+            values = {name: value for name, value in values.items() if name not in cls.field_names(HORIZON)}
+        return cls.from_strings({**values, **given})
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
+        """The configuration in a run file or checkpoint, and the names in it that this release lacks.
+
+        Raises ConfigError for values that it refuses.
+        """
+        values, unknown = migrate(cls, saved)
+        return cls.from_strings(values), unknown
 
     @classmethod
     def from_strings(cls, values: Mapping[str, Any]) -> RunConfig:
@@ -231,12 +291,58 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     return number
 
 
+def number_from_zero(text: str) -> float:
+    """A command line's number: neither negative nor infinite nor "nan", which every comparison lets pass."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not 0 <= number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 0")
+    return number
+
+
 _KINDS = {"int": "a whole number", "float": "a number", "str": "a word"}
 
 
 def canonical_json(value: Any) -> bytes:
     """The one JSON form of a value: sorted keys, no blanks. Digests are taken over it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
+
+
+# -- what other releases wrote -----------------------------------------------------------------------------
+
+
+def check_schema(schema: Any, what: str) -> None:
+    """Refuse what a newer release wrote. Raises NewerSchemaError, or ConfigError where it is no schema."""
+    if type(schema) is not int or schema < 1:
+        raise ConfigError(f"{what} has no schema of nanofleet's ({schema!r}).")
+    if schema > SCHEMA:
+        raise NewerSchemaError(
+            f"{what} was written by a newer nanofleet (schema {schema}; this one reads up to {SCHEMA}). "
+            "Update this one; a fleet then takes it from setup.yml."
+        )
+
+
+def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Saved values for the fields of a dataclass, and the saved names that it lacks.
+
+    A value that is missing is the one by which runs behaved before there was the field, else its default.
+    """
+    fields = {f.name: f for f in dataclasses.fields(cls)}
+    values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}
+    values |= {name: value for name, value in saved.items() if name in fields}
+    return values, [name for name in saved if name not in fields]
+
+
+def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str) -> str:
+    """A sentence on settings that were saved and are no longer there."""
+    listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
+    return f"{what} has settings that this release no longer has; they are ignored: {listed}."
+
+
+def _to_stderr(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 # -- the run file ------------------------------------------------------------------------------------------
@@ -278,7 +384,7 @@ class RunFile:
         return BY_SPEED if self.by_speed else ",".join(map(str, self.shares)) or "equal"
 
     @classmethod
-    def load(cls, path: Path) -> RunFile:
+    def load(cls, path: Path, warn: Callable[[str], None] = _to_stderr) -> RunFile:
         """Read and check a run file. Raises ConfigError naming the file."""
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
@@ -286,15 +392,19 @@ class RunFile:
             raise ConfigError(f"The run file {path} cannot be read: {error.strerror}.") from None
         except ValueError as error:
             raise ConfigError(f"The run file {path} is not JSON: {error}.") from None
-        if not isinstance(raw, dict) or raw.get("schema") != RUN_FILE_SCHEMA:
-            raise ConfigError(f"The run file {path} is not of schema {RUN_FILE_SCHEMA}: render it again.")
+        if not isinstance(raw, dict):
+            raise ConfigError(f"The run file {path} holds no settings: render it again.")
+        check_schema(raw.get("schema"), f"The run file {path}")
         if not isinstance(raw.get("config"), dict) or not isinstance(raw.get("hosts", []), list):
             raise ConfigError(f"The run file {path} lacks its config or hosts: render it again.")
         try:
             shares = parse_shares(raw.get("shares", []))
+            config, unknown = RunConfig.load(raw["config"])
+            if unknown:
+                warn(note_of_dropped(unknown, raw["config"], f"The run file {path}"))
             return cls(
                 run_id=str(raw.get("run_id", "")),
-                config=RunConfig.from_strings(raw["config"]),
+                config=config,
                 hosts=tuple(str(host) for host in raw.get("hosts", [])),
                 shares=shares,
                 trainer_digest=str(raw.get("trainer_digest", "")),
@@ -306,7 +416,7 @@ class RunFile:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": RUN_FILE_SCHEMA,
+            "schema": SCHEMA,
             "run_id": self.run_id,
             "config": self.config.to_dict(),
             "hosts": list(self.hosts),

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from trainer.data.loader import rank_rows
+from trainer.data.split import Split
 from trainer.model import GPT
 from trainer.shares import shares_like
 from trainer.sync.group import Group
@@ -27,7 +28,7 @@ class Evaluation(NamedTuple):
 @torch.no_grad()
 def evaluate(
     model: GPT,
-    rows: NDArray[Any],
+    rows: Split | NDArray[Any],
     token_bytes: Tensor,
     eval_tokens: int,
     device_batch_size: int,

@@ -12,6 +12,7 @@ so what that stopped is not.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -24,8 +25,9 @@ from typing import IO, Any
 
 from trainer import attempts
 from trainer.config import ConfigError
-from trainer.data import DataError
+from trainer.data import DataError, RowsChangedError
 from trainer.data.files import is_full, try_lock, write_whole
+from trainer.host.memory import is_out_of_memory
 from trainer.host.place import Place
 from trainer.host.voice import Voice
 
@@ -33,6 +35,8 @@ EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
 BAD_INPUT_EXIT_CODE = 2
 ENDING_SECONDS = 5.0  # for the attempt before to be gone
 PARENT_SECONDS = 0.5
+# For a checkpoint that is being written when SIGTERM comes: torchrun kills its ranks after 30 s.
+SIGTERM_WRITE_SECONDS = 20.0
 RESERVE_BYTES = 2**15  # held on the disk, so that there is room for the outcome when it is full
 
 
@@ -87,6 +91,9 @@ class Attempt:
         self._held: IO[str] | None = None  # open as long as this attempt is
         self._at_end: list[Callable[[str, bool], None]] = []
         self.reason = ""  # once it has ended
+        # Called before the process ends from another thread than the one that trains: completes a checkpoint
+        # that is being written, within so many seconds, and returns how the attempt ends then.
+        self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
         self._figures: dict[str, Any] = {
             "run_id": None,
             "step": 0,
@@ -147,6 +154,11 @@ class Attempt:
     def step(self) -> int:
         return int(self._figures["step"])
 
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is that of the newest step."""
+        return str(self._figures["checkpoint"]).endswith(f"step_{self.step:06d}")
+
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
         """Write the outcome; only the first end of an attempt counts. Returns whether this was it."""
         with self._lock:
@@ -181,6 +193,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
     """The outcome, its sentence and the exit code that an exception stands for."""
     if isinstance(error, RunEnd):
         return error.outcome, str(error), EXIT_CODES[error.outcome]
+    if isinstance(error, RowsChangedError):
+        return "retryable", str(error), EXIT_CODES["retryable"]
     if isinstance(error, ConfigError | DataError):
         return "final", str(error), BAD_INPUT_EXIT_CODE
     if isinstance(error, KeyboardInterrupt):
@@ -192,7 +206,7 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
     if is_full(error):
         place = getattr(error, "filename", None) or "the run directory"
         return "final", f"No space is left on the disk of {place}.", EXIT_CODES["final"]
-    if _is_out_of_memory(error):
+    if is_out_of_memory(error):
         return (
             "final",
             "The host has too little memory for this run; lower depth, sequence_len or device_batch_size.",
@@ -201,14 +215,6 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" in {Path(last[0].filename).name}, line {last[0].lineno}" if last else ""
     return "final", f"Unexpected {type(error).__name__}{where}: {error} (the log has the traceback).", 1
-
-
-def _is_out_of_memory(error: BaseException) -> bool:
-    """Python's own, and torch's: a GPU's by its type, a CPU's by its words."""
-    torchs = isinstance(error, RuntimeError) and (
-        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
-    )
-    return isinstance(error, MemoryError) or torchs
 
 
 def is_expected(error: BaseException) -> bool:
@@ -230,6 +236,7 @@ def heed_torchrun(attempt: Attempt, say: Voice) -> None:
         while os.getppid() == torchrun:
             time.sleep(PARENT_SECONDS)
         reason = f"torchrun, which started this rank, is gone after step {attempt.step}."
+        attempt.before_end(Retryable(reason), math.inf)
         if attempt.end("retryable", reason, hurry=True):
             say.ended("retryable", reason)
         os._exit(EXIT_CODES["retryable"])
@@ -246,24 +253,32 @@ def heed_sigterm(attempt: Attempt, say: Voice) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        info = signal.sigwaitinfo({signal.SIGTERM})
-        outcome, reason = _terminated(info.si_pid == os.getppid(), attempt)
-        if attempt.end(outcome, reason, hurry=True, settled=False):
-            say.ended(outcome, reason)
+        by_parent = _await_sigterm()
+        attempt.before_end(_terminated(by_parent, attempt), SIGTERM_WRITE_SECONDS)
+        end = _terminated(by_parent, attempt)  # it names the checkpoint
+        if attempt.end(end.outcome, str(end), hurry=True, settled=False):
+            say.ended(end.outcome, str(end))
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
-def _terminated(by_parent: bool, attempt: Attempt) -> tuple[str, str]:
+def _await_sigterm() -> bool:
+    """Wait for SIGTERM; returns whether the parent sent it, or may have where the system does not tell."""
+    if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
+        signal.sigwait({signal.SIGTERM})
+        return True
+    return signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
+
+
+def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
     """torchrun also sends SIGTERM to the ranks left on its host when one of them has died."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if by_parent and local_world_size > 1:
-        return (
-            "retryable",
-            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died.",
+        return Retryable(
+            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."
         )
-    return (
-        "stopped",
-        f"Asked to end by SIGTERM after step {attempt.step}; nothing was saved since the last checkpoint.",
-    )
+    asked = f"Asked to end by SIGTERM after step {attempt.step}"
+    if attempt.is_saved:
+        return Stopped(f"{asked}, whose checkpoint is written.")
+    return Stopped(f"{asked}; nothing was saved since the last checkpoint.")

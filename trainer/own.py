@@ -1,8 +1,8 @@
 """What a rank has for itself at a checkpoint, in sync mode local: a file on its own host.
 
-own/step_000100-rank1.pt: its parameters, which differ from the run's, what rounding has left over, and, but
-for rank 0, its optimizer's state. The coordinator's meta.json has the sha256 of each rank's file; a rank
-without its file goes on with what the coordinator has.
+own/step_000100-rank1.pt: its parameters, which differ from the run's, those it had when it sent to a sync
+round in flight, what rounding has left over, and, but for rank 0, its optimizer's state. The coordinator's
+meta.json has the sha256 of each rank's file; a rank without its file goes on with what the coordinator has.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ def keep_own(
     optim: Mapping[str, ParameterState],
     keep: int,
 ) -> str:
-    """Write this rank's file, drop all but its newest `keep`; returns its sha256. Raises OSError."""
+    """Write this rank's file, drop all but its newest `keep` and one; returns its sha256. Raises OSError.
+
+    The coordinator writes the checkpoint of this step later: until then the run resumes from the one before.
+    """
     folder = run_dir / "own"
     folder.mkdir(exist_ok=True)
     tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
@@ -42,7 +45,7 @@ def keep_own(
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
-    for old in sorted(folder.glob(f"step_*-rank{rank}.pt"))[:-keep]:
+    for old in sorted(folder.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
         old.unlink()
     return file_sha256(path)
 

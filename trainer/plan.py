@@ -89,14 +89,17 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
     return steps_for_ratio(config.target_param_data_ratio, size, batch)
 
 
-def describe(plan: Plan, config: RunConfig, model: GPT, train_rows: int) -> str:
-    """The table a person reads before step 0."""
+def describe(
+    plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
+) -> str:
+    """The table a person reads before step 0. micro_batches: their rows by rank, where they are known."""
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()
     counts = model.param_counts()
     ratio = tokens / plan.scaling_params
     epochs = tokens / (train_rows * config.sequence_len)
-    accumulation = [math.ceil(share / config.device_batch_size) for share in plan.shares]
+    sizes = micro_batches or [config.device_batch_size] * len(plan.shares)
+    accumulation = [math.ceil(share / size) for share, size in zip(plan.shares, sizes, strict=True)]
     shape = plan.model
     text = [
         f"depth {shape.n_layer}: width {shape.n_embd}, {_some(shape.n_head, 'head')} of {shape.head_dim} "

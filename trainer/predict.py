@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config import SYNC_MODES
 from trainer.contract import render_table
 from trainer.shares import equal_shares, relative_speeds, slowest, split_rows
 from trainer.speed import Link, Speed
@@ -47,11 +48,18 @@ class Work:
         return self.tables + self.matrices + self.others
 
 
+def _check(mode: str) -> None:
+    """Raise ValueError for a mode whose cost is not known here."""
+    if mode not in SYNC_MODES:
+        raise ValueError(f"no cost is known for the sync mode {mode!r}, only for {', '.join(SYNC_MODES)}")
+
+
 def payload(mode: str, work: Work, rows: int, world_size: int, outer: Outer | None = None) -> float:
     """Bytes that a rank sends in a step of so many rows, of local in the mean of its steps.
 
     Ring and hand-out move (n-1)/n twice. trainer.sync.payload counts the same in the modes' own code.
     """
+    _check(mode)
     way = 2 * (world_size - 1) / world_size
     if mode == "dense":
         return way * work.value_bytes * work.parameters
@@ -90,6 +98,7 @@ class Predictor:
 
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
         """Seconds of a step by all ranks; their rows split as the run would unless `shares` are given."""
+        _check(mode)
         shares = shares or self.shares(rows)
         compute = slowest([speed.row for speed in self.speeds], shares)
         adamw = max(speed.adamw for speed in self.speeds)

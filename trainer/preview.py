@@ -41,7 +41,8 @@ def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:
         try:
             ready = way.ready()
             if place.coordinates:
-                say(describe(ready.plan, run_file.config, ready.model, ready.data.info.train_rows))
+                rows, sizes = ready.data.info.train_rows, ready.micro_batches
+                say(describe(ready.plan, run_file.config, ready.model, rows, sizes))
             ready.group.close()
         except RunEnd as end:
             print(end, file=sys.stderr)

@@ -17,6 +17,7 @@ from trainer.model import GPT, KVCache
 
 KEPT = "sample.txt"  # in the run directory: what the newest checkpoint's model made of PROMPT
 PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
+COLDEST = 1e-3  # above 0: quotients of colder ones leave the range of float32
 REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole character
 
 
@@ -94,8 +95,12 @@ def run(args: argparse.Namespace) -> int:
     from trainer.checkpoint import load_model
     from trainer.config import ConfigError
 
-    if args.temperature < 0 or args.max_tokens < 1:
-        raise ConfigError("--temperature must not be negative, and --max-tokens at least 1.")
+    if 0 < args.temperature < COLDEST:
+        raise ConfigError(f"--temperature is {args.temperature:g}: it takes 0, or {COLDEST:g} or more.")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}: it must be at least 1.")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed is {args.seed}: it takes a whole number from 0, below 2^63.")
     model, tokenizer = load_model(args.checkpoint)
     print(args.prompt, end="", flush=True)
     for piece in stream_text(model, tokenizer, args.prompt, args.max_tokens, args.temperature, args.seed):

@@ -2,15 +2,19 @@
 
 saver = Saver(run_dir / "checkpoints", data_dir / "tokenizer", keep=2, say=print)
 saver.save(state)              # returns when the copy is taken; saver.saved names what is whole on the disk
-saver.save(state, last=True)   # the loop is over: no copy, returns when it is written
+saver.save(state, last=True)   # the loop is over: no copy, the state must stay as it is until it is written
+saver.wait()                   # until it is written, as long as a slow disk takes
 
 A disk without room for one ends no training: older checkpoints make room, else it goes on, says so, and tries
 again. The last one waits for room for some minutes, since nothing comes after it.
+
+Every checkpoint is written by a thread of its own, so that whoever ends the process can wait for it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import shutil
 import threading
 import time
@@ -35,6 +39,8 @@ LOOK_SECONDS = 5.0  # between looks for room, by the last one
 LAST_SECONDS = 300.0  # that the last one waits for room
 REMIND_SECONDS = 600.0
 SLACK_BYTES = 2**18  # of a checkpoint's files beside its tensors
+SLOWEST_BYTES_A_SECOND = 10 * 2**20  # of a disk: what is slower is taken for one that stands still
+SETTLE_SECONDS = 60.0  # for a write of any size, beside that
 
 
 class Saver:
@@ -51,11 +57,14 @@ class Saver:
         self.folder, self._tokenizer_dir, self._keep, self._say = folder, tokenizer_dir, keep, say
         self._copies: dict[str, Tensor] = {}  # reused, so that a save finds its memory mapped already
         self._writer: threading.Thread | None = None
+        self._step = 0  # of what is being written
+        self._allowed = 0.0  # seconds for it
+        self._due_at = 0.0  # when they are over
 
     @property
     def busy(self) -> bool:
-        """Whether the checkpoint before is still being written."""
-        return self._writer is not None and self._writer.is_alive()
+        """Whether a checkpoint is being written, in time."""
+        return self._writer is not None and self._writer.is_alive() and self.problem is None
 
     @property
     def wants_again(self) -> bool:
@@ -63,23 +72,40 @@ class Saver:
         return self.shortage is not None and time.monotonic() - self._short_at >= AGAIN_SECONDS
 
     def save(self, state: State, last: bool = False) -> None:
-        """Save `state`, after the one before has been written. With `last` nothing changes it any more."""
-        self.wait()
-        if last:
-            self._write(state, patience=LAST_SECONDS)
+        """Begin to save `state`, after the one before. With `last` nothing changes it until it is written."""
+        if not self.wait():
             return
         began = time.monotonic()
-        copy = self._copy(state)
+        written = state if last else self._copy(state)
         held = time.monotonic() - began
-        self._writer = threading.Thread(target=self._write, args=(copy, held), name="saver", daemon=True)
+        patience = LAST_SECONDS if last else 0.0
+        self._step = state.step
+        self._allowed = patience + SETTLE_SECONDS + _size(state) / SLOWEST_BYTES_A_SECOND
+        self._due_at = time.monotonic() + self._allowed
+        arguments = (written, None if last else held, patience)
+        self._writer = threading.Thread(target=self._write, args=arguments, name="saver", daemon=True)
         self._writer.start()
 
-    def wait(self, seconds: float | None = None) -> None:
-        """Wait until what was saved is on the disk."""
-        if self._writer is not None:
-            self._writer.join(seconds)
+    def wait(self, seconds: float = math.inf) -> bool:
+        """Wait until what was saved is on the disk, at most `seconds`; returns whether nothing is under way.
 
-    def _write(self, state: State, held: float | None = None, patience: float = 0.0) -> None:
+        A write that takes longer than a slow disk would is a problem, and is not waited for any more.
+        """
+        if self._writer is None:
+            return True
+        left = max(0.0, self._due_at - time.monotonic())
+        self._writer.join(min(seconds, left))
+        if not self._writer.is_alive():
+            return True
+        if left <= seconds:
+            self.problem = (
+                f"The checkpoint of step {self._step} is not written to {self.folder} after "
+                f"{self._allowed:.0f} s: its disk stands still, or writes less than "
+                f"{SLOWEST_BYTES_A_SECOND / 2**20:.0f} MB/s. Look at that disk (df, dmesg) and train again."
+            )
+        return False
+
+    def _write(self, state: State, held: float | None, patience: float) -> None:
         began = time.monotonic()
         try:
             while not self._fits(state):
@@ -137,7 +163,7 @@ class Saver:
         copies = {}
         for name, tensor in tensors.items():
             place = f"{room}/{name}"
-            if place not in self._copies:
+            if place not in self._copies or self._copies[place].shape != tensor.shape:
                 self._copies[place] = torch.empty_like(tensor, device="cpu")
             copies[name] = self._copies[place].copy_(tensor.detach())
         return copies
@@ -160,7 +186,7 @@ def describe_state(run_file: RunFile, ready: Ready, plan: Plan, progress: Progre
         "rows": progress.step * plan.rows_per_step,
         "tokens": progress.step * plan.total_batch_size,
         "config": run_file.config.to_dict(),
-        "config_digest": run_file.config.digest(),
+        "config_digest": ready.config_digest,
         "model_config": plan.model.__dict__,
         "hashes": ready.data.hashes,
         "world_size": ready.group.world_size,

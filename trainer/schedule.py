@@ -63,6 +63,34 @@ def lr_multiplier(
     return 1.0 - (1.0 - final_lr_frac) * _warmdown(step, num_iterations, warmdown_ratio)
 
 
+def describe_extension(
+    step: int,
+    before: int,
+    now: int,
+    warmup_steps: int = 40,
+    warmdown_ratio: float = 0.65,
+    final_lr_frac: float = 0.05,
+) -> str:
+    """What happens to the rates of a run of `before` steps that is resumed after `step` to make `now`."""
+
+    def rate(step: int, num_iterations: int) -> float:
+        return lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+
+    full_before, full_now = (n - round(warmdown_ratio * n) + 1 for n in (before, now))
+    sentence = (
+        f"The run is extended from {before:,} to {now:,} steps. "
+        f"Rates fall after step {full_now:,}, not after step {full_before:,}"
+    )
+    if step:
+        sentence += (
+            f": step {step + 1:,} trains at {rate(step, now):.2f} of the full rates, step {step:,} did at "
+            f"{rate(step - 1, before):.2f}"
+        )
+    if step > max(full_before, warmup_steps):
+        sentence += f", and the {step - full_before:,} steps done at falling rates stay as they are"
+    return f"{sentence}."
+
+
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
     """Muon's momentum: up over the first 400 steps, flat, then down through the learning rate's warm-down."""
     if step < MOMENTUM_WARMUP_STEPS:

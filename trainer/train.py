@@ -27,7 +27,7 @@ from trainer.begin import Beginning, Ready
 from trainer.blame import where
 from trainer.config import RunConfig, RunFile
 from trainer.data.files import is_full
-from trainer.data.loader import batch_rows, rank_rows
+from trainer.data.loader import Batch, rank_rows, read_batch
 from trainer.evaluate import evaluate
 from trainer.host.heartbeat import Heartbeat
 from trainer.host.place import Place
@@ -39,7 +39,7 @@ from trainer.plan import describe
 from trainer.report import Report
 from trainer.saving import Saver, describe_state
 from trainer.shares import Balancer, Change
-from trainer.sync.digest import compare_parameters
+from trainer.sync.digest import ParameterCheck, compare_batches
 from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.tracking.about import facts_of
 from trainer.tracking.tracker import Tracker
@@ -47,7 +47,7 @@ from trainer.tracking.tracker import Tracker
 # Of a collective, once steps are measured. The watchdog speaks long before and ends what is dead; this ends
 # a wait for ranks that live and do not come.
 TIMEOUT_STEPS = 20
-LAST_WRITE_SECONDS = 60.0  # for a checkpoint that is being written when an attempt fails
+WRITE_LOOK_SECONDS = 2.0  # between looks of all ranks whether the last checkpoint is written
 
 
 class Run:
@@ -64,11 +64,12 @@ class Run:
         self.place, self.attempt, self.say = place, attempt, say
         self.heartbeat = Heartbeat(run_dir, place, run_file.run_id)
         self.watchdog = Watchdog(self.heartbeat, place, run_dir, attempt, say)
-        self.watchdog.before_end = self._bring_home
+        self.stops = False  # whether the ranks have agreed on a stop
         self.report = Report(self.heartbeat, attempt, say, place.speaks_for_host)
         self.stop_file = run_dir / "stop"
         self.timeout = UNMEASURED_TIMEOUT
         self.saver = Saver(run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, say)
+        attempt.before_end = self._complete
 
     def go(self, tracker_uri: str = "") -> str:
         """Load, meet, resume, train, conclude."""
@@ -86,7 +87,8 @@ class Run:
             self.attempt.state(alone=end.alone)
             raise
         if self.place.coordinates:
-            self.say(describe(self.plan, self.config, self.model, self.data.info.train_rows), event="plan")
+            rows, sizes = self.data.info.train_rows, self.ready.micro_batches
+            self.say(describe(self.plan, self.config, self.model, rows, sizes), event="plan")
             if self.report.progress.step:  # the last text of an earlier attempt, until there is a newer one
                 self.attempt.state(sample=sample.last(self.run_dir))
             self.report.tracker = self._make_tracker(tracker_uri)
@@ -95,20 +97,26 @@ class Run:
         stopped = self._loop()
         self.report.compare()
         self._part()
-        progress = self.report.progress
         if stopped:
-            raise Stopped(
-                f"Stopped as asked after {progress.step} of {self.plan.num_iterations} steps; the checkpoint "
-                f"is {progress.checkpoint or 'on rank 0'}."
-            )
+            raise self._stopped()
         return self.report.done()
+
+    def _stopped(self) -> Stopped:
+        progress = self.report.progress
+        return Stopped(
+            f"Stopped as asked after {progress.step} of {self.plan.num_iterations} steps; the checkpoint "
+            f"is {progress.checkpoint or 'on rank 0'}."
+        )
 
     def _take(self, ready: Ready) -> None:
         self.ready, self.plan, self.data, self.group = ready, ready.plan, ready.data, ready.group
         self.model, self.optimizer, self.sync = ready.model, ready.optimizer, ready.sync
         self.agreement = Agreement(self.group, self.plan.rows_per_step)
+        self.check = ParameterCheck(self.group, self.model, self.run_dir)
+        self._compared_at = 0  # the step after which the parameters were compared
         self.report.begin(ready.plan, ready.progress)
         self.report.prediction = ready.arrangement.prediction
+        self._next: Batch
         self.proposed: Change | None = None
         self.balancer: Balancer | None = None
         if self.place.coordinates and not self.run_file.fixed_shares:
@@ -123,6 +131,7 @@ class Run:
             self.say("No tracker address was given (--tracker-uri): metrics.jsonl alone keeps the figures.")
         facts = facts_of(
             self.run_file,
+            self.ready.config_digest,
             self.plan,
             self.model,
             self.data.info,
@@ -147,13 +156,14 @@ class Run:
         self.heartbeat.lap()
         if self.run_file.by_speed:
             report.shares(self.plan.shares)
+        self._read_first(report.progress.step)
         for step in range(report.progress.step, last):
             self._begin_step(step)
             sent, started = self.group.bytes_sent, time.monotonic()
 
             self.heartbeat.enter("data")
-            idx_BT, targets_BT, touched = self._batch(step)
-            self.sync.begin_step(touched)
+            idx_BT, targets_BT, active = self._batch(step)
+            self.sync.begin_step(active)
             computing = time.monotonic()
             loss_sum = self._accumulate(idx_BT, targets_BT)
             computed = time.monotonic() - computing
@@ -175,9 +185,10 @@ class Run:
                 self._meet_at_last()
             told = self.agreement.finish(agreeing)
             loss = self._mean_loss(told, step + 1)
-            if _due(step + 1, config.digest_every):
+            compare_batches(self.group, told.batches, step + 2)
+            if _due(step + 1, config.digest_every) or step + 1 == self.check.again_at:
                 with self.sync.agreed():
-                    compare_parameters(self.group, self.model, step + 1)
+                    self._compare_parameters(step + 1)
 
             seconds = time.monotonic() - started
             report.step(loss, rate, lr, seconds, self.group.bytes_sent - sent)
@@ -186,6 +197,7 @@ class Run:
             if report.measured:
                 self._set_pace()
 
+            self.stops = told.stop and not ends
             evaluates = ends or (_due(step + 1, config.eval_every) and not told.stop)
             samples = ends or _due(step + 1, config.sample_every)
             saves = ends or told.save or told.stop
@@ -196,7 +208,7 @@ class Run:
                         self._write_sample()
                     if saves or best:
                         self._save(last=ends or told.stop)
-            if told.stop and not ends:
+            if self.stops:
                 return True
         return False
 
@@ -204,18 +216,32 @@ class Run:
         """Nothing; a rehearsal measures there."""
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's slice of the step's rows: inputs and targets, (rows, T) each; all ranks' input ids."""
-        rows = batch_rows(self.config.seed, step, self.plan.rows_per_step, len(self.data.train))
-        mine = rank_rows(rows, self.plan.shares, self.place.rank)
-        tokens = torch.from_numpy(self.data.train[mine].astype(np.int64))
-        tokens = tokens.to(self.ready.numerics.device)
-        touched = torch.from_numpy(np.unique(self.data.train[rows][:, :-1]).astype(np.int64))
-        return tokens[:, :-1], tokens[:, 1:], touched.to(tokens.device)
+        """This rank's slice of the step's rows: inputs and targets, (rows, T) each; all ranks' active rows.
+
+        What the next step needs is read as well, for ranks to compare it before they train on it.
+        """
+        batch = self._next
+        if step + 1 < self.plan.num_iterations:
+            self._next = self._read(step + 1)
+        mine = rank_rows(batch.tokens, self.plan.shares, self.place.rank)
+        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.ready.numerics.device)
+        return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device)
+
+    def _read(self, step: int) -> Batch:
+        return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
+
+    def _read_first(self, step: int) -> None:
+        """Read the batch of an attempt's first step, which no step report comes before."""
+        self.heartbeat.enter("data")
+        self._next = self._read(step)
+        checksums = self.group.gather_int64(torch.tensor([self._next.checksum]))
+        compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
     def _accumulate(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
         """Add up gradients of summed token losses over micro-batches; returns the sum of the losses."""
-        total = 0.0
-        size = self.config.device_batch_size
+        # Read once, so that a GPU need not wait for the host after each micro-batch.
+        total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
+        size = self.ready.micro_batches[self.place.rank]
         batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             self.heartbeat.enter("forward")
@@ -223,8 +249,8 @@ class Run:
             self.heartbeat.enter("backward")
             with self.sync.last_backward() if number == len(batches) else nullcontext():
                 loss.backward()
-            total += loss.item()
-        return total
+            total += loss.detach()
+        return total.item()
 
     def _meet_at_last(self) -> None:
         """Ranks that train by themselves come to the parameters that the run ends with."""
@@ -234,9 +260,9 @@ class Run:
         """What this rank has to say of step `step`, counted from 1; rank 0's wishes with it."""
         rows = self.plan.shares[self.place.rank]
         if not self.place.coordinates:
-            return Words(loss_sum, seconds, rows)
+            return Words(loss_sum, seconds, rows, batch=self._next.checksum)
         shares = tuple(self.proposed.shares) if self.proposed else ()
-        return Words(loss_sum, seconds, rows, *self._wishes(step), shares)
+        return Words(loss_sum, seconds, rows, *self._wishes(step), shares, self._next.checksum)
 
     def _mean_loss(self, told: Told, step: int) -> float:
         """Over all ranks.
@@ -319,15 +345,29 @@ class Run:
                 self.data.val,
                 torch.from_numpy(self.data.tokenizer.token_bytes),
                 self.config.eval_tokens,
-                self.config.device_batch_size,
+                self.ready.micro_batches[self.place.rank],
                 self.group,
                 self.plan.shares,
             )
         return self.report.evaluation(bpb, loss)
 
+    def _compare_parameters(self, step: int) -> None:
+        """Compare the parameters of all ranks after `step`, once."""
+        if self._compared_at == step:
+            return
+        self._compared_at = step
+        found = self.check(step)
+        if found and self.place.coordinates:
+            self.say(f"warning: {found}", event="digest", level="warning")
+
     def _save(self, last: bool) -> None:
-        """Gather what is shared out; rank 0 writes it, in the background unless it is the `last` one."""
+        """Gather what is shared out; rank 0 writes it, in the background unless it is the `last` one.
+
+        What ranks do not agree on gets into no checkpoint.
+        """
         with self._unhurried("checkpoint"):
+            if self.config.digest_every:
+                self._compare_parameters(self.report.progress.step)
             optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
             own = self._keep_own()
             if self.place.coordinates:
@@ -336,8 +376,16 @@ class Run:
                 self.saver.save(state, last)
                 self._saved_at = time.monotonic()
             if last:
-                self.group.agree(self.saver.problem)
+                self._await_last()
         self._note_checkpoint()
+
+    def _await_last(self) -> None:
+        """Wait on all ranks for rank 0's disk, in short collectives: a long one would time out."""
+        writing = True
+        while writing:
+            self.saver.wait(WRITE_LOOK_SECONDS)
+            writing = bool(self.group.gather_int64(torch.tensor([int(self.saver.busy)])).any())
+        self.group.agree(self.saver.problem)
 
     def _keep_own(self) -> dict[str, Any]:
         """Where ranks differ, each keeps what it has on its own host; the hashes go into meta.json."""
@@ -382,27 +430,37 @@ class Run:
 
     @contextmanager
     def telling_where(self) -> Iterator[None]:
-        """Find out why a peer was lost, and where; tell the others an end; bring a checkpoint home."""
+        """Find out why a peer was lost, and where; tell the others an end; complete a checkpoint."""
         try:
             try:
                 yield
             except PeerLost as error:
-                raise self._why(error) from None
+                end = self._why(error)
+                self.watchdog.ends(end)
+                raise self._complete(end, math.inf) from None
         except Exception as error:
             outcome, reason, _ = conclude(error)
             self.watchdog.ends({"final": Final, "stopped": Stopped}.get(outcome, Retryable)(reason))
             raise
         finally:
-            self._bring_home()
+            self._complete_write()
 
     def _why(self, error: PeerLost) -> RunEnd:
         place = where(self.heartbeat.told())
         end = self.watchdog.why(error)
         return Retryable(f"In {place}: {end}") if end.outcome == "retryable" else end
 
-    def _bring_home(self) -> None:
-        """Let a checkpoint on its way get to the disk."""
-        self.saver.wait(LAST_WRITE_SECONDS)
+    def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
+        """Wait for a checkpoint that is being written; returns how the attempt ends then.
+
+        A stop that all ranks have agreed on stays one, though a peer is lost while they save.
+        """
+        self._complete_write(seconds)
+        return self._stopped() if self.stops and end.outcome == "retryable" else end
+
+    def _complete_write(self, seconds: float = math.inf) -> None:
+        """Wait for a checkpoint that is being written, as long as a slow disk takes, or `seconds`."""
+        self.saver.wait(seconds)
         self._note_checkpoint()
 
 

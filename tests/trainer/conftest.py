@@ -112,7 +112,8 @@ Start = Callable[..., list[Rank]]
 def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
     """Start ranks as torchrun would: start(2, depth=3, per_rank=[{}, {"seed": 1}], env=[{}, OLD_CPU]).
 
-    `faults` are faulty.py's arguments by rank, `within` the command that runs a rank's.
+    `faults` are faulty.py's arguments by rank, `within` the command that runs a rank's, `data_dirs` each
+    rank's data where they have not the same.
     """
     begun: list[Rank] = []
 
@@ -125,6 +126,7 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
         faults: Sequence[str] = (),
         within: Sequence[list[str]] = (),
         address: str = "127.0.0.1",
+        data_dirs: Sequence[Path] = (),
         **knobs: Any,
     ) -> list[Rank]:
         port = str(free_port())
@@ -145,7 +147,7 @@ def start(data_dir: Path, tmp_path: Path) -> Iterator[Start]:
                 environment |= {"MASTER_ADDR": address, "MASTER_PORT": port}
             program = [str(Path(__file__).with_name("faulty.py")), *faults[rank].split()] if faults else []
             command = [*(within[rank] if within else []), sys.executable, *(program or ["-m", "trainer"])]
-            command += ["train", "--data-dir", str(data_dir)]
+            command += ["train", "--data-dir", str(data_dirs[rank] if data_dirs else data_dir)]
             command += ["--run-dir", str(run_dir), "--run-id", "test", *flags(config)]
             process = subprocess.Popen(
                 command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -173,6 +175,9 @@ def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
     try:
         reason = train(run_file, data_dir, run_dir, Place(), attempt, Voice(Place()))
         attempt.end("finished", reason)
+    except Exception as error:
+        attempt.end("final", str(error))  # which releases the run directory
+        raise
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
     return attempt

@@ -1,6 +1,8 @@
 """A rank with a fault planted: at a step, once it has its gradients, it burns, sleeps, fails or diverges.
 
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
+Or its disk is (write): the checkpoint of that step takes so many seconds. Or it reads a token of that step
+that is not there (misread). Or a bit of lm_head changes in its memory (flip).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -10,14 +12,23 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
 def plant(fault: str, step: int, seconds: float) -> None:
     """Put the fault after the gradients of `step`, counted from 1."""
+    import torch
+
     from trainer import shares
     from trainer.train import Run
 
+    if fault == "write":
+        plant_slow_disk(step, seconds)
+        return
+    if fault == "misread":
+        plant_misread(step)
+        return
     if fault == "slow":
         shares.WINDOW_STEPS, shares.REST_STEPS = 3, 6
     sound = Run._accumulate
@@ -28,6 +39,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
             time.sleep(seconds * len(arguments[0]) if self.report.progress.step + 1 >= step else 0)
             return loss
         if self.report.progress.step + 1 != step:
+            return loss
+        if fault == "flip":
+            self.model.lm_head.weight.data.view(-1).view(torch.int32)[:1].bitwise_xor_(1)
             return loss
         if fault == "fail":
             raise KeyError("a fault of the trainer's own")
@@ -41,6 +55,41 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return loss
 
     Run._accumulate = accumulate  # type: ignore[method-assign]
+
+
+def plant_misread(step: int) -> None:
+    """Change a token of the batch of `step` in memory, to one that the batch does not have."""
+    import numpy as np
+
+    import trainer.data.split
+    import trainer.train
+
+    sound, reads = trainer.train.read_batch, trainer.data.split.Split.__getitem__
+
+    def read(self: Any, numbers: Any) -> Any:
+        rows = reads(self, numbers)
+        rows[0, 1] = np.setdiff1d(np.arange(300), rows)[0]
+        return rows
+
+    def read_batch(data: Any, seed: int, at: int, rows_per_step: int) -> Any:
+        trainer.data.split.Split.__getitem__ = read if at + 1 == step else reads
+        return sound(data, seed, at, rows_per_step)
+
+    trainer.train.read_batch = read_batch
+
+
+def plant_slow_disk(step: int, seconds: float) -> None:
+    """Let the checkpoint of `step`, or with 0 each one, take longer, with one of its files written."""
+    from trainer import checkpoint
+
+    sound = checkpoint._write_tensors
+
+    def write(path: Path, tensors: Any) -> None:
+        sound(path, tensors)
+        if step in (0, int(path.parent.name[6:12])) and path.name == "model.pt":
+            time.sleep(seconds)
+
+    checkpoint._write_tensors = write
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) ->
     state = checkpoint.load(folder / "step_000030")
     checkpoint.check_continues(state, CONFIG, {"rows": "r"}, "run")
     other = RunConfig.from_strings({**TINY, "seed": 43, "tracker": "mlflow"})
-    with pytest.raises(ConfigError, match="seed was 42, now 43; "):
+    with pytest.raises(ConfigError, match=r"configuration: seed was 42, now 43\. Give"):
         checkpoint.check_continues(state, other, {"rows": "r"}, "run")
     with pytest.raises(DataError, match=r"other data \(rows\)"):
         checkpoint.check_continues(state, CONFIG, {"rows": "s"}, "run")

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from trainer.__main__ import main
+from trainer.bench.report import main as report_bench
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.host.place import Place
 from trainer.model import GPT
@@ -68,7 +69,8 @@ def test_run_file_round_trip_and_damage(tmp_path: Path) -> None:
     assert RunFile.load(path) == run_file
     for text, said in [
         ("{", "is not JSON"),
-        ("[]", "schema 1"),
+        ("[]", "holds no settings"),
+        ('{"run_id": "x", "config": {}}', "no schema of nanofleet's"),
         ('{"schema": 1, "run_id": "x"}', "lacks its config"),
         ('{"schema": 1, "run_id": "/", "config": {}}', "run_id is '/'"),
         ('{"schema": 1, "run_id": "x", "config": {"depth": -1}}', "depth is -1"),
@@ -104,6 +106,25 @@ def test_bad_input_ends_without_a_traceback(tmp_path: Path, capfd: pytest.Captur
     assert "depth is 'four'" in outcome["reason"]
     assert main(["sample", "--checkpoint", str(tmp_path / "none")]) == 2
     assert "There is no checkpoint directory" in capfd.readouterr().err
+
+
+def test_numbers_of_the_command_line_are_finite_and_not_negative(capfd: pytest.CaptureFixture[str]) -> None:
+    sample = ["sample", "--checkpoint", "c", "--temperature"]
+    track = ["track", "--run-dir", "r", "--patience"]
+    for arguments in ([*sample, "nan"], [*sample, "inf"], [*sample, "-1"], [*track, "nan"], [*track, "x"]):
+        with pytest.raises(SystemExit) as ended:
+            main(arguments)
+        assert ended.value.code == 2
+        assert f"{arguments[-1]!r} is no number from 0" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        report_bench(["folder", "--out", "out", "--link-mbit", "nan"])
+    for arguments, said in (
+        ([*sample, "1e-300"], "--temperature is 1e-300: it takes 0, or 0.001 or more."),
+        ([*sample, "1", "--seed", str(2**64)], f"--seed is {2**64}: it takes a whole number from 0"),
+        ([*sample, "1", "--max-tokens", "0"], "--max-tokens is 0"),
+    ):
+        assert main(arguments) == 2
+        assert said in capfd.readouterr().err
 
 
 def test_a_misspelt_option_is_told_with_the_nearest(capfd: pytest.CaptureFixture[str]) -> None:

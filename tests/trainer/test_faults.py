@@ -1,6 +1,7 @@
-"""Ranks that are frozen, killed, slow, cut off or fail: what the others say, after how many seconds.
+"""Ranks that are frozen, killed, slow, cut off or fail: what the others report, and how they end.
 
-The watchdog's minute is 3 seconds here; each test asserts on the sentence and on when it came.
+The watchdog's minute is 3 seconds here. Nothing else would end a wait before the collectives' time-out of ten
+minutes, so that each of these ends proves who brought it about. The exact times are tested in test_blame.py.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ STALL_SECONDS = 3.0
 IMPATIENT = {"NANOFLEET_STALL_SECONDS": str(STALL_SECONDS)}
 FOREVER = {"num_iterations": 100_000, "env": [IMPATIENT] * 2}
 NONE = "none 0 0"
+SOON = 90.0  # far below the time-out of the collectives, far above what a busy machine needs
 
 
 def beat(rank: Rank, number: int = 0) -> dict[str, Any]:
     return dict(json.loads((rank.run_dir / f"heartbeat-{number}.json").read_text()))
 
 
-def wait_for_blame(rank: Rank, pattern: str, seconds: float = 30) -> float:
-    """Seconds until the heartbeat of rank 0 has a sentence of that pattern to blame."""
+def wait_for_blame(rank: Rank, pattern: str, seconds: float = SOON) -> None:
+    """Wait until the heartbeat of rank 0 has a sentence of that pattern to blame."""
     began, sentences = time.monotonic(), []
     while not re.match(pattern, sentence := str(beat(rank)["blame"])):
         sentences.append(sentence)
         assert time.monotonic() - began < seconds, set(sentences)
         time.sleep(0.05)
-    return time.monotonic() - began
 
 
 def last_line(said: str) -> str:
@@ -51,21 +52,20 @@ def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_en
     ranks = start(2, **knobs)
     ranks[0].reach_step(30)
     ranks[1].process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
-    seconds = wait_for_blame(
+    wait_for_blame(
         ranks[0],
         r"rank 1 \(host-2\) is frozen \(its host takes the connection, the process does not answer\), "
-        r"last seen in \w+( of step \d+)? \d+ s ago; rank 0 \(host-1\) waits in sync of step \d+",
+        # The signal may arrive while a checkpoint is due.
+        r"last seen in \w+( (of|after) step \d+)? \d+ s ago; "
+        r"rank 0 \(host-1\) waits in (sync of|checkpoint after) step \d+",
     )
-    assert STALL_SECONDS - 1 < seconds < STALL_SECONDS + 6
-    code, said = ranks[0].wait(40)
+    code, said = ranks[0].wait(SOON)
     assert code == 75, said
-    assert 2 * STALL_SECONDS - 1 < time.monotonic() - began < 2 * STALL_SECONDS + 12
     assert "Lost rank 1 (host-2): it is frozen" in last_line(said)
     assert "is at group.py" in said
 
     ranks[1].process.send_signal(signal.SIGCONT)
-    code, said = ranks[1].wait(20)
+    code, said = ranks[1].wait(SOON)
     assert code == 75, said
     assert re.search(r"This process stood still for \d+ s", said)
 
@@ -81,10 +81,8 @@ def test_a_killed_rank_is_gone_and_another_attempt_makes_sense(start: Start) -> 
     ranks = start(2, **FOREVER)
     ranks[0].reach_step(5)
     ranks[1].process.kill()
-    began = time.monotonic()
-    code, said = ranks[0].wait(20)
+    code, said = ranks[0].wait(SOON)
     assert code == 75, said
-    assert time.monotonic() - began < 6
     assert re.match(
         r"\[rank 0\] retryable: In sync of step \d+: Lost rank 1 \(host-2\): it is gone \(its host answers, "
         r"the process does not exist any more\)",
@@ -100,12 +98,11 @@ def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: s
     """Computing, or waiting for something; its stack is on rank 0's disk, and the run goes on."""
     ranks = start(2, num_iterations=12, env=[IMPATIENT] * 2, faults=[NONE, f"{fault} 8 9"])
     ranks[0].reach_step(7)
-    seconds = wait_for_blame(
+    wait_for_blame(
         ranks[0],
         r"rank 1 \(host-2\) has been in backward of step 8 for \d+ s "
         rf"\({effort} of a core\); rank 0 \(host-1\) waits in sync of step 8$",
     )
-    assert seconds < STALL_SECONDS + 6
     stacks = (ranks[0].run_dir / "stacks-1.txt").read_text()
     assert "accumulate" in stacks
     assert "heartbeat:" in stacks
@@ -123,9 +120,8 @@ def test_a_fault_of_one_rank_ends_all_with_its_cause(start: Start, culprit: int)
     faults = ["fail 5 0" if rank == culprit else NONE for rank in range(3)]
     ranks = start(3, num_iterations=100_000, faults=faults)
     ranks[0].reach_step(4)
-    began = time.monotonic()
     for number, rank in enumerate(ranks):
-        code, said = rank.wait(20)
+        code, said = rank.wait(SOON)
         assert code == 1, said
         outcome = rank.outcome()
         assert outcome["outcome"] == "final"
@@ -135,7 +131,6 @@ def test_a_fault_of_one_rank_ends_all_with_its_cause(start: Start, culprit: int)
         assert outcome["reason"].startswith("Unexpected" if number == culprit else named)
         assert ("Traceback" in said) == (number == culprit)
         assert main(["again", "--run-dir", str(rank.run_dir)]) == 1
-    assert time.monotonic() - began < 12
 
 
 def test_a_rank_that_was_told_to_end_is_worth_a_retry_for_the_others(start: Start) -> None:
@@ -143,25 +138,21 @@ def test_a_rank_that_was_told_to_end_is_worth_a_retry_for_the_others(start: Star
     ranks = start(2, **FOREVER)
     ranks[0].reach_step(5)
     ranks[1].process.terminate()
-    began = time.monotonic()
-    code, said = ranks[0].wait(20)
-    assert time.monotonic() - began < 8
+    code, said = ranks[0].wait(SOON)
     assert code == 75, said
     assert "rank 1 (host-2): Asked to end by SIGTERM" in last_line(said)
-    assert ranks[1].wait(10)[0] == 128 + signal.SIGTERM
+    assert ranks[1].wait(SOON)[0] == 128 + signal.SIGTERM
     assert main(["again", "--run-dir", str(ranks[1].run_dir)]) == 1
 
 
 def test_a_loss_that_is_no_number_ends_all_ranks_with_step_and_remedy(start: Start) -> None:
     ranks = start(2, num_iterations=100_000, faults=[NONE, "diverge 4 0"])
     ranks[0].reach_step(3)
-    began = time.monotonic()
     for rank in ranks:
-        code, said = rank.wait(20)
+        code, said = rank.wait(SOON)
         assert code == 1, said
         assert "The loss of step 4 is nan: the run has diverged. Lower the rates" in last_line(said)
         assert rank.outcome()["outcome"] == "final"
-    assert time.monotonic() - began < 8
 
 
 # -- a full disk -------------------------------------------------------------------------------------------
@@ -270,15 +261,33 @@ def test_a_host_that_is_cut_off_is_named_and_given_up(start: Start, hosts: list[
     ranks[0].reach_step(int(beat(ranks[0])["step"]) + 5)
 
     subprocess.run(drop, check=True)
-    began = time.monotonic()
-    code, said = ranks[0].wait(40)
+    code, said = ranks[0].wait(SOON)
     assert code == 75, said
-    assert time.monotonic() - began < 2 * STALL_SECONDS + 15
     assert (
         "Lost rank 1 (host-2): it cannot be reached (its host does not answer at 10.77.0.2: down, asleep or "
         "cut off)" in last_line(said)
     )
     assert "Look whether host-2 is up, awake and on the network." in last_line(said)
-    code, said = ranks[1].wait(40)
+    code, said = ranks[1].wait(SOON)
     assert code == 75, said
     assert "Lost rank 0 (host-1): it cannot be reached" in last_line(said)
+
+
+@pytest.mark.skipif(not shutil.which("iptables"), reason="iptables is not installed")
+def test_large_packets_that_are_dropped_are_impaired_traffic_and_no_death(
+    start: Start, hosts: list[list[str]]
+) -> None:
+    """Those of host-2 above 700 bytes; small ones, which open connections and carry a status, arrive."""
+    env = [{**IMPATIENT, "GLOO_SOCKET_IFNAME": "cable"}] * 2
+    ranks = start(2, num_iterations=100_000, env=env, within=hosts, address="10.77.0.1")
+    ranks[0].reach_step(5)
+    rule = ["OUTPUT", "-d", "10.77.0.1", "-p", "tcp", "-m", "length", "--length", "701:65535", "-j", "DROP"]
+    subprocess.run([*hosts[1], "iptables", "-A", *rule], check=True)
+    codes, said = zip(*(rank.wait(SOON) for rank in ranks), strict=True)
+    assert 75 in codes
+    for text, peer in zip(said, ("rank 1 (host-2)", "rank 0 (host-1)"), strict=True):
+        assert f"raffic with {peer} is impaired" in text
+        assert "packets of full size do not arrive" in text
+        assert "`ansible-playbook doctor.yml` finds the fault" in text
+        assert "is frozen" not in text
+        assert "cannot be reached (its host" not in text

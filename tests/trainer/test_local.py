@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 from trainer.config import ConfigError, RunConfig
 from trainer.host.place import Place
 from trainer.model import GPT, GPTConfig
-from trainer.optim import build_optimizer
+from trainer.optim import ParameterState, build_optimizer
 from trainer.own import find_own, keep_own
 from trainer.plan import describe, make_plan
 from trainer.sync.group import Group, Pending
@@ -36,7 +37,7 @@ class Room:
 
     def __init__(self, world_size: int) -> None:
         self.tensors: dict[tuple[int, int], Tensor] = {}
-        self.barrier = threading.Barrier(world_size, timeout=300)
+        self.barrier = threading.Barrier(world_size, timeout=60)
 
 
 class RankThread(Group):
@@ -109,6 +110,24 @@ def together(ranks: Sequence[Rank], work: Callable[[Rank], list[Tensor]]) -> lis
 
 def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def look(rank: Rank) -> tuple[dict[str, Tensor], dict[str, ParameterState], dict[str, Tensor]]:
+    """All that a checkpoint takes of a rank: parameters, the common state, its own."""
+    with rank.sync.agreed():
+        return copy.deepcopy((rank.model.state_dict(), rank.sync.common_state(), rank.sync.own_state()))
+
+
+def resume(states: Sequence[tuple[Any, ...]], step: int, outer: Outer, owned: Sequence[bool]) -> list[Rank]:
+    """Ranks that go on from what `look` and the optimizers had after `step`; some without their own file."""
+    room = Room(len(owned))
+    ranks = [Rank(rank, len(owned), room, outer, torch.float32) for rank in range(len(owned))]
+    for rank, has_own in zip(ranks, owned, strict=True):
+        (weights, common, own), optim = states[rank.rank if has_own else 0]
+        rank.model.load_state_dict(copy.deepcopy(weights))
+        rank.optimizer.load_state_dict(copy.deepcopy(optim))
+        rank.sync.load(step, copy.deepcopy(common), copy.deepcopy(own) if has_own else {})
+    return ranks
 
 
 @pytest.mark.parametrize("rows", [(1, 3, 2), (4,)])
@@ -191,14 +210,10 @@ def test_ranks_agree_bitwise_and_go_on_bitwise(bits: int) -> None:
     mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
     assert not equal(mine[0], mine[1])
 
-    room = Room(3)
-    others = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
-    for rank, other in zip(ranks, others, strict=True):
-        with rank.sync.agreed():
-            saved = copy.deepcopy((rank.model.state_dict(), rank.sync.common_state(), rank.sync.own_state()))
-        other.model.load_state_dict(saved[0])
-        other.optimizer.load_state_dict(copy.deepcopy(rank.optimizer.state_dict()))
-        other.sync.load(7, saved[1], saved[2])
+    with ThreadPoolExecutor(3) as pool:
+        looks = list(pool.map(look, ranks))
+    saved = [(seen, rank.optimizer.state_dict()) for seen, rank in zip(looks, ranks, strict=True)]
+    others = resume(saved, 7, outer, [True] * 3)
 
     def go_on(rank: Rank) -> list[Tensor]:
         for step in range(7, 12):
@@ -210,6 +225,115 @@ def test_ranks_agree_bitwise_and_go_on_bitwise(bits: int) -> None:
     assert all(equal(ends[0], end) for end in [*ends, *resumed])
     mine = [[p.detach().clone() for p in rank.model.parameters()] for rank in ranks]
     assert equal(mine[0], mine[2]), "after the end nobody has anything of its own"
+
+
+@pytest.mark.parametrize("rows", [(4,), (1, 3), (1, 3, 2)])
+@pytest.mark.parametrize("delay", [0, 1, 3])
+def test_looking_does_not_change_the_training(rows: tuple[int, ...], delay: int) -> None:
+    """Every parameter after every step is that of ranks which nobody looks at, also in a sync round."""
+    ends = []
+    for every in (0, 1, 3):
+        room, outer = Room(len(rows)), Outer(steps=4, delay=delay)
+        ranks = [Rank(rank, len(rows), room, outer, torch.float32) for rank in range(len(rows))]
+
+        def work(rank: Rank, every: int = every) -> list[Tensor]:
+            seen = []
+            for step in range(1, 10):
+                rank.step(batches_of(step, rows))
+                if every and step % every == 0:
+                    look(rank)
+                seen += rank.own()
+            rank.sync.finish()
+            return seen + rank.own()
+
+        ends.append(together(ranks, work))
+    assert all(equal(end, quiet) for looked in ends[1:] for end, quiet in zip(looked, ends[0], strict=True))
+
+
+def test_a_checkpoint_in_a_sync_round_resumes_bitwise() -> None:
+    """Saved after each step in turn: fragments of all kinds are in flight, for one step and for two."""
+    rows, outer, last = (1, 3, 2), Outer(steps=4, bits=8, delay=2), 10
+    room = Room(3)
+    ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+    saved: list[list[Any]] = [[] for _ in ranks]
+    in_flight: set[str] = set()
+
+    def train(rank: Rank) -> list[Tensor]:
+        for step in range(last):
+            rank.step(batches_of(step, rows))
+            saved[rank.rank].append((look(rank), copy.deepcopy(rank.optimizer.state_dict())))
+        rank.sync.finish()
+        return rank.own()
+
+    ends = together(ranks, train)
+    for step in range(1, last):
+        states = [of_rank[step - 1] for of_rank in saved]
+        in_flight |= {name for name, state in states[0][0][1].items() if "round_table" in state}
+        others = resume(states, step, outer, [True] * 3)
+        assert others[0].sync.at_rest() == (not any("round_table" in s for s in states[0][0][1].values()))
+
+        def go_on(rank: Rank, step: int = step) -> list[Tensor]:
+            for later in range(step, last):
+                rank.step(batches_of(later, rows))
+            rank.sync.finish()
+            return rank.own()
+
+        assert all(equal(end, ends[0]) for end in together(others, go_on)), f"saved after step {step}"
+    assert len(in_flight) == len(ranks[0].sync._fragments), "some fragment was never in flight"
+
+
+@pytest.mark.parametrize("owned", [(True, True, False), (False, False, False), (True, True)])
+def test_ranks_without_their_own_file_finish_the_sync_round(owned: tuple[bool, ...]) -> None:
+    """On a new host, or on fewer: all ranks take the outer step of those that sent, and agree bitwise."""
+    rows, outer = (1, 3, 2), Outer(steps=4, bits=8, delay=2)
+    room = Room(3)
+    ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+
+    def train(rank: Rank) -> list[Tensor]:
+        for step in range(6):
+            rank.step(batches_of(step, rows))
+        saved[rank.rank] = (look(rank), copy.deepcopy(rank.optimizer.state_dict()))
+        for fragment in rank.sync._fragments:
+            if fragment.journey:
+                rank.sync._arrive(fragment)
+        return rank.in_common()
+
+    saved: dict[int, Any] = {}
+    arrived = together(ranks, train)
+    others = resume([saved[rank] for rank in range(3)], 6, outer, owned)
+    assert not others[0].sync.at_rest()
+
+    def go_on(rank: Rank) -> list[Tensor]:
+        for fragment in rank.sync._fragments:
+            if fragment.journey:
+                rank.sync._arrive(fragment)
+        outer_parameters = rank.in_common()
+        for step in range(6, 9):
+            rank.step(batches_of(step, rows[: len(owned)]))
+        rank.sync.finish()
+        return outer_parameters + rank.own()
+
+    ends = together(others, go_on)
+    assert all(equal(end, ends[0]) for end in ends)
+    assert equal(ends[0][: len(arrived[0])], arrived[0]), "the outer step is that of the ranks that sent"
+
+
+def test_a_state_without_a_sync_round_is_loaded() -> None:
+    """As checkpoints have it that were written with nothing in flight."""
+    rank = Rank(0, 1, Room(1), Outer(steps=4, delay=2), torch.float32)
+    rank.step(batches_of(0, (4,)))
+    weights, common, own = look(rank)
+    for state in common.values():
+        for key in [key for key in state if key.startswith("round_")]:
+            del state[key]
+    own = {name: value for name, value in own.items() if not name.startswith("sent/")}
+    [again] = resume(
+        [((weights, common, own), rank.optimizer.state_dict())], 1, Outer(steps=4, delay=2), [True]
+    )
+    assert again.sync.at_rest()
+    again.step(batches_of(1, (4,)))
+    again.sync.finish()
+    assert equal(again.own(), again.in_common())
 
 
 def test_one_rank_alone_meets_itself() -> None:
@@ -293,17 +417,18 @@ def test_a_delay_as_long_as_the_way_is_refused() -> None:
 def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
     own = {"here/wte": torch.ones(3)}
     optim = {"wte": {"exp_avg": torch.full((3,), 2.0)}}
-    hashes = [keep_own(tmp_path, step, 1, own, optim, keep=2) for step in (5, 10, 15)]
+    hashes = [keep_own(tmp_path, step, 1, own, optim, keep=2) for step in (4, 5, 10, 15)]
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
+        "step_000005-rank1.pt",  # while the coordinator writes step 15, it has kept 5 and 10
         "step_000010-rank1.pt",
         "step_000015-rank1.pt",
     ]
-    found = find_own(tmp_path, {"step": 15, "own_sha256": ["", hashes[2]]}, 1)
+    found = find_own(tmp_path, {"step": 15, "own_sha256": ["", hashes[3]]}, 1)
     assert found is not None
     assert equal(list(found[0].values()), list(own.values()))
     assert torch.equal(found[1]["wte"]["exp_avg"], optim["wte"]["exp_avg"])
     assert find_own(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
-    assert find_own(tmp_path, {"step": 5, "own_sha256": ["", hashes[0]]}, 1) is None
+    assert find_own(tmp_path, {"step": 4, "own_sha256": ["", hashes[0]]}, 1) is None
     assert find_own(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,6 +38,25 @@ def model_of(config: GPTConfig, dtype: torch.dtype = torch.float64) -> GPT:
 def tokens_for(config: GPTConfig, batch: int = 1, length: int | None = None) -> Tensor:
     generator = torch.Generator().manual_seed(2)
     return torch.randint(config.vocab_size, (batch, length or config.sequence_len), generator=generator)
+
+
+def test_the_origin_of_the_upstream_figures_is_recorded() -> None:
+    """Upstream's commit, the cases and the script's description are those of this very file."""
+    folder = Path(__file__).parent
+    origin = json.loads((folder / "golden.origin.json").read_text())
+    assert origin["sha256"] == hashlib.sha256((folder / "golden.json").read_bytes()).hexdigest()
+    assert origin["upstream"]["commit"]
+    assert len(origin["script"]) > 1
+    assert origin["cases"] == [
+        {
+            "model": golden["config"],
+            "batch": golden["batch"],
+            "rates": golden["lrs"],
+            "weight_decay": golden["weight_decay"],
+            "steps": len(golden["steps"]),
+        }
+        for golden in reference.GOLDEN
+    ]
 
 
 @pytest.mark.parametrize("golden", reference.GOLDEN, ids=lambda golden: f"d{golden['config']['n_layer']}")

@@ -115,6 +115,7 @@ def test_only_the_refusal_of_the_device_that_is_used_counts() -> None:
 
 
 def test_threads_are_asked_for_told_or_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainer.host.cores.cpu_quota", lambda: None)
     cores = len(os.sched_getaffinity(0))
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert thread_count(5, 1) == 5

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from trainer.model import GPT, GPTConfig
-from trainer.predict import Work, payload
+from trainer.predict import Predictor, Work, payload
+from trainer.speed import Link, Speed
 from trainer.sync.local import Outer
 from trainer.sync.payload import predicted_bytes
 
@@ -26,6 +27,19 @@ def test_payload_at_depth_8(mode: str, most: float) -> None:
         ring = 2 * (world_size - 1) / world_size
         assert mean(sent) <= most * MEGABYTE * ring
         assert max(sent) <= 1.02 * mean(sent)
+
+
+def test_a_mode_without_a_known_cost_gets_no_price() -> None:
+    work = Work(1, 1, 1, 1, (), 1, lambda rows: rows)
+    speed = Speed(row=1.0, muon=1.0, adamw=1.0)
+    for predictor in (
+        Predictor([speed], None, work, ["a"]),
+        Predictor([speed] * 2, Link(1e6, 0.0), work, ["a", "b"]),
+    ):
+        with pytest.raises(ValueError, match="the sync mode 'turbo', only for dense, exact, fast, local"):
+            predictor.step("turbo", 4)
+    with pytest.raises(ValueError, match="turbo"):
+        payload("turbo", work, 4, 2)
 
 
 @pytest.mark.parametrize(

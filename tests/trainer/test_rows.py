@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainer.data import DataError
+from trainer.data import DataError, RowsChangedError
+from trainer.data.dataset import Dataset
 from trainer.data.directory import prepare_corpus
 from trainer.data.loader import permutation
 from trainer.data.packing import fill_rows
 from trainer.data.rows import Rows, pack, row_dtype
 from trainer.data.sources import shard_texts
 from trainer.data.tokenizer import Tokenizer
+from trainer.outcome import conclude
 
 BOS = 60000
 
@@ -205,6 +207,56 @@ def test_digest_changes_with_text_tokenizer_and_length(data_dir: Path) -> None:
     prepare_corpus([source], data_dir, vocab_size=290)
     digests.add(pack(data_dir, 16).digest)
     assert len(digests) == 4
+
+
+def flip_a_bit(file: Path, offset: int) -> None:
+    """In place, as a disk or a memory does."""
+    with open(file, "r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_rows_with_one_bit_changed_are_packed_again(
+    data_dir: Path, split: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    info = pack(data_dir, 16)
+    file = info.path / f"{split}.bin"
+    before = file.read_bytes()
+    flip_a_bit(file, len(before) // 2)
+    assert pack(data_dir, 16).packed
+    assert f"warning: {file} is not as it was packed" in capfd.readouterr().err
+    assert file.read_bytes() == before
+    assert not pack(data_dir, 16).packed
+
+
+def test_damaged_rows_that_cannot_be_packed_again_are_named_with_the_command(
+    data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = pack(data_dir, 16)
+    flip_a_bit(info.path / "train.bin", 7)
+
+    def read_only(*_: Any) -> None:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr("trainer.data.rows.os.replace", read_only)
+    command = f"python -m trainer prepare --rows --data-dir {data_dir} --sequence-len 16"
+    with pytest.raises(DataError, match=rf"train\.bin is not as it was packed .* {command} .*Read-only"):
+        pack(data_dir, 16)
+
+
+def test_a_row_that_changes_after_its_file_was_opened_is_named_when_it_is_read(data_dir: Path) -> None:
+    data = Dataset.open(data_dir, 16)
+    file = data.info.path / "train.bin"
+    numbers = np.array([3, 5, 0])
+    before = data.train[numbers]
+    flip_a_bit(file, 5 * 34 + 9)
+    assert (data.train[np.array([3, 4, 0])][[0, 2]] == before[[0, 2]]).all()
+    with pytest.raises(RowsChangedError, match=rf"Row 5 of {file} is not what it was"):
+        data.train[numbers]
+    assert conclude(RowsChangedError("A row."))[0] == "retryable"
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "meta"])

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TINY, Start, losses, train_here
+from conftest import TINY, Rank, Start, losses, train_here
 
 from trainer import checkpoint, saving
 from trainer.checkpoint import State
@@ -33,7 +35,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     written, real_save = threading.Event(), checkpoint.save
 
     def slow_save(*arguments: object) -> Path:
-        assert written.wait(10)
+        assert written.wait(60)
         return real_save(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(saving.checkpoint, "save", slow_save)
@@ -55,6 +57,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     assert loaded.optim["lm_head.weight"]["exp_avg"].tolist() == [[1, 1], [1, 1]]
 
     saver.save(state_at(2, model), last=True)  # into the same buffers, or without them
+    assert saver.wait()
     assert saver.saved.name == "step_000002"
     assert torch.equal(checkpoint.load(saver.saved).model["lm_head.weight"], model.lm_head.weight)
 
@@ -66,6 +69,7 @@ def test_the_best_is_kept_beside_the_newest(tmp_path: Path, data_dir: Path) -> N
     for step, bpb in [(1, 2.0), (2, 1.5), (3, None), (4, 1.7), (5, None), (6, None)]:
         evaluated = {"val_bpb": bpb or 1.0, "val_bpb_step": step if bpb else step - 1}
         saver.save(state_at(step, model, **evaluated), last=True)
+        saver.wait()
     kept = [path.name for path in checkpoint.checkpoints(saver.folder)]
     assert kept == ["step_000006", "step_000005", "step_000002"]
     assert checkpoint.best(saver.folder) == saver.folder / "step_000002"
@@ -77,7 +81,7 @@ def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks(start: St
     ranks[0].run_dir.mkdir(exist_ok=True)
     (ranks[0].run_dir / "checkpoints").touch()
     for rank in ranks:
-        code, said = rank.wait(60)
+        code, said = rank.wait()
         assert code == 1, said
         assert rank.outcome()["outcome"] == "final"
         assert "rank 0 (host-1): The checkpoint of step 2 cannot be written to" in rank.outcome()["reason"]
@@ -117,3 +121,90 @@ def test_a_step_draws_no_random_numbers(data_dir: Path, tmp_path: Path) -> None:
     short = torch.get_rng_state()
     train_here(data_dir, tmp_path / "long", num_iterations=5, eval_every=1, sample_every=1)
     assert torch.equal(torch.get_rng_state(), short)
+
+
+# -- an end while the last checkpoint is written -----------------------------------------------------------
+
+WRITE_SECONDS = 7.0  # longer than the grace that a peer's end leaves, and than the search for its cause
+SLOW_DISK = f"write 6 {WRITE_SECONDS}"
+
+
+def wait_for_the_last_write(rank: Rank) -> None:
+    """Until rank 0 has written a part of the checkpoint of step 6."""
+    deadline = time.monotonic() + 60
+    while not (rank.run_dir / "checkpoints/.step_000006.tmp/model.pt").exists():
+        assert rank.process.poll() is None, rank.process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("sync", ["exact", "local"])
+def test_a_worker_ends_while_rank_0_writes_the_last_checkpoint(start: Start, sync: str, end: int) -> None:
+    """Nothing was saved before: the checkpoint is whole, and the next attempt has nothing left to do."""
+    knobs = {"save_minutes": 0, "sync": sync}
+    ranks = start(2, faults=[SLOW_DISK, "none 0 0"], **knobs)
+    wait_for_the_last_write(ranks[0])
+    ranks[1].process.send_signal(end)
+    ranks[1].wait(10)
+    code, said = ranks[0].wait(60)
+    assert code == 75, said
+    outcome = ranks[0].outcome()
+    assert (outcome["outcome"], outcome["checkpoint"]) == ("retryable", "checkpoints/step_000006"), outcome
+    assert checkpoint.load(ranks[0].run_dir / outcome["checkpoint"]).step == 6
+    for rank in start(2, **knobs):
+        code, said = rank.wait()
+        assert code == 0, said
+        assert "Going on from the checkpoint of step 6." in said
+        assert rank.outcome()["outcome"] == "finished"
+
+
+def test_a_stop_that_was_asked_for_stays_one_though_a_worker_is_lost(start: Start) -> None:
+    """While rank 0 writes: without that it would start again by itself, and train on."""
+    ranks = start(2, num_iterations=100_000, faults=[f"write 0 {WRITE_SECONDS}", "none 0 0"])
+    ranks[0].reach_step(2)
+    (ranks[0].run_dir / "stop").touch()
+    deadline = time.monotonic() + 30
+    while not list((ranks[0].run_dir / "checkpoints").glob(".step_*.tmp/model.pt")):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    ranks[1].process.kill()
+    code, said = ranks[0].wait(60)
+    assert code == 0, said
+    outcome = ranks[0].outcome()
+    assert (outcome["outcome"], outcome["settled"]) == ("stopped", True), outcome
+    assert outcome["checkpoint"] == f"checkpoints/step_{outcome['step']:06d}"
+    assert checkpoint.load(ranks[0].run_dir / outcome["checkpoint"]).step == outcome["step"]
+
+
+def test_sigterm_lets_the_last_checkpoint_be_completed(start: Start) -> None:
+    (rank,) = start(1, save_minutes=0, faults=["write 6 3"])
+    wait_for_the_last_write(rank)
+    rank.process.terminate()
+    code, said = rank.wait(30)
+    assert checkpoint.load(rank.run_dir / "checkpoints/step_000006").step == 6
+    outcome = rank.outcome()
+    assert outcome["checkpoint"] == "checkpoints/step_000006"
+    assert (code, outcome["outcome"]) in ((128 + signal.SIGTERM, "stopped"), (0, "finished")), said
+    assert "nothing was saved" not in outcome["reason"]
+
+
+def test_a_disk_that_stands_still_is_a_problem_and_no_endless_wait(
+    tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, stands_still = GPT(MODEL), threading.Event()
+    monkeypatch.setattr(saving.checkpoint, "save", lambda folder, *_: stands_still.wait(30) and folder)
+    monkeypatch.setattr(saving, "LAST_SECONDS", 0.0)
+    monkeypatch.setattr(saving, "SETTLE_SECONDS", 0.2)
+    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
+    saver.save(state_at(1, model), last=True)
+    assert not saver.wait(0.01)
+    assert saver.busy
+    assert saver.problem is None
+    assert not saver.wait()
+    assert not saver.busy
+    assert "The checkpoint of step 1 is not written to" in str(saver.problem)
+    assert "less than 10 MB/s" in str(saver.problem)
+    saver.save(state_at(2, model))  # nothing is written into what the disk may still read
+    assert saver.saved is None
+    stands_still.set()

@@ -161,15 +161,21 @@ def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
 
 
 def test_a_second_host_that_does_not_pay_is_told() -> None:
-    slow_link = predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), goodput=1.2e7)
-    said = verdict(slow_link, 4, 1024, "dense")
-    assert "at 4,096 tokens a step: host-1 alone would take 1.2 s a step" in said
-    from_rows = slow_link.pays_from("dense", 4)
-    if from_rows is None:
-        assert "would not at 64 times as many tokens" in said
-    else:
-        assert f"total_batch_size {from_rows * 1024} on" in said
-        assert slow_link.step("dense", from_rows) < slow_link.alone(from_rows)[0]
+    """With the tokens a step from which it would pay, where there are any within reach."""
+    slow_link, link = (
+        predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), goodput=rate) for rate in (1.2e7, 2e8)
+    )
+    for each in (slow_link, link):
+        said = verdict(each, 4, 1024, "dense")
+        assert "at 4,096 tokens a step: host-1 alone would take 1.2 s a step" in said
+    assert slow_link.pays_from("dense", 4) is None
+    assert "would not at 64 times as many tokens" in verdict(slow_link, 4, 1024, "dense")
+    assert all(slow_link.step("dense", rows) >= slow_link.alone(rows)[0] for rows in range(4, 257, 4))
+    from_rows = 32
+    assert link.pays_from("dense", 4) == from_rows
+    assert f"they pay from total_batch_size {from_rows * 1024} on" in verdict(link, 4, 1024, "dense")
+    assert link.step("dense", from_rows) < link.alone(from_rows)[0]
+    assert link.step("dense", from_rows - 4) >= link.alone(from_rows - 4)[0]
 
 
 def config(**knobs: object) -> RunConfig:

@@ -158,7 +158,7 @@ def test_a_server_that_is_away_gets_it_afterwards(
     until(lambda: said, "it says that the server is away")
     began = time.monotonic()
     notes.close("finished")
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < tracker.STALLED_SECONDS - 1, "it waits for no server that is away"
     assert len(said) == 2, said
     assert "does not answer (Connection refused); training goes on without it" in said[0]
     assert f"python -m trainer track --run-dir {tmp_path}" in said[1]
@@ -216,7 +216,7 @@ def test_a_sick_server_is_not_waited_for(
     until(lambda: any("does not answer" in line for line in said), "it says so")
     began = time.monotonic()
     notes.close("finished")
-    assert time.monotonic() - began < 4.0
+    assert time.monotonic() - began < tracker.CLOSING_SECONDS / 2
     assert "lacks the end" in said[-1]
     server.illness = ""
     end(tmp_path, "finished")
@@ -233,7 +233,7 @@ def test_in_a_hurry_a_second_is_all(server: StandIn, begin: Callable[..., Tracke
     steps(notes, 1, 10)
     began = time.monotonic()
     notes.close("stopped", hurry=True)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < tracker.STALLED_SECONDS - 1
 
 
 def test_a_server_that_lost_the_run_gets_all_of_it_again(
@@ -294,9 +294,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     (sender,) = psutil.Process(rank_0.pid).children()
     rank_0.stdin.write("\n")
     rank_0.stdin.close()
-    assert rank_0.wait(10) == -signal.SIGKILL
+    assert rank_0.wait(60) == -signal.SIGKILL
     rank_0.stdout.close()
-    sender.wait(10)
+    sender.wait(60)
     assert [step for step, _ in server.history("loss")] == [1, 2]
     status, text = track(server.uri)
     assert (status, "no outcome yet" in text) == (0, True), text
@@ -306,7 +306,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def test_a_sender_that_died_is_started_again(
     server: StandIn, begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tracker, "RESTART_SECONDS", 0.1)
+    monkeypatch.setattr(tracker, "RESTART_SECONDS", (0.1,))
     said: list[str] = []
     notes = begin(server.uri, said=said)
     steps(notes, 1, 5)
@@ -315,7 +315,82 @@ def test_a_sender_that_died_is_started_again(
     sender.kill()
     steps(notes, 6, 9)
     until(lambda: len(server.history("loss")) == 9, "the later steps arrive")
-    assert any("ended (-9)" in line for line in said)
+    assert any("was ended by signal 9; it is started in 0.1 s" in line for line in said)
+
+
+def test_what_a_library_prints_ends_no_tracking(
+    server: StandIn,
+    begin: Callable[..., Tracker],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """On standard output, which is the log's, and even where the messages go."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "if '--run-dir' in sys.orig_argv:\n"
+        "    print('a library greets', flush=True)\n"
+        "    sys.stdout.writelines(['half a line'])\n"
+        "    if '--messages' in sys.orig_argv:\n"
+        "        fd = int(sys.orig_argv[sys.orig_argv.index('--messages') + 1])\n"
+        "        os.write(fd, b'what is this\\n[1]\\n3\\n\\xff\\n{\"figures\": 1}\\n')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said: list[str] = []
+    notes = begin(server.uri, said=said)
+    steps(notes, 1, 10)
+    until(lambda: any("Tracked at" in line for line in said), "it says where")
+    until(lambda: len(server.history("loss")) == 10, "the steps arrive")
+    notes.close("finished")
+    assert server.run["status"] == "FINISHED"
+    assert "a library greets" in capfd.readouterr().err
+    assert sum("wrote what is no message" in line for line in said) == 5, said
+    assert any(line.endswith("no message: what is this") for line in said)
+    assert not any("lacks" in line for line in said)
+
+
+def test_a_sender_that_cannot_start_is_tried_less_and_less_often(
+    begin: Callable[..., Tracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "RESTART_SECONDS", (0.05, 0.1, 0.2))
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\nif '--run-dir' in sys.orig_argv:\n    os._exit(3)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    said: list[str] = []
+    begin("http://127.0.0.1:1", said=said)
+    until(lambda: len(said) >= 4, "it is started again and again")
+    assert [line.rpartition(" in ")[2] for line in said[:4]] == ["0.05 s.", "0.1 s.", "0.2 s.", "0.2 s."]
+    assert all("the process that sends to the tracker ended with exit code 3" in line for line in said[:4])
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    until(lambda: "could not be started (No such file or directory)" in said[-1], "nor can it be executed")
+
+
+def test_a_lag_is_reported_with_its_length_and_its_end(
+    begin: Callable[..., Tracker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracker, "LAG_SECONDS", 0.5)
+    server, said = StandIn(), list[str]()
+    notes = begin(server.uri, said=said)
+    steps(notes, 1, 10)
+    assert notes._lag is not None
+    until(lambda: notes._lag._sent == 20, "the first steps arrive")
+    server.close()
+    kept = server.experiments, server.runs
+    steps(notes, 11, 20)
+    until(lambda: any("training goes on without it" in line for line in said), "it says that it is away")
+    time.sleep(0.6)
+    assert not any("behind" in line for line in said), "it is reported when there is something to be told"
+    steps(notes, 21, 25)
+    (report,) = (line for line in said if "behind" in line)
+    assert report.startswith(f"warning: The tracker at {server.uri} is 22 figures behind, since ")
+    steps(notes, 26, 30)
+    assert sum("behind" in line for line in said) == 1, "once for a while"
+    server = StandIn(server.port)
+    server.experiments, server.runs = kept
+    until(lambda: any("has caught up with metrics.jsonl" in line for line in said), "it says so")
+    assert len(server.history("loss")) == 30
+    server.close()
 
 
 @pytest.mark.parametrize(
@@ -374,15 +449,15 @@ def test_an_end_does_not_keep_another_waiting(tmp_path: Path) -> None:
 
     def linger(outcome: str, hurry: bool) -> None:
         going.set()
-        released.wait(10)
+        released.wait(60)
 
     attempt.at_end(linger)
     first = threading.Thread(target=attempt.end, args=("finished", "All done."))
     first.start()
-    assert going.wait(10)
+    assert going.wait(60)
     began = time.monotonic()
     assert not attempt.end("stopped", "SIGTERM", hurry=True)
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 30
     released.set()
     first.join(10)
     assert json.loads(attempt.path.read_text())["outcome"] == "finished"

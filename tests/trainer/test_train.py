@@ -103,7 +103,7 @@ def test_a_second_process_in_a_run_directory_is_refused(start: Start, tmp_path: 
     (first,) = start(1, num_iterations=100_000)
     first.reach_step(1)
     (second,) = start(1, num_iterations=100_000)
-    code, said = second.wait(60)
+    code, said = second.wait()
     assert code == 2
     assert f"Another process (PID {first.process.pid}) trains as rank 0 in {first.run_dir}." in said
     assert not (first.run_dir / "outcome.json").exists()
@@ -141,7 +141,7 @@ def test_a_killed_torchrun_leaves_no_rank_behind(data_dir: Path, tmp_path: Path)
 def test_ranks_that_differ_end_with_a_table(start: Start) -> None:
     ranks = start(2, per_rank=[{"shares": "2,3"}, {"seed": 43, "shares": "3,2"}])
     for rank in ranks:
-        code, said = rank.wait(30)
+        code, said = rank.wait()
         assert code == 1, said
         assert "config.seed is 42, but rank 1 (host-2) has 43" in said
         assert "Traceback" not in said
@@ -162,8 +162,8 @@ def test_a_killed_peer_is_named_and_worth_a_retry(start: Start) -> None:
     ranks[0].reach_step(2)
     ranks[1].process.kill()
     began = time.monotonic()
-    code, said = ranks[0].wait(20)
-    assert time.monotonic() - began < 15
+    code, said = ranks[0].wait()
+    assert time.monotonic() - began < 60, "it does not wait for a collective's time-out"
     assert code == 75
     outcome = ranks[0].outcome()
     assert outcome["outcome"] == "retryable", said
@@ -181,7 +181,7 @@ def test_sigterm_ends_a_rank_with_an_outcome(start: Start) -> None:
     (told,) = start(1, num_iterations=100_000)
     told.reach_step(1)
     told.process.send_signal(signal.SIGTERM)
-    code, said = told.wait(10)
+    code, said = told.wait()
     assert code == 128 + signal.SIGTERM
     assert told.outcome()["outcome"] == "stopped", said
     assert told.outcome()["loss"] is not None

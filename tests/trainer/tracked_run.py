@@ -12,7 +12,7 @@ from trainer.tracking.files import Facts
 from trainer.tracking.tracker import Tracker
 
 FACTS = Facts("run", "d1", {"depth": "2", "odd/name?": "x" * 9000}, {"host.0.cpu": "fast", "world_size": "2"})
-ANSWER_SECONDS = 30.0  # importing mlflow takes seconds on a busy machine
+ANSWER_SECONDS = 60.0  # importing mlflow takes seconds on a busy machine
 
 
 def until(holds: Callable[[], Any], what: str) -> None:
@@ -23,11 +23,11 @@ def until(holds: Callable[[], Any], what: str) -> None:
 
 
 def steps(notes: Tracker, first: int, last: int) -> None:
-    """Write down steps; it may not take any time to speak of."""
+    """Write down steps; that waits for no server, of which the sick ones take half a minute an answer."""
     began = time.monotonic()
     for step in range(first, last + 1):
         notes.step(step, {"loss": 3.0 - 0.01 * step, "tok_per_s": 100.0})
-    assert time.monotonic() - began < 0.5
+    assert time.monotonic() - began < 10
 
 
 def end(run_dir: Path, outcome: str) -> None:

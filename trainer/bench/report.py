@@ -21,6 +21,7 @@ from typing import Any
 
 from trainer.bench import SCHEMA
 from trainer.bench.words import markdown, percent
+from trainer.config import number_from_zero
 from trainer.data.files import write_whole
 
 Result = dict[str, Any]
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="what was measured, STAGE.json each")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
     parser.add_argument(
-        "--link-mbit", type=float, default=0.0, metavar="N", help="rate of the link (the card's)"
+        "--link-mbit", type=number_from_zero, default=0.0, metavar="N", help="rate of the link (the card's)"
     )
     parser.add_argument("--tracker-uri", default="", metavar="URI", help="also log it to this MLflow server")
     args = parser.parse_args(argv)

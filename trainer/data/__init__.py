@@ -3,3 +3,7 @@
 
 class DataError(ValueError):
     """Something is wrong with the data; the message is a sentence for a person, naming the file or folder."""
+
+
+class RowsChangedError(DataError):
+    """A row is not any more what it was when its file was opened."""

@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from trainer.data import DataError
 from trainer.data.corpus import MANIFEST
 from trainer.data.files import file_sha256
-from trainer.data.rows import Rows, RowsInfo, pack
+from trainer.data.rows import SPLITS, Rows, RowsInfo, pack
+from trainer.data.split import Split
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 
@@ -21,8 +22,8 @@ class Dataset:
 
     tokenizer: Tokenizer
     info: RowsInfo
-    train: NDArray[Any]  # (n, T+1)
-    val: NDArray[Any]
+    train: Split | NDArray[Any]  # (n, T+1)
+    val: Split | NDArray[Any]
     hashes: dict[str, str]
 
     @classmethod
@@ -40,6 +41,7 @@ class Dataset:
             "tokenizer": file_sha256(data_dir / "tokenizer" / FILE_NAME)[:16],
             "rows": info.digest[:16],
         }
-        return cls(
-            Tokenizer.load(data_dir / "tokenizer"), info, rows.split("train"), rows.split("val"), hashes
+        train, val = (
+            Split(rows.split(name), info.sums[name], str(info.path / f"{name}.bin")) for name in SPLITS
         )
+        return cls(Tokenizer.load(data_dir / "tokenizer"), info, train, val, hashes)

@@ -5,10 +5,14 @@ resuming is a seek. The orders of two epochs are kept at hand: 16 bytes a row, h
 """
 
 import functools
+import zlib
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
+from trainer.data.split import Split
 
 
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
@@ -47,7 +51,26 @@ def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray
     return np.concatenate(parts)
 
 
-def rank_rows(rows: NDArray[np.int64], shares: Sequence[int], rank: int) -> NDArray[np.int64]:
+class Batch(NamedTuple):
+    """The global batch of a step: what every rank reads, whichever part of it is its own."""
+
+    tokens: NDArray[Any]  # (rows, T+1)
+    active: NDArray[np.int64]  # the active rows: all input ids, each once, ascending
+    checksum: int  # of both and of the rows' numbers: below 2^53, so that a float64 holds it
+
+
+def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: int) -> Batch:
+    """Read the global batch of `step` (0-based). Raises RowsChangedError."""
+    numbers = batch_rows(seed, step, rows_per_step, len(data))
+    tokens = data[numbers]
+    active = np.unique(tokens[:, :-1]).astype(np.int64)
+    checksum = 0
+    for part in (numbers, tokens, active):
+        checksum = zlib.crc32(part.tobytes(), checksum)
+    return Batch(tokens, active, len(active) << 32 | checksum)
+
+
+def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:
     """The contiguous part of a global batch that `rank` takes; `shares` are the numbers of rows by rank."""
     if sum(shares) != len(rows) or min(shares) < 0:
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")

@@ -2,16 +2,19 @@
 
     info = pack(data_dir, sequence_len); rows = Rows(info.path).split("train")
 
-How they are filled says trainer/data/packing.py.
+How they are filled says trainer/data/packing.py. The sha256 of each file is written down when it is packed
+and compared whenever `pack` finds it; the same pass over its bytes gives a checksum of each row for
+trainer/data/split.py.
 """
 
 import hashlib
 import json
 import os
 import shutil
+import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +28,20 @@ from trainer.data.files import file_sha256, locked, sync_file, sync_folder, writ
 from trainer.data.packing import fill_rows
 from trainer.data.progress import Progress
 from trainer.data.sources import text_columns
+from trainer.data.split import row_sums
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 PACKING = 1  # part of the digest: another way to pack makes other rows
 SPLITS = ("train", "val")
+BLOCK_BYTES = 2**20  # that are read at once, about
 
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """What `pack` found or made; `seconds` and `tokens_per_s` are 0 where the rows were reused."""
+    """What `pack` found or made; `seconds` and `tokens_per_s` are 0 where the rows were reused.
+
+    `sums` are the checksums of each split's rows, where the bytes were compared with their sha256.
+    """
 
     path: Path
     digest: str
@@ -46,6 +54,11 @@ class RowsInfo:
     packed: bool
     seconds: float = 0.0
     tokens_per_s: float = 0.0
+    sums: Mapping[str, NDArray[np.uint32]] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def row_bytes(self) -> int:
+        return (self.sequence_len + 1) * row_dtype(self.vocab_size).itemsize
 
 
 def row_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -60,11 +73,11 @@ def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: i
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
-    """Make the rows of `data_dir` for T = `sequence_len`, or find them as made before.
+    """Make the rows of `data_dir` for T = `sequence_len`, or find them as made before, to the last bit.
 
     Safe to call from several processes of a host at once: one packs, the others wait and reuse. `threads`
-    encode (0: all cores this process may use); the rows do not depend on how many. Raises DataError for
-    missing, damaged or too little data, or where the rows cannot be written.
+    encode (0: all cores this process may use); the rows do not depend on how many. Damaged rows are packed
+    again. Raises DataError for missing, damaged or too little data, or where the rows cannot be written.
     """
     if sequence_len < 2:
         raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")
@@ -76,23 +89,34 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
         raise DataError(f"{data_dir / 'tokenizer' / FILE_NAME} is not the tokenizer that the manifest names.")
     digest = rows_digest(manifest, tokenizer_sha256, sequence_len)
     folder = data_dir / "rows" / digest[:16]
-    ready = _read_info(folder, digest)
-    if ready:
-        return ready
-    with locked(data_dir / "rows" / ".lock"):
-        ready = _read_info(folder, digest)
-        if ready:
-            return ready
-        try:
+    found, damage = _find(folder, digest)
+    if found:
+        return found
+    if damage:
+        print(f"warning: {damage} They are packed again.", file=sys.stderr, flush=True)
+    try:
+        with locked(data_dir / "rows" / ".lock"):
+            found, _ = _find(folder, digest)
+            if found:
+                return found
             info = _pack(data_dir, manifest, tokenizer, digest, sequence_len, threads)
             _remove_stale(data_dir / "rows", manifest, tokenizer_sha256)
-        except OSError as error:
+    except (OSError, DataError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
             size = row_dtype(tokenizer.vocab_size).itemsize
-            raise DataError(
+            problem = (
                 f"The rows cannot be written to {data_dir / 'rows'}: {error.strerror or error}. They take "
                 f"{size} bytes a token. Mend that and type the same again."
-            ) from None
-        return info
+            )
+        if damage:
+            problem = (
+                f"{damage} Here they cannot be packed again; do it with: python -m trainer prepare --rows "
+                f"--data-dir {data_dir} --sequence-len {sequence_len} (the playbooks setup.yml and train.yml "
+                f"do it too). {problem}"
+            )
+        raise DataError(problem) from None
+    return info
 
 
 def _remove_stale(rows: Path, manifest: dict[str, Any], tokenizer_sha256: str) -> None:
@@ -145,7 +169,9 @@ def _pack(
         shutil.rmtree(temporary, ignore_errors=True)
     seconds = time.monotonic() - started
     tokens = (meta["train_rows"] + meta["val_rows"]) * (sequence_len + 1)
-    return RowsInfo(path=folder, packed=True, seconds=seconds, tokens_per_s=tokens / seconds, **meta)
+    return _compare(
+        RowsInfo(path=folder, packed=True, seconds=seconds, tokens_per_s=tokens / seconds, **meta)
+    )
 
 
 def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
@@ -200,12 +226,49 @@ def _read_info(folder: Path, digest: str) -> RowsInfo | None:
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         info = RowsInfo(path=folder, packed=False, **meta)
-        row_bytes = (info.sequence_len + 1) * row_dtype(info.vocab_size).itemsize
         sizes = {split: (folder / f"{split}.bin").stat().st_size for split in SPLITS}
     except (OSError, ValueError, TypeError):
         return None
-    whole = sizes == {"train": info.train_rows * row_bytes, "val": info.val_rows * row_bytes}
+    whole = sizes == {"train": info.train_rows * info.row_bytes, "val": info.val_rows * info.row_bytes}
     return info if whole and info.digest == digest else None
+
+
+def _find(folder: Path, digest: str) -> tuple[RowsInfo | None, str]:
+    """The rows in `folder`, if they are to the last bit as packed; else, if there are any, a sentence."""
+    info = _read_info(folder, digest)
+    if info is None:
+        return None, ""
+    try:
+        return _compare(info), ""
+    except (OSError, DataError) as error:
+        return None, str(error)
+
+
+def _compare(info: RowsInfo) -> RowsInfo:
+    """`info` with the checksums of all rows. Raises DataError where a sha256 is not that of packing."""
+    sums = {}
+    total = (info.train_rows + info.val_rows) * info.row_bytes
+    with Progress("comparing rows with their sha256", total) as progress:
+        for split in SPLITS:
+            path = info.path / f"{split}.bin"
+            sha256, sums[split] = _read_sums(path, info.row_bytes, progress)
+            if sha256 != getattr(info, f"{split}_sha256"):
+                raise DataError(
+                    f"{path} is not as it was packed (its sha256 differs): a bit has changed on the disk "
+                    "or in the memory of this host."
+                )
+    return replace(info, sums=sums)
+
+
+def _read_sums(path: Path, row_bytes: int, progress: Progress) -> tuple[str, NDArray[np.uint32]]:
+    """The sha256 of a file of rows, and the checksum of each row, in one pass."""
+    sha256, sums = hashlib.sha256(), [np.empty(0, dtype=np.uint32)]
+    with open(path, "rb") as file:
+        while block := file.read(max(1, BLOCK_BYTES // row_bytes) * row_bytes):
+            sha256.update(block)
+            sums.append(row_sums(np.frombuffer(block, dtype=np.uint8).reshape(-1, row_bytes)))
+            progress.add(len(block))
+    return sha256.hexdigest(), np.concatenate(sums)
 
 
 class Rows:

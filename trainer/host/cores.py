@@ -1,12 +1,74 @@
-"""The cores of this host."""
+"""The cores of this host that a process may use: its affinity, and the CPU quota of its control groups."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
+
+CGROUP = "proc/self/cgroup"
+UNIFIED = (
+    "sys/fs/cgroup",
+    "sys/fs/cgroup/unified",
+)  # where version 2 is mounted, the second beside version 1
+CPU_CONTROLLER = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity where the system knows one."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    """Cores that this process may use: its affinity where the system knows one, at most its CPU quota."""
+    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return at_most_quota(there)
+
+
+def at_most_quota(threads: int) -> int:
+    """So many threads, or as many as the CPU quota keeps busy: half a core and more is worth another one."""
+    quota = cpu_quota()
+    return threads if quota is None else max(1, min(threads, int(quota + 0.5)))
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Seconds of CPU a second that the control groups of this process allow it; None without a quota.
+
+    A container or a parent group may set it, so that the least of the whole path counts.
+    """
+    try:
+        lines = (root / CGROUP).read_text(encoding="utf-8").splitlines()
+    except OSError:  # not Linux
+        return None
+    quotas: list[float] = []
+    for line in lines:
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if not controllers:
+            quotas += [quota for folder in _groups(root, UNIFIED, path) for quota in _unified(folder)]
+        elif "cpu" in controllers.split(","):
+            quotas += [quota for folder in _groups(root, CPU_CONTROLLER, path) for quota in _legacy(folder)]
+    return min(quotas, default=None)
+
+
+def _groups(root: Path, mounts: tuple[str, ...], path: str) -> Iterator[Path]:
+    """The group of that path and all above it. In a container the path may be the host's: then its mount."""
+    parts = [part for part in path.split("/") if part]
+    for mount in mounts:
+        for length in range(len(parts), -1, -1):
+            if ".." not in parts[:length]:
+                yield root.joinpath(mount, *parts[:length])
+
+
+def _unified(group: Path) -> Iterator[float]:
+    """cpu.max is "150000 100000", in microseconds, or "max 100000"."""
+    try:
+        quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
+        yield int(quota) / int(period)
+    except (OSError, ValueError, ZeroDivisionError):
+        return
+
+
+def _legacy(group: Path) -> Iterator[float]:
+    """Version 1, where a quota of -1 is none."""
+    try:
+        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
+        if quota > 0:
+            yield quota / period
+    except (OSError, ValueError, ZeroDivisionError):
+        return

@@ -13,6 +13,8 @@ import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from trainer.host.cores import usable_cores
+
 SYSCTL_SECONDS = 2.0
 
 
@@ -67,7 +69,7 @@ def _cpu() -> str:
 def _cores() -> str:
     """How many this process may use, of how many there are."""
     there = os.cpu_count() or 1
-    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else there
+    usable = usable_cores()
     return str(there) if usable == there else f"{usable} of {there}"
 
 

@@ -49,12 +49,15 @@ class Stage(NamedTuple):
 class Heartbeat:
     """States phase, step and figures; `lap` gives the seconds spent in each phase since the last lap."""
 
-    def __init__(self, run_dir: Path, place: Place, run_id: str) -> None:
+    def __init__(
+        self, run_dir: Path, place: Place, run_id: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Make it on the thread that trains."""
         self.path = run_dir / f"heartbeat-{place.rank}.json"
         self.phase = ""
         self.waits: Callable[[], bool] = lambda: False  # whether it is in a collective
-        self._entered = self._stage_entered = time.monotonic()
+        self._clock = clock
+        self._entered = self._stage_entered = clock()
         self._stage = ("load", 0)
         self._seconds: dict[str, float] = {}
         self._lock = threading.Lock()
@@ -108,7 +111,7 @@ class Heartbeat:
         """Leave the current phase for `phase`."""
         if phase not in PHASES:
             raise ValueError(f"{phase} is none of the phases {', '.join(PHASES)}")
-        now = time.monotonic()
+        now = self._clock()
         if self.phase:
             self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._entered
         self._entered = now
@@ -135,7 +138,7 @@ class Heartbeat:
         if unknown:
             raise ValueError(f"a heartbeat has no {', '.join(sorted(unknown))}")
         self._state.update(figures)
-        self._note_stage(time.monotonic())
+        self._note_stage(self._clock())
         self._write()
 
     def _note_stage(self, now: float) -> None:
@@ -147,7 +150,7 @@ class Heartbeat:
     @property
     def stage(self) -> Stage:
         """What the rank is at, and for how long."""
-        return Stage(*self._stage, time.monotonic() - self._stage_entered)
+        return Stage(*self._stage, self._clock() - self._stage_entered)
 
     @property
     def step_seconds(self) -> float:
@@ -162,7 +165,7 @@ class Heartbeat:
             "step": self._state["step"],
             "stage": stage.name,
             "stage_seconds": round(stage.seconds, 1),
-            "phase_seconds": round(time.monotonic() - self._entered, 1),
+            "phase_seconds": round(self._clock() - self._entered, 1),
             "waits": self.waits(),
             "cpu": self._cpu.share(self._entered),
             "temperature": self._state["temperature"],

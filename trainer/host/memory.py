@@ -1,12 +1,24 @@
-"""The memory that this process has had: kept when it is freed, for the next step needs it again."""
+"""The memory of this process: freed memory is kept for the next step, and a shortage is recognised."""
 
 from __future__ import annotations
 
 import ctypes
+import errno
 
 _M_TRIM_THRESHOLD = -1  # of <malloc.h>
 _M_MMAP_THRESHOLD = -3
 KEPT_BYTES = 2**30  # the largest block that is kept
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: Python's own error, the system's, or torch's."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    torchs = isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError"
+        or any(text in str(error) for text in ("can't allocate memory", "Cannot allocate memory"))
+    )
+    return isinstance(error, MemoryError) or torchs
 
 
 def keep_freed_memory() -> bool:

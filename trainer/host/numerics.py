@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from trainer.config import ConfigError
-from trainer.host.cores import usable_cores
+from trainer.host.cores import at_most_quota, usable_cores
 from trainer.host.gemm import gemm_rates
 from trainer.host.gpu import Gpu, find_gpu, gpu_count
 from trainer.host.memory import keep_freed_memory
@@ -144,12 +144,15 @@ def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_
 
 
 def thread_count(asked: int, local_world_size: int) -> int:
-    """The knob; without it OMP_NUM_THREADS; else this rank's part of the cores the process may run on."""
+    """The setting; without it OMP_NUM_THREADS, at most the CPU quota; else this rank's part of the cores.
+
+    A playbook or torchrun sets OMP_NUM_THREADS from a host's cores, where the run's quota is not known.
+    """
     if asked:
         return asked
     told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if told.isdigit() and int(told):
-        return int(told)
+        return at_most_quota(int(told))
     return max(1, usable_cores() // local_world_size)
 
 
@@ -213,11 +216,11 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
     return kind, lacks if len(lacking) < len(shown) else "there is no GPU that torch can use"
 
 
-def again(numerics: Numerics, saved: Mapping[str, Any]) -> Numerics:
+def again(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
     """The numerics of an attempt whose checkpoint goes on here, so that it goes on bitwise. Sets the threads.
 
-    OMP_NUM_THREADS, where set, is a wish and stays; so does what this host does better now by orders of
-    magnitude: another device, or float32 where bfloat16 is emulated.
+    `threads` that are asked for, and OMP_NUM_THREADS where set, are a wish and stay; so does what this host
+    does better now by orders of magnitude: another device, or float32 where bfloat16 is emulated.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics
@@ -226,11 +229,11 @@ def again(numerics: Numerics, saved: Mapping[str, Any]) -> Numerics:
     if compute == torch.bfloat16 and rates and rates[torch.bfloat16] < rates[torch.float32]:
         compute = numerics.compute_dtype
     reason = numerics.reason if compute == numerics.compute_dtype else f"as before; {numerics.reason}"
-    threads = numerics.threads
-    if not os.environ.get("OMP_NUM_THREADS"):
-        threads = int(saved.get("threads", threads))
-        torch.set_num_threads(threads)
-    return replace(numerics, compute_dtype=compute, reason=reason, threads=threads)
+    kept = numerics.threads
+    if not threads and not os.environ.get("OMP_NUM_THREADS"):
+        kept = int(saved.get("threads", kept))
+        torch.set_num_threads(kept)
+    return replace(numerics, compute_dtype=compute, reason=reason, threads=kept)
 
 
 def name_of(dtype: torch.dtype) -> str:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 from trainer.config import ConfigError
 
+MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host that has less memory, or more, than the others
+
 
 @dataclass(frozen=True)
 class Place:
@@ -50,6 +52,17 @@ class Place:
         if place.world_size > 1 and not (place.master_addr and place.master_port):
             raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")
         return place
+
+    @staticmethod
+    def micro_batch(default: int) -> int:
+        """Rows of a micro-batch on this host: its own number where the environment has one, else `default`.
+
+        Raises ConfigError for one that is no whole number from 1.
+        """
+        rows = _number(MICRO_BATCH, default)
+        if rows < 1:
+            raise ConfigError(f"{MICRO_BATCH} is {rows} in the environment: it takes a whole number from 1.")
+        return rows
 
     @property
     def coordinates(self) -> bool:

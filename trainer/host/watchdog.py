@@ -7,31 +7,43 @@
 
 A step is late after max(60 s, 5 x the median). Ranks that answer are left to it, up to the time-out of the
 collectives; one that is gone ends the attempt at once, one that is frozen or cannot be reached when it still
-is so another minute later. What ends on one rank is heard by all, with its cause.
+is so another minute later, impaired traffic after five minutes (docs/diagnosis.md). What ends on one rank is
+heard by all, with its cause.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from trainer.blame import UNKNOWN, Sighting, blame, lost
+from trainer.blame import Sighting, blame, capital, lost
 from trainer.config import ConfigError
 from trainer.data.files import write_whole
+from trainer.diagnosis import (
+    FRESH_SECONDS,
+    IMPAIRED_STALLS,
+    Endpoint,
+    Status,
+    Verdict,
+    seconds_until_end,
+    shows_host,
+)
 from trainer.host.heartbeat import Heartbeat, Stage
-from trainer.host.listener import ANSWERS, ASK_SECONDS, GONE, Answer, Listener, Told, ask
+from trainer.host.listener import ASK_SECONDS, Answer, Listener, Told, ask
 from trainer.host.place import Place
 from trainer.host.stacks import main_line, stacks
 from trainer.host.voice import Voice
 from trainer.host.wire import Wire
 from trainer.outcome import EXIT_CODES, Attempt, Final, Retryable, RunEnd
-from trainer.sync.board import Board
+from trainer.sync.board import EVERY_SECONDS, Board
 from trainer.sync.group import Peer
 
 STALL_VARIABLE = "NANOFLEET_STALL_SECONDS"
@@ -41,7 +53,6 @@ LOOK_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # for the main thread to end by itself, once a peer has said that it ends
 WHY_SECONDS = 3.0  # to find out why a collective failed
 LISTEN_SECONDS = 0.5  # of them, for the last words of a peer that is ending
-FRESH_SECONDS = 5.0  # words as young as that are as good as an answer
 LAST_WORDS_SECONDS = 5.0  # for the others to hear how rank 0, which may own the store, has ended
 HURRIED_WORDS_SECONDS = 1.0
 STOOD_STILL_SECONDS = 5.0
@@ -51,7 +62,7 @@ def stall_seconds() -> float:
     """After which a step is late at the earliest. Raises ConfigError for an environment that is no number."""
     text = os.environ.get(STALL_VARIABLE, "") or str(STALL_SECONDS)
     with contextlib.suppress(ValueError):
-        if (seconds := float(text)) > 0:
+        if 0 < (seconds := float(text)) < math.inf:
             return seconds
     raise ConfigError(f"{STALL_VARIABLE} is {text!r} in the environment: it takes seconds, above 0.")
 
@@ -76,7 +87,6 @@ class Watchdog:
         self._own_end: dict[str, Any] | None = None
         self._is_echo = False  # this rank ends only because another one is lost
         self._stood_still: Stage | None = None  # where, and for how long
-        self.before_end: Callable[[], None] = lambda: None  # called before the process is ended from here
         self.evaluation_steps = 0.0  # how many steps an evaluation is worth, by its tokens
 
     # -- the beginning and the end ---------------------------------------------------------------------
@@ -108,7 +118,7 @@ class Watchdog:
     def lives(self, rank: int) -> bool:
         """Whether a rank has told of itself of late."""
         seen = self._board.seen.get(rank) if self._board else None
-        return seen is not None and seen.age < 2 * FRESH_SECONDS and not seen.words.get("ended")
+        return seen is not None and seen.age < FRESH_SECONDS and not seen.words.get("ended")
 
     def stop(self) -> None:
         """The run is over here. Whoever asks is answered as long as the process lives."""
@@ -146,7 +156,7 @@ class Watchdog:
             time.sleep(0.2)
 
     def _all_have_ended(self) -> bool:
-        return all(self._ask(rank).how == GONE for rank in self._others - self._ends().keys())
+        return all(self._ask(rank).how == Endpoint.REFUSES for rank in self._others - self._ends().keys())
 
     # -- the watch -------------------------------------------------------------------------------------
 
@@ -194,18 +204,18 @@ class Watchdog:
         first = not blaming.said
         sightings = self._look_around(with_stacks=first)
         sentence = blame(sightings)
-        dead = {sighting.peer.rank: sighting.how for sighting in sightings if sighting.is_dead}
-        if blaming.wants_to_say(dead, late_by):
+        verdicts = {each.peer.rank: each.verdict for each in sightings if each.is_lost}
+        if blaming.wants_to_say(verdicts, late_by):
             where_exactly = self._lines(sightings) if first else ""
             self._heartbeat.state(blame=sentence)
             self._say(
-                f"{_capital(sentence)}.{where_exactly}",
+                f"{capital(sentence)}.{where_exactly}",
                 event="blame",
                 level="warning",
                 figures={"blame": sentence, "late_seconds": late_by},
             )
-        if blaming.is_over(dead):
-            self._end(self._lost(sightings, sentence))
+        if blaming.is_over:
+            self._end(self._lost(sightings, ""))
 
     def _lines(self, sightings: list[Sighting]) -> str:
         """Keep the stacks that were told; say where they are and what each rank is doing."""
@@ -218,32 +228,36 @@ class Watchdog:
                     said.append(f"\n  {sighting.peer} is at {sighting.words['line']}; all threads: {path}")
         return "".join(said)
 
-    def _look_around(self, with_stacks: bool = False, seconds: float = ASK_SECONDS) -> list[Sighting]:
-        """Every rank as it is now, in rank order."""
-        mine = Sighting(self._me, ANSWERS, self._answer(with_stacks))
+    def _look_around(
+        self, with_stacks: bool = False, seconds: float = ASK_SECONDS, since: float = 0.0
+    ) -> list[Sighting]:
+        """Every rank as it is now, in rank order. Only a run status that arrived after `since` is fresh."""
+        mine = Sighting(self._me, Endpoint.ANSWERS, Status.FRESH, self._answer(with_stacks))
         if not self._others:
             return [mine]
         ranks = sorted(self._others)
         with ThreadPoolExecutor(len(ranks)) as pool:
-            found = list(pool.map(lambda rank: self._sight(rank, with_stacks, seconds), ranks))
+            found = list(pool.map(lambda rank: self._sight(rank, with_stacks, seconds, since), ranks))
+        reachable = {each.peer.host for each in [mine, *found] if shows_host(each.endpoint)}
+        found = [replace(each, reachable=each.peer.host in reachable) for each in found]
         return sorted([mine, *found], key=lambda sighting: sighting.peer.rank)
 
-    def _sight(self, rank: int, with_stacks: bool, seconds: float) -> Sighting:
-        seen = self._board.seen.get(rank) if self._board else None
-        words: Mapping[str, Any] = seen.words if seen else {}
-        peer = self._peers.get(rank) or Peer(rank, str(words.get("host", "not yet known")), "")
+    def _sight(self, rank: int, with_stacks: bool, seconds: float, since: float) -> Sighting:
         answer = self._ask(rank, with_stacks, seconds)
-        if answer.how == ANSWERS:
-            return Sighting(peer, ANSWERS, answer.said)
-        if answer.how == UNKNOWN and seen and seen.age < FRESH_SECONDS:
-            return Sighting(peer, ANSWERS, words)
-        return Sighting(peer, answer.how, words, seen.age if seen else 0.0)
+        seen = self._board.seen.get(rank) if self._board else None
+        words = {**(seen.words if seen else {}), **answer.said}
+        peer = self._peers.get(rank) or Peer(rank, str(words.get("host", "not yet known")), "")
+        if seen is None:
+            return Sighting(peer, answer.how, Status.NONE, words)
+        # An impatient watchdog asks before the status of a frozen rank is that old.
+        is_fresh = seen.age < min(FRESH_SECONDS, self._stall) and seen.at > since
+        return Sighting(peer, answer.how, Status.FRESH if is_fresh else Status.STALE, words, seen.age)
 
     def _ask(self, rank: int, with_stacks: bool = False, seconds: float = ASK_SECONDS) -> Answer:
         told = self._told.get(rank)
         if told is None and self._board and rank in self._board.seen:
             told = Told.parse(str(self._board.seen[rank].words.get("told", "")))
-        return ask(told, with_stacks, seconds) if told else Answer(UNKNOWN, {})
+        return ask(told, with_stacks, seconds) if told else Answer(Endpoint.UNKNOWN, {})
 
     # -- the ends of others ----------------------------------------------------------------------------
 
@@ -270,17 +284,21 @@ class Watchdog:
     def why(self, error: Retryable) -> RunEnd:
         """What a collective's failure comes from: a peer's own end, or what its host answers."""
         began = time.monotonic()
+        sightings: list[Sighting] = []
         while (waited := time.monotonic() - began) < WHY_SECONDS:
             if self._board:
                 self._board.say(0.5)
             if any(not end["echo"] for end in self._ends().values()):
                 return self._end_of_a_peer() or error
-            silent = [s for s in self._look_around(seconds=1.0) if s.peer.rank not in self._ends()]
-            # One that is just ending may not have said so yet.
-            if waited > LISTEN_SECONDS and any(sighting.is_dead for sighting in silent):
-                return self._lost(silent, str(error))
+            # The last status of a rank that has just been killed may arrive in the first moments.
+            sightings = self._look_around(seconds=1.0, since=began + LISTEN_SECONDS)
+            sightings = [each for each in sightings if each.peer.rank not in self._ends()]
+            # One that is just ending may not have said so yet; one that runs publishes its status again.
+            listened = waited > LISTEN_SECONDS + EVERY_SECONDS
+            if listened and any(sighting.verdict.is_dead for sighting in sightings):
+                break
             time.sleep(0.2)
-        return self._lost([], str(error))
+        return self._lost(sightings, str(error))
 
     def _lost(self, sightings: list[Sighting], fallback: str) -> Retryable:
         self._is_echo = True
@@ -299,55 +317,57 @@ class Watchdog:
     def _end(self, end: RunEnd) -> None:
         """End this process: its main thread sits in a collective that nobody will complete."""
         self.ends(end)
-        self.before_end()
+        end = self._attempt.before_end(end, math.inf)
         if self._attempt.end(end.outcome, str(end), hurry=True):
             self._say.ended(end.outcome, str(end))
             os._exit(EXIT_CODES[end.outcome])
 
 
 class Blaming:
-    """What has been said while one stage was late, and since when which ranks are dead."""
+    """What has been said while one stage was late, and since when which ranks are lost."""
 
-    def __init__(self, stall: float) -> None:
-        self._stall = stall
+    def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stall, self._clock = stall, clock
         self._every = min(10.0, stall / 4)
         self._next = 0.0
         self._say_again = 0.0
-        self._dead: dict[int, str] = {}
-        self._dead_since: dict[int, float] = {}
+        self._verdicts: dict[int, tuple[Verdict, float]] = {}  # by rank, and since when
+        self._lost_since: dict[int, float] = {}
         self.said = False
 
     @property
     def is_due(self) -> bool:
         """Whether it is time to look around again."""
-        return time.monotonic() >= self._next
+        return self._clock() >= self._next
 
-    def wants_to_say(self, dead: Mapping[int, str], late_by: float) -> bool:
+    def wants_to_say(self, lost: Mapping[int, Verdict], late_by: float) -> bool:
         """At first, when a verdict changes, and each time the delay has doubled."""
-        now = time.monotonic()
+        now = self._clock()
         self._next = now + self._every
-        for rank in self._dead_since.keys() - dead.keys():
-            del self._dead_since[rank]
-        for rank in dead:
-            self._dead_since.setdefault(rank, now)
-        wants = not self.said or dict(dead) != self._dead or late_by >= self._say_again
+        before = {rank: verdict for rank, (verdict, _) in self._verdicts.items()}
+        self._lost_since = {rank: self._lost_since.get(rank, now) for rank in lost}
+        self._verdicts = {
+            rank: self._verdicts[rank] if before.get(rank) == verdict else (verdict, now)
+            for rank, verdict in lost.items()
+        }
+        wants = not self.said or before != dict(lost) or late_by >= self._say_again
         if wants:
-            self.said, self._dead, self._say_again = True, dict(dead), 2 * late_by
+            self.said, self._say_again = True, 2 * late_by
         return wants
 
-    def is_over(self, dead: Mapping[int, str]) -> bool:
-        """Whether a rank is gone for sure, or has been frozen or out of reach for too long."""
-        now = time.monotonic()
-        return any(
-            now - self._dead_since[rank] >= (self._every if how == GONE else self._stall)
-            for rank, how in dead.items()
-        )
+    @property
+    def is_over(self) -> bool:
+        """Whether one verdict on a rank, or a change between several, has lasted for too long."""
+        now = self._clock()
+        for rank, (verdict, since) in self._verdicts.items():
+            limit = seconds_until_end(verdict, self._stall, self._every)
+            if limit is not None and now - since >= limit:
+                return True
+            if now - self._lost_since[rank] >= IMPAIRED_STALLS * self._stall:
+                return True
+        return False
 
 
 def _clock() -> float:
     """Seconds that count on while the host sleeps, where the system has such a clock."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

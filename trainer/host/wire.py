@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import time
 from typing import Any
 
@@ -20,15 +21,17 @@ class Wire:
         self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
         self._then, self._before = time.monotonic(), self._received()
         self._rate: float | None = None
+        self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
 
     def look(self) -> dict[str, Any]:
         """For the other ranks: interface, up, and received in bytes per second of late."""
-        now = time.monotonic()
-        if now - self._then >= SPAN_SECONDS:
-            received = self._received()
-            if received is not None and self._before is not None:
-                self._rate = (received - self._before) / (now - self._then)
-            self._then, self._before = now, received
+        with self._lock:
+            now = time.monotonic()
+            if now - self._then >= SPAN_SECONDS:
+                received = self._received()
+                if received is not None and self._before is not None:
+                    self._rate = (received - self._before) / (now - self._then)
+                self._then, self._before = now, received
         return {"interface": self.name, "up": self._is_up(), "received": self._rate}
 
     def _received(self) -> int | None:

@@ -63,12 +63,15 @@ class Sync(Protocol):
     def agreed(self) -> AbstractContextManager[None]:
         """Inside, the model's parameters are the run's, the same bytes on all ranks: to look at alone.
 
-        All ranks enter it after the same step.
+        All ranks enter it after the same step. However often they do, the training takes the same course.
         """
         return nullcontext()
 
     def common_state(self) -> dict[str, ParameterState]:
-        """What the mode itself keeps of parameters, the same on all ranks. Taken within `agreed`."""
+        """What the mode itself keeps of parameters, the same on all ranks. All take it, within `agreed`.
+
+        What is in flight between ranks is part of it, once its bytes are there.
+        """
         return {}
 
     def own_state(self) -> dict[str, Tensor]:

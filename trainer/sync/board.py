@@ -111,8 +111,8 @@ class Board:
         if not there:
             return
         for rank, raw in zip(there, store.multi_get([self._others[rank] for rank in there]), strict=True):
-            with contextlib.suppress(ValueError):
-                words = json.loads(raw)
-                before = self.seen.get(rank)
-                if before is None or before.words["count"] != words["count"]:
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):  # no run status
+                words = dict(json.loads(raw))
+                count, before = words["count"], self.seen.get(rank)
+                if before is None or before.words["count"] != count:
                     self.seen[rank] = Seen(words, time.monotonic())

@@ -40,6 +40,24 @@ def add_rows_alone(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.sparse = True
+            if module.weight.device.type != "cpu":
+                add_rows_in_order(module.weight)
+
+
+def add_rows_in_order(table: Tensor) -> None:
+    """Let backward add the rows of a token that occurs more than once in one order, always the same.
+
+    Autograd adds a sparse gradient by `index_add_`, which does so on a CPU and in any order on CUDA. There
+    `index_put_` sorts the rows first; autograd then has nothing left to add.
+    """
+
+    def add(gradient: Tensor) -> Tensor:
+        assert table.grad is not None
+        indices, values = gradient._indices(), gradient._values()
+        table.grad.index_put_((indices[0],), values, accumulate=True)
+        return torch.sparse_coo_tensor(indices[:, :0], values[:0], gradient.shape, check_invariants=False)
+
+    table.register_hook(add)
 
 
 def share_out(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:

@@ -6,6 +6,10 @@ bytes on all ranks, along the mean: DiLoCo, arXiv 2311.08105, with Muon inside: 
 fragment of the model meets at a step of its own and the next steps hide its journey: Streaming DiLoCo,
 2501.18512. A rank then goes on from the outer parameters, and keeps what it has done since its way left.
 
+Looking at a run does not change it: an evaluation, a digest or a checkpoint reads the outer parameters as
+they are and leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores
+them, so that a resumed run takes the outer step when the run would have taken it.
+
 Ways travel in 8 or 4 bits; what rounding took is added to the next way. Every rank adds up the same bytes in
 the same order, by operations that round once, so that unlike CPUs come to the same sums.
 
@@ -34,6 +38,7 @@ from trainer.sync.quantise import Quantiser
 # AdamW's momentum moves a row after its last token: by 0.8^32, under a thousandth, when this is over.
 TAIL_STEPS = 32
 NEVER = -(2**40)
+ROUND = "round_"  # before the names of what a checkpoint holds of a sync round in flight
 COUNT_BYTES = 8  # a rank's tokens, behind its values
 
 
@@ -63,6 +68,29 @@ class Journey(NamedTuple):
     kept: float  # of a row without tokens
     table: Tensor  # (world_size, bytes)
     pending: Pending
+
+    def common_state(self) -> ParameterState:
+        """What all ranks have of it, once its bytes are there."""
+        state = {
+            f"{ROUND}step": torch.tensor(self.left_at),
+            f"{ROUND}kept": torch.tensor(self.kept, dtype=torch.float64),
+            f"{ROUND}table": self.table,
+        }
+        return state if self.rows is None else {**state, f"{ROUND}rows": self.rows}
+
+    @classmethod
+    def of_state(cls, state: ParameterState, left_with: list[Tensor]) -> Journey:
+        """The one that `common_state` describes, whose bytes are there."""
+        device = left_with[0].device
+        rows = state.get(f"{ROUND}rows")
+        return cls(
+            int(state[f"{ROUND}step"]),
+            left_with,
+            rows if rows is None else rows.to(device),
+            float(state[f"{ROUND}kept"]),
+            state[f"{ROUND}table"].to(device),
+            _arrived,
+        )
 
 
 class Fragment:
@@ -207,24 +235,28 @@ class Local(Sync):
             mean += self._quantiser.unpack(packed, n, dtype).mul_(weight)
         return mean
 
-    def _bring_home(self) -> None:
-        """Let all that is on its way arrive now."""
+    def _arrive_all(self) -> None:
+        """Take the outer steps of all sync rounds in flight now."""
         for fragment in self._fragments:
             if fragment.journey:
                 self._arrive(fragment)
 
+    def _wait(self, journey: Journey) -> Journey:
+        """The same sync round with its bytes there; its outer step is not taken."""
+        self._group.wait([journey.pending])
+        return journey._replace(pending=_arrived)
+
     # -- what ranks have in common, and what not ---------------------------------------------------------
 
     def finish(self) -> None:
-        self._bring_home()
+        self._arrive_all()
         for fragment in self._fragments:
             if fragment.tokens:
                 self._leave(fragment)
-        self._bring_home()
+        self._arrive_all()
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        self._bring_home()
         self._swap()
         try:
             yield
@@ -245,6 +277,9 @@ class Local(Sync):
                 if fragment.touched_at is not None:
                     states[name]["touched_at"] = fragment.touched_at
                     states[name]["kept"] = torch.tensor(fragment.kept, dtype=torch.float64)
+            if fragment.journey:
+                fragment.journey = self._wait(fragment.journey)
+                states[fragment.names[0]] |= fragment.journey.common_state()
         return states
 
     def own_state(self) -> dict[str, Tensor]:
@@ -254,6 +289,9 @@ class Local(Sync):
                 tensors[f"here/{name}"] = value  # inside `agreed`, where the two have changed places
                 tensors[f"error/{name}"] = error
                 tensors[f"tokens/{name}"] = torch.tensor(fragment.tokens)
+            if fragment.journey:
+                sent = zip(fragment.names, fragment.journey.left_with, strict=True)
+                tensors |= {f"sent/{name}": value for name, value in sent}
         return tensors
 
     @torch.no_grad()
@@ -274,6 +312,12 @@ class Local(Sync):
                     p.copy_(own[f"here/{name}"])
                     fragment.error[i].copy_(own[f"error/{name}"])
                     fragment.tokens = int(own[f"tokens/{name}"])
+            state = common.get(fragment.names[0], {})
+            if f"{ROUND}table" in state:
+                # A rank without a state of its own goes on from the outer parameters: those it sent with.
+                pairs = zip(fragment.names, fragment.outer, strict=True)
+                left_with = [own.get(f"sent/{name}", p).to(p.device, copy=True) for name, p in pairs]
+                fragment.journey = Journey.of_state(state, left_with)
 
 
 def _cut(model: nn.Module, steps: int) -> list[Fragment]:
@@ -288,6 +332,10 @@ def _cut(model: nn.Module, steps: int) -> list[Fragment]:
         Fragment(part, max(1, steps * number // len(parts)), name in part)
         for number, (name, part) in enumerate(parts.items(), start=1)
     ]
+
+
+def _arrived() -> None:
+    """Nothing is left to wait for."""
 
 
 def _some(values: Tensor, rows: Tensor | None) -> Tensor:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def facts_of(
     run_file: RunFile,
+    config_digest: str,
     plan: Plan,
     model: GPT,
     rows: RowsInfo,
@@ -46,7 +47,7 @@ def facts_of(
         "plan.flops": flops * tokens,
     }
     tags = {
-        "digest.config": run_file.config.digest(),
+        "digest.config": config_digest,
         "digest.run_file": run_file.digest(),
         "digest.trainer": code_digest(),
         **{f"digest.{name}": value for name, value in hashes.items()},
@@ -57,4 +58,4 @@ def facts_of(
         **more_tags,
     }
     params = {name: str(value) for name, value in {**run_file.config.to_dict(), **derived}.items()}
-    return Facts(run_file.run_id, run_file.config.digest(), params, tags)
+    return Facts(run_file.run_id, config_digest, params, tags)

@@ -84,13 +84,8 @@ class Cursor:
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
         """The figures of a line that the server lacks."""
-        return {
-            name: float(value)
-            for name, value in line.items()
-            if name not in ("step", "time")
-            and isinstance(value, int | float)
-            and line["step"] > self.steps.get(name, -1)
-        }
+        figures = figures_of(line).items()
+        return {name: value for name, value in figures if line["step"] > self.steps.get(name, -1)}
 
 
 class JsonLines:
@@ -102,12 +97,14 @@ class JsonLines:
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
         """Goes on after `last_step`: later lines belong to steps that will be done again and are dropped."""
         self.last_step = -1
+        self.figures = 0  # in the file
         temporary = path.with_name(f".{path.name}.tmp")
         with open(temporary, "wb") as kept:
             for raw, line in read_lines(path):
                 if line["step"] <= last_step:
                     kept.write(raw)
                     self.last_step = int(line["step"])
+                    self.figures += len(figures_of(line))
             kept.flush()
             sync_file(kept.fileno())
         os.replace(temporary, path)
@@ -117,6 +114,7 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Add a line. What is not a finite number becomes null, which JSON can hold."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self.figures += len(figures_of(figures))
         self._kept += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
         try:
             while self._kept:
@@ -157,6 +155,15 @@ class NewLines:
 
     def taken(self) -> None:
         self._offset = self._ahead
+
+
+def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
+    """What a line tells of its step: all numbers in it but the step and the time."""
+    return {
+        name: float(value)
+        for name, value in line.items()
+        if name not in ("step", "time") and isinstance(value, int | float)
+    }
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:

@@ -2,10 +2,11 @@
 
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 
-Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR` with the address in MLFLOW_TRACKING_URI. It
-listens on standard input (the outcome, when the run ends; the end of the pipe when rank 0 has died) and
-answers in JSON lines: {"say": ...} for the log, {"away": true} while the server is not well, {"sent": n} as
-it goes on.
+Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR --messages FD` with the address in
+MLFLOW_TRACKING_URI. It listens on standard input (the outcome, when the run ends; the end of the pipe when
+rank 0 has died) and answers in JSON lines on the pipe FD, which nothing else writes to: {"say": ...} for the
+log, {"away": true} while the server is not well, {"sent": n} as it goes on, {"figures": [n, time]} when the
+server has the first n figures of metrics.jsonl, the last of them written at that time.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.config import ConfigError
+from trainer.config import ConfigError, number_from_zero
 from trainer.data.files import try_lock
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, NewLines
@@ -58,6 +59,7 @@ class Sender:
         self.cursor = Cursor.load(run_dir, shown_uri(uri), self.facts)
         self._patience = patience
         self._tails = [NewLines(run_dir / name) for name in (files.METRICS, files.SYSTEM)]
+        self._figures = 0  # of metrics.jsonl that the server has
         self._run: MlflowRun | None = None
 
     def open(self, running: bool) -> MlflowRun:
@@ -91,6 +93,7 @@ class Sender:
             )
             self._run = None
             self.cursor.forget()
+            self._figures = 0
             self._tails = [NewLines(tail.path) for tail in self._tails]
             work()
 
@@ -100,6 +103,9 @@ class Sender:
             while lines := tail.read(LINES_AT_ONCE):
                 self._send_lines(run, lines)
                 tail.taken()
+                if tail.path.name == files.METRICS:
+                    self._figures += sum(len(files.figures_of(line)) for line in lines)
+                    self.tell({"figures": [self._figures, lines[-1]["time"]]})
         self._put_files(run, (self.run_dir / files.SAMPLES).glob("*"))
 
     def _finish(self, outcome: str | None) -> None:
@@ -159,8 +165,13 @@ class Sender:
 # -- beside rank 0 -----------------------------------------------------------------------------------------
 
 
-def follow(run_dir: Path, uri: str, patience: float) -> int:
+def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
     """Send until rank 0 says how the run ended; 0 when the server then has everything."""
+
+    def tell(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # rank 0 has died; the end of its own pipe says so too
+            print(json.dumps(message), file=messages, flush=True)
+
     with contextlib.suppress(OSError):
         os.nice(10)
     # Both reach rank 0 too, which still has an outcome to tell. Rank 0 blocks SIGTERM; children inherit that.
@@ -172,7 +183,7 @@ def follow(run_dir: Path, uri: str, patience: float) -> int:
         if ear.listen(LOOK_EVERY_SECONDS).ended:
             return 1
     with held:
-        sender = Sender(run_dir, uri, patience, _tell_rank_0)
+        sender = Sender(run_dir, uri, patience, tell)
         failures = 0
         while True:
             try:
@@ -181,15 +192,15 @@ def follow(run_dir: Path, uri: str, patience: float) -> int:
                     return 0
                 sender.send()
                 if failures:
-                    _tell_rank_0({"away": False, "say": f"The tracker at {shown_uri(uri)} is back."})
+                    tell({"away": False, "say": f"The tracker at {shown_uri(uri)} is back."})
                 failures = 0
             except Exception as error:  # whatever ails the server, it is tried again
                 if ear.ended:
-                    _tell_rank_0({"away": True})
+                    tell({"away": True})
                     return 1
                 if not failures:
                     said = f"The tracker at {shown_uri(uri)} {ailment(error)}; "
-                    _tell_rank_0({"away": True, "say": said + "training goes on without it."})
+                    tell({"away": True, "say": said + "training goes on without it."})
                 failures += 1
             wait = RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else LOOK_EVERY_SECONDS
             ear.listen(wait)
@@ -224,11 +235,6 @@ def leave_within(seconds: float) -> None:
     leave.start()
 
 
-def _tell_rank_0(message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # rank 0 has died; the end of its pipe says so too
-        print(json.dumps(message), flush=True)
-
-
 def _lock(run_dir: Path) -> IO[str] | None:
     """The right to send for this run, to be used in a `with`; None while another process has it."""
     return try_lock(run_dir / LOCK, 0)
@@ -245,7 +251,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
     )
     parser.add_argument(
-        "--patience", type=float, default=60.0, metavar="SECONDS", help="for one answer (%(default)g)"
+        "--patience",
+        type=number_from_zero,
+        default=60.0,
+        metavar="SECONDS",
+        help="for one answer (%(default)g)",
     )
 
 
@@ -312,5 +322,7 @@ def _outcome(run_dir: Path) -> str | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    arguments = parser.parse_args()
-    os._exit(follow(arguments.run_dir, os.environ["MLFLOW_TRACKING_URI"], arguments.patience))
+    parser.add_argument("--messages", type=int, required=True, metavar="FD", help="where its messages go")
+    given = parser.parse_args()
+    with open(given.messages, "w", encoding="utf-8") as pipe:
+        os._exit(follow(given.run_dir, os.environ["MLFLOW_TRACKING_URI"], given.patience, pipe))

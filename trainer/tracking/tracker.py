@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from trainer.data.files import write_whole
 from trainer.tracking import files
@@ -34,7 +33,10 @@ STALLED_SECONDS = 10.0
 # At an end in a hurry, or when the server is known to be away.
 HURRY_SECONDS = 1.0
 LAST_WORDS_SECONDS = 0.2
-RESTART_SECONDS = 60.0
+# Before the process that died is started again: after the first death in a row, the second, every later one.
+RESTART_SECONDS = (1.0, 5.0, 15.0, 60.0)
+LAG_SECONDS = 60.0  # by which the tracker may be behind before that is reported
+REMIND_SECONDS = 1800.0
 PATIENCE = 60.0  # for one answer of the server; nobody waits for it but the process that asks
 
 Say = Callable[[str], None]
@@ -50,19 +52,21 @@ class Tracker:
         self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
         self._system = SystemSampler(run_dir)
         self._sender: SenderProcess | None = None
+        self._lag: Lag | None = None
         if uri and not is_server(uri):
             say(
                 f"{shown_uri(uri)!r} is no address of a tracker (http://HOST:5000): metrics.jsonl has it all."
             )
         elif uri:
-            try:
-                self._sender = SenderProcess(run_dir, uri, say)
-            except OSError as error:
-                say(f"The tracker gets nothing: no process can be started ({error}). metrics.jsonl has it.")
+            self._lag = Lag(uri, self._metrics.figures, say)
+            self._sender = SenderProcess(run_dir, uri, self._lag, say)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Note the figures of a step or of an evaluation."""
+        before = self._metrics.figures
         self._metrics.write(step, values, time.time())
+        if self._lag is not None:
+            self._lag.wrote(self._metrics.figures - before)
 
     def sample(self, step: int, text: str) -> None:
         """Keep a text that the model wrote after `step`."""
@@ -77,30 +81,87 @@ class Tracker:
             self._sender.close(outcome, hurry or outcome == "retryable")
 
 
-class SenderProcess:
-    """The process that talks to the server (trainer.tracking.sender), and a thread that hears it."""
+class Lag:
+    """How far the tracker is behind metrics.jsonl, by its figures; reported while that lasts."""
 
-    def __init__(self, run_dir: Path, uri: str, say: Say) -> None:
-        self._run_dir, self._uri, self._say = run_dir, uri, say
+    def __init__(self, uri: str, written: int, say: Say) -> None:
+        self._where, self._say = f"The tracker at {shown_uri(uri)}", say
+        self._lock = threading.Lock()
+        self._written, self._sent = written, 0
+        self._since = time.time()  # when the oldest figure that is not sent was written, or before
+        self._reported: float | None = None
+
+    def wrote(self, figures: int) -> None:
+        """So many figures were written; reports a lag that has become long, and again while it lasts."""
+        now = time.time()
+        with self._lock:
+            if self._sent >= self._written:
+                self._since = now
+            self._written += figures
+            behind, since = self._written - self._sent, self._since
+            due = since + LAG_SECONDS if self._reported is None else self._reported + REMIND_SECONDS
+            if now < due:
+                return
+            self._reported = now
+        self._say(
+            f"warning: {self._where} is {behind:,} figures behind, since {_clock(since)}. They are in "
+            f"{files.METRICS} and are sent when it takes them."
+        )
+
+    def sent(self, figures: int, written_at: float) -> None:
+        """The tracker has the first so many figures of the file, the last of them of this time."""
+        with self._lock:
+            self._sent, self._since = figures, max(self._since, written_at)
+            near = figures >= self._written or time.time() - self._since < LAG_SECONDS
+            caught_up = near and self._reported is not None
+            if caught_up:
+                self._reported = None
+        if caught_up:
+            self._say(f"{self._where} has caught up with {files.METRICS}.")
+
+
+class SenderProcess:
+    """The process that talks to the server (trainer.tracking.sender), and a thread that looks after it.
+
+    Its messages come through a pipe of their own. What else it or a library writes goes to the log.
+    """
+
+    def __init__(self, run_dir: Path, uri: str, lag: Lag, say: Say) -> None:
+        self._run_dir, self._uri, self._lag, self._say = run_dir, uri, lag, say
         self._away = False
+        self._deaths = 0  # in a row: without a figure sent between them
         self._progress = time.monotonic()
+        self._lock = threading.Lock()  # none is started once it is closing
         self._closing = threading.Event()
-        self._process = self._start()
-        self._thread = threading.Thread(target=self._hear, name="tracker", daemon=True)
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._look_after, name="tracker", daemon=True)
         self._thread.start()
 
     def close(self, outcome: str, hurry: bool) -> None:
-        """Say how the run ended, and wait while what is left is sent; then the process is gone."""
-        if self._closing.is_set():
-            return
-        self._closing.set()
-        with contextlib.suppress(OSError):  # it may have died
-            assert self._process.stdin is not None
-            self._process.stdin.write(json.dumps({"outcome": outcome}) + "\n")
-            self._process.stdin.close()
+        """Tell it how the run ended, and wait while the rest is sent; then the process is gone."""
+        with self._lock:
+            if self._closing.is_set():
+                return
+            self._closing.set()
+            process = self._process
+        complete = process is not None and self._finish(process, outcome, hurry)
+        self._thread.join(LAST_WORDS_SECONDS)
+        if not complete:
+            self._say(
+                f"The tracker at {shown_uri(self._uri)} lacks the end of this run; nothing is lost. When it "
+                f"answers: python -m trainer track --run-dir {self._run_dir} "
+                f"--tracker-uri {shown_uri(self._uri)}"
+            )
+
+    def _finish(self, process: subprocess.Popen[str], outcome: str, hurry: bool) -> bool:
+        """Whether the process, which is then gone, has sent everything."""
+        with contextlib.suppress(OSError, ValueError):  # it may have died
+            assert process.stdin is not None
+            process.stdin.write(json.dumps({"outcome": outcome}) + "\n")
+            process.stdin.close()
         began = self._progress = time.monotonic()
         told = False
-        while self._process.poll() is None:
+        while process.poll() is None:
             now = time.monotonic()
             if now - began >= HURRY_SECONDS:
                 if hurry or self._away:
@@ -114,46 +175,68 @@ class SenderProcess:
                         f"(for {CLOSING_SECONDS:.0f} s at most)."
                     )
             time.sleep(0.02)
-        complete = self._process.poll() == 0
-        self._process.kill()
-        self._thread.join(LAST_WORDS_SECONDS)
-        if not complete:
-            self._say(
-                f"The tracker at {shown_uri(self._uri)} lacks the end of this run; nothing is lost. When it "
-                f"answers: python -m trainer track --run-dir {self._run_dir} "
-                f"--tracker-uri {shown_uri(self._uri)}"
-            )
+        complete = process.poll() == 0
+        process.kill()
+        return complete
 
-    def _start(self) -> subprocess.Popen[str]:
+    def _look_after(self) -> None:
+        """Start the process, pass on its messages, and start it again when it dies while the run goes on."""
+        while not self._closing.is_set():
+            try:
+                ended = self._run_once()
+            except OSError as error:  # the host is short of something
+                ended = f"could not be started ({error.strerror})"
+            if self._closing.is_set():
+                return
+            wait = RESTART_SECONDS[min(self._deaths, len(RESTART_SECONDS) - 1)]
+            self._deaths += 1
+            self._say(f"warning: the process that sends to the tracker {ended}; it is started in {wait:g} s.")
+            self._closing.wait(wait)
+
+    def _run_once(self) -> str:
+        """Run the process to its end, heeding its messages; returns how it ended. Raises OSError."""
+        reader, writer = os.pipe()
+        with open(reader, encoding="utf-8", errors="replace") as messages:
+            try:
+                with self._lock:
+                    if self._closing.is_set():
+                        return "was not needed"
+                    self._process = process = self._start(writer)
+            finally:
+                os.close(writer)
+            for line in messages:
+                self._heed(line)
+        code = process.wait()
+        with contextlib.suppress(OSError):
+            assert process.stdin is not None
+            process.stdin.close()
+        return f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
+
+    def _start(self, messages: int) -> subprocess.Popen[str]:
         package_root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (package_root, os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, "PYTHONPATH": path, "MLFLOW_TRACKING_URI": self._uri}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "trainer.tracking.sender", "--run-dir", str(self._run_dir)]
-        command += ["--patience", str(PATIENCE)]
+        command += ["--patience", str(PATIENCE), "--messages", str(messages)]
         return subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True, pass_fds=[messages]
         )
 
-    def _hear(self) -> None:
-        """Pass on what the process says; start it again when it dies while the run goes on."""
-        while True:
-            assert self._process.stdout is not None
-            for line in self._process.stdout:
-                self._heed(json.loads(line))
-            if self._closing.is_set():
-                return
-            self._say(
-                f"The process that talks to the tracker ended ({self._process.wait()}); the next one starts "
-                f"in {RESTART_SECONDS:.0f} s."
-            )
-            if self._closing.wait(RESTART_SECONDS):
-                return
-            with contextlib.suppress(OSError):  # the host is short of something: the next time, then
-                self._process = self._start()
-
-    def _heed(self, message: dict[str, Any]) -> None:
+    def _heed(self, line: str) -> None:
+        """Act on a message; what is none goes to the log."""
         self._progress = time.monotonic()
-        self._away = message.get("away", self._away)
-        if "say" in message:
-            self._say(message["say"])
+        try:
+            message = json.loads(line)
+            self._away = message.get("away", self._away)
+            if "say" in message:
+                self._say(message["say"])
+            if "figures" in message:
+                self._deaths = 0
+                self._lag.sent(*message["figures"])
+        except (ValueError, TypeError, AttributeError):
+            self._say(f"The process that sends to the tracker wrote what is no message: {line.strip()[:200]}")
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%a %H:%M:%S", time.localtime(at))

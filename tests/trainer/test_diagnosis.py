@@ -1,0 +1,210 @@
+"""The decision table: every cell, its sentence, the time until it ends a run, the copy in the docs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.blame import Sighting, blame, lost
+from trainer.diagnosis import TABLE, Endpoint, Status, Verdict, diagnose, seconds_until_end, shows_host
+from trainer.host.heartbeat import Heartbeat
+from trainer.host.place import Place
+from trainer.host.voice import Voice
+from trainer.host.watchdog import Watchdog
+from trainer.outcome import Attempt, Retryable
+from trainer.sync.board import Board, Seen
+from trainer.sync.group import Peer
+
+PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
+LAPTOP = Peer(1, "laptop", "10.0.0.2")
+WORDS = {"phase": "sync", "step": 811, "stage": "step", "phase_seconds": 94.0}
+DOCTOR = ": `ansible-playbook doctor.yml` finds the fault"
+SEEN = ", last seen in sync of step 812 94 s ago"
+
+RUNS = "rank 1 (laptop) has been in sync of step 812 for 94 s"
+FROZEN = "rank 1 (laptop) is frozen (its host takes the connection, the process does not answer)"
+GONE = "rank 1 (laptop) is gone (its host answers, the process does not exist any more)"
+UNREACHABLE = (
+    "rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut off)"
+)
+
+
+def impaired(evidence: str) -> str:
+    return f"traffic with rank 1 (laptop) is impaired ({evidence}){DOCTOR}"
+
+
+FRESH = "its status arrived 4 s ago, but "
+CUT = "its health endpoint answers, but packets of full size do not arrive"
+REFUSED = "the connection to its health endpoint is refused"
+SILENT = "its health endpoint takes the connection and does not answer"
+CLOSED = "its health endpoint cannot be reached"
+
+CELLS = [
+    ("fresh", "answers", True, "runs", RUNS),
+    ("stale", "answers", True, "runs", RUNS),
+    ("none", "answers", True, "runs", RUNS),
+    ("fresh", "cut short", True, "impaired", impaired(FRESH + CUT)),
+    ("stale", "cut short", True, "impaired", impaired(CUT)),
+    ("none", "cut short", True, "impaired", impaired(CUT)),
+    ("fresh", "refuses", True, "impaired", impaired(FRESH + REFUSED)),
+    ("stale", "refuses", True, "gone", GONE + SEEN),
+    ("none", "refuses", True, "gone", GONE),
+    ("fresh", "silent", True, "impaired", impaired(FRESH + SILENT)),
+    ("stale", "silent", True, "frozen", FROZEN + SEEN),
+    ("none", "silent", True, "frozen", FROZEN),
+    ("fresh", "unreachable", True, "impaired", impaired(FRESH + CLOSED)),
+    ("stale", "unreachable", True, "impaired", impaired(f"its host answers, but {CLOSED}")),
+    ("none", "unreachable", True, "impaired", impaired(f"its host answers, but {CLOSED}")),
+    ("fresh", "unreachable", False, "impaired", impaired(FRESH + CLOSED)),
+    ("stale", "unreachable", False, "unreachable", UNREACHABLE + SEEN),
+    ("none", "unreachable", False, "unreachable", UNREACHABLE),
+    ("fresh", "unknown", True, "runs", RUNS),
+    ("stale", "unknown", True, "unheard", "rank 1 (laptop) was last seen in sync of step 812 94 s ago"),
+    ("none", "unknown", True, "absent", "rank 1 (laptop) has not arrived"),
+    ("fresh", "unknown", False, "runs", RUNS),
+    ("stale", "unknown", False, "unheard", "rank 1 (laptop) was last seen in sync of step 812 94 s ago"),
+    ("none", "unknown", False, "absent", "rank 1 (laptop) has not arrived"),
+]
+
+
+@pytest.mark.parametrize(("status", "endpoint", "reachable", "verdict", "sentence"), CELLS)
+def test_every_cell_has_its_verdict_and_sentence(
+    status: str, endpoint: str, reachable: bool, verdict: str, sentence: str
+) -> None:
+    assert diagnose(Status(status), Endpoint(endpoint), reachable) == verdict
+    words = WORDS if status != "none" or endpoint == "answers" else {}
+    age = 4.0 if status == "fresh" else 94.0
+    sighting = Sighting(LAPTOP, Endpoint(endpoint), Status(status), words, age, reachable)
+    assert blame([sighting]) == sentence
+
+
+def test_the_table_has_these_cells_and_no_other() -> None:
+    cells = {(endpoint, reachable, status) for (endpoint, reachable), row in TABLE.items() for status in row}
+    assert cells == {(Endpoint(e), reachable, Status(s)) for s, e, reachable, *_ in CELLS}
+    assert {endpoint for endpoint, _ in TABLE} == set(Endpoint)
+    for endpoint in Endpoint:  # one that shows its host to be reachable has no row of the contrary
+        assert ((endpoint, False) in TABLE) != shows_host(endpoint)
+        assert all(diagnose(status, endpoint, False) for status in Status)
+
+
+def test_a_fresh_status_is_never_called_dead() -> None:
+    for endpoint in Endpoint:
+        for reachable in (True, False):
+            assert not diagnose(Status.FRESH, endpoint, reachable).is_dead
+
+
+def test_impaired_traffic_ends_a_run_later_than_death_but_does() -> None:
+    seconds = {verdict: seconds_until_end(verdict, 60.0, 10.0) for verdict in Verdict}
+    assert seconds == {
+        "runs": None, "impaired": 300.0, "frozen": 60.0, "gone": 10.0, "unreachable": 60.0,
+        "unheard": None, "absent": None,
+    }  # fmt: skip
+
+
+def test_a_collective_that_failed_names_impaired_traffic() -> None:
+    sighting = Sighting(LAPTOP, Endpoint.SILENT, Status.FRESH, WORDS, 4.0, True)
+    said = lost([sighting], "Timed out.")
+    assert said == f"Timed out. Traffic with rank 1 (laptop) is impaired ({FRESH}{SILENT}){DOCTOR}."
+    gone = Sighting(Peer(2, "attic", "10.0.0.3"), Endpoint.REFUSES)
+    assert lost([sighting, gone], "Timed out.").startswith("Lost rank 2 (attic): it is gone")
+    assert lost([sighting, gone], "Timed out.").endswith(f"{DOCTOR}.")
+
+
+# -- the evidence, gathered by a watchdog ------------------------------------------------------------------
+
+
+@pytest.fixture
+def frozen() -> Iterator[str]:
+    """The address of an endpoint whose kernel accepts and whose process does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1 {server.getsockname()[1]} secret"
+
+
+@pytest.fixture
+def watchdog(tmp_path: Path) -> Watchdog:
+    """That of rank 0 of 3, which has heard of no other yet."""
+    place = Place(world_size=3, host="tower")
+    watchdog = Watchdog(
+        Heartbeat(tmp_path, place, "run"), place, tmp_path, Attempt(tmp_path, place), Voice(place)
+    )
+    watchdog._board = Board(place, "")
+    return watchdog
+
+
+def refused() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"127.0.0.1 {server.getsockname()[1]} secret"
+
+
+def meet(watchdog: Watchdog, *ends: tuple[str, str]) -> None:
+    """The other ranks: host and address of the endpoint of each."""
+    peers = [Peer(rank, host, "") for rank, (host, _) in enumerate(ends, 1)]
+    watchdog.meet(peers, {rank: told for rank, (_, told) in enumerate(ends, 1)})
+
+
+def verdicts(watchdog: Watchdog) -> list[str]:
+    return [str(each.verdict) for each in watchdog._look_around(seconds=0.2)]
+
+
+def hear(watchdog: Watchdog, rank: int, seconds_ago: float) -> None:
+    assert watchdog._board is not None
+    watchdog._board.seen[rank] = Seen({**WORDS, "count": 1}, time.monotonic() - seconds_ago)
+
+
+def test_a_rank_that_published_its_status_seconds_ago_is_not_called_frozen(
+    watchdog: Watchdog, frozen: str
+) -> None:
+    meet(watchdog, ("laptop", frozen), ("attic", frozen))
+    hear(watchdog, 1, 4)
+    hear(watchdog, 2, 40)
+    assert verdicts(watchdog) == ["runs", "impaired", "frozen"]
+    sentence = blame(watchdog._look_around(seconds=0.2))
+    assert sentence.startswith("rank 2 (attic) is frozen")
+    assert "; traffic with rank 1 (laptop) is impaired (its status arrived" in sentence
+
+
+def test_a_host_is_reachable_if_another_rank_on_it_is(
+    watchdog: Watchdog, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def connect(address: tuple[str, int], timeout: float) -> socket.socket:
+        if address[1] == 9:
+            raise TimeoutError
+        return original(address, timeout=timeout)
+
+    original: Callable[..., socket.socket] = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", connect)
+    meet(watchdog, ("laptop", "127.0.0.1 9 secret"), ("laptop", frozen))
+    assert verdicts(watchdog) == ["runs", "impaired", "frozen"]
+    meet(watchdog, ("laptop", "127.0.0.1 9 secret"), ("attic", frozen))
+    assert verdicts(watchdog) == ["runs", "unreachable", "frozen"]
+
+
+def test_a_rank_that_was_just_killed_is_gone_though_its_status_is_young(
+    watchdog: Watchdog, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a step is late it may still run; once a collective has failed, only a later status says so."""
+    meet(watchdog, ("laptop", refused()), ("attic", refused()))
+    hear(watchdog, 1, 4)
+    hear(watchdog, 2, 4)
+    assert verdicts(watchdog) == ["runs", "impaired", "impaired"]
+    monkeypatch.setattr(watchdog._board, "say", lambda seconds: True)
+    said = str(watchdog.why(Retryable("Connection closed.")))
+    assert said.startswith("Lost rank 1 (laptop): it is gone")
+    hear(watchdog, 1, -60)  # it publishes again, after the failure
+    hear(watchdog, 2, -60)
+    assert str(watchdog.why(Retryable("Connection closed."))).startswith(
+        "Connection closed. Traffic with rank 1 (laptop) is impaired"
+    )
+
+
+def test_the_docs_have_the_table_of_the_code() -> None:
+    table = PAGE.read_text().partition("<!-- table -->\n")[2].partition("<!-- end -->")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    assert [tuple(row) for row in rows] == [
+        (str(endpoint), "reachable" if reachable else "not reachable", *map(str, row.values()))
+        for (endpoint, reachable), row in TABLE.items()
+    ]

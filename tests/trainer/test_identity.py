@@ -1,0 +1,179 @@
+"""What a run keeps when it is resumed, and what may change: identity, horizon, runtime settings."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, Start, losses, train_here
+
+from trainer import checkpoint
+from trainer.config import HORIZON, IDENTITY, RUNTIME, ConfigError, RunConfig
+from trainer.outcome import Final
+from trainer.schedule import describe_extension
+
+KNOBS = {"dtype": "float64", "save_minutes": 0, "eval_every": 0, "digest_every": 0}
+OTHERS = {
+    "device_batch_size": 1,
+    "threads": 2,
+    "eval_every": 3,
+    "eval_tokens": 64,
+    "sample_every": 4,
+    "save_every": 2,
+    "save_minutes": 1.5,
+    "keep_checkpoints": 1,
+    "device": "cpu",
+    "digest_every": 2,
+    "tracker": "mlflow",
+}
+
+
+def events(capfd: pytest.CaptureFixture[str]) -> str:
+    return capfd.readouterr().out
+
+
+def test_the_digest_is_of_the_identity_alone() -> None:
+    config = RunConfig()
+    assert RunConfig(**OTHERS).digest() == config.digest()
+    assert RunConfig(num_iterations=6000).default_run_id() == config.default_run_id()
+    for name in RunConfig.field_names(IDENTITY):
+        value = getattr(config, name)
+        other = {"window_pattern": "L", "dtype": "float32", "sync": "exact", "sync_allow": "fast"}.get(name)
+        changed = RunConfig(**{name: other or {"local_bits": 4, "head_dim": 64}.get(name, value / 2 or 2)})
+        assert changed.digest() != config.digest(), name
+    sections = [RunConfig.field_names(section) for section in (IDENTITY, HORIZON, RUNTIME)]
+    assert sorted(sum(sections, ())) == sorted(RunConfig.field_names())
+    assert set(OTHERS) == set(RunConfig.field_names(RUNTIME))
+
+
+def test_an_asked_horizon_replaces_the_one_before_as_a_whole() -> None:
+    saved = RunConfig.from_strings({"depth": 4, "target_flops": 1e15, "save_minutes": 5}).to_dict()
+    resumed = RunConfig.resumed(saved, {"num_iterations": "6000"})
+    assert (resumed.num_iterations, resumed.target_flops) == (6000, 0)
+    assert (resumed.depth, resumed.save_minutes) == (4, 5)
+    resumed = RunConfig.resumed(RunConfig().to_dict(), {"target_param_data_ratio": 20})
+    assert (resumed.num_iterations, resumed.target_param_data_ratio) == (0, 20)
+    assert RunConfig.resumed(saved, {"seed": 1}).target_flops == 1e15
+
+
+def test_every_runtime_setting_may_change_when_a_run_is_resumed(
+    data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(data_dir, tmp_path / "alone", **KNOBS, num_iterations=12)
+    train_here(data_dir, tmp_path / "run", **KNOBS, num_iterations=12, save_every=7)
+    for path in (tmp_path / "run" / "checkpoints").glob("step_000012"):
+        path.rename(tmp_path / "away")
+    capfd.readouterr()
+    train_here(data_dir, tmp_path / "run", **{**KNOBS, **OTHERS}, num_iterations=12)
+    said = events(capfd)
+    assert "Going on from the checkpoint of step 7." in said
+    for change in ("device_batch_size was 2, now 1", "save_minutes was 0.0, now 1.5", "threads was 1, now 2"):
+        assert change in said
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", 43), ("matrix_lr", 0.7), ("sync", "exact")])
+def test_the_identity_may_not_change(data_dir: Path, tmp_path: Path, name: str, value: Any) -> None:
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    with pytest.raises(Final, match=rf"another configuration: {name} was .*, now {value!r}\. "):
+        train_here(data_dir, tmp_path, **{**KNOBS, name: value}, num_iterations=2)
+
+
+def test_a_finished_run_is_extended(
+    data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6)
+    first = losses(tmp_path)
+    capfd.readouterr()
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=10)
+    said = events(capfd)
+    assert "The run is extended from 6 to 10 steps. Rates fall after step 5, not after step 3" in said
+    assert "step 7 trains at 0.68 of the full rates, step 6 did at 0.29" in said
+    assert "the 3 steps done at falling rates stay as they are" in said
+    assert losses(tmp_path)[:6] == first
+    assert len(losses(tmp_path)) == 10
+    meta = json.loads((tmp_path / "checkpoints/step_000010/meta.json").read_text())
+    assert (meta["step"], meta["num_iterations"], meta["config"]["num_iterations"]) == (10, 10, 10)
+
+
+def test_a_run_does_not_become_shorter(data_dir: Path, tmp_path: Path) -> None:
+    """Be it that an inventory has another number of steps for all runs."""
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6, save_every=4)
+    (tmp_path / "checkpoints" / "step_000006").rename(tmp_path / "away")
+    for steps in (5, 3):
+        said = rf"one of 6 steps, of which 4 are done, and {steps} are asked for: .* ask for 6 steps or more"
+        with pytest.raises(Final, match=said):
+            train_here(data_dir, tmp_path, **KNOBS, num_iterations=steps)
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=6)
+
+
+def test_a_run_keeps_the_steps_that_were_derived_from_its_target() -> None:
+    """A release may count floating-point operations otherwise."""
+    config = RunConfig.from_strings({"target_flops": 1e15})
+    meta = {"config": config.to_dict(), "num_iterations": 1000}
+    assert checkpoint.settled_steps(meta, config, 990) == 1000
+    assert checkpoint.settled_steps(meta, RunConfig.from_strings({"target_flops": 2e15}), 1980) == 1980
+    assert checkpoint.settled_steps(meta, RunConfig(num_iterations=990), 990) == 990
+    assert checkpoint.settled_steps({"config": config.to_dict(), "imported": "x"}, config, 990) == 990
+    assert checkpoint.settled_steps({"step": 0}, config, 990) == 990
+
+
+def test_what_an_extension_does_is_said_where_nothing_is_done_yet() -> None:
+    assert describe_extension(0, 5000, 6000) == (
+        "The run is extended from 5,000 to 6,000 steps. Rates fall after step 2,101, not after step 1,751."
+    )
+
+
+def test_checkpoints_of_another_run_are_refused_by_its_name(data_dir: Path, tmp_path: Path) -> None:
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    path = tmp_path / "checkpoints" / "step_000002" / "meta.json"
+    meta = json.loads(path.read_text())
+    assert meta["run_id"] == "here"
+    path.write_text(json.dumps({**meta, "run_id": "there"}))
+    with pytest.raises(
+        Final, match=r"checkpoints are of the run there, and this run is here\..* --run-id there"
+    ):
+        train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    path.write_text(json.dumps({**meta, "run_id": "there", "imported": "nanochat's d2, step 2"}))
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+
+
+def test_a_name_by_default_may_be_that_of_another_release(data_dir: Path, tmp_path: Path) -> None:
+    """The digest in it changes with the settings that a release has; the identity itself is compared."""
+    train_here(data_dir, tmp_path, **KNOBS, num_iterations=2)
+    state = checkpoint.load(tmp_path / "checkpoints" / "step_000002")
+    config = RunConfig.from_strings({**TINY, **KNOBS, "num_iterations": 2})
+    state.meta["run_id"] = "d2-01234567"
+    checkpoint.check_continues(state, config, state.meta["hashes"], "d2-89abcdef")
+    with pytest.raises(ConfigError, match="this run is mine"):
+        checkpoint.check_continues(state, config, state.meta["hashes"], "mine")
+
+
+@pytest.mark.parametrize("sync", ["dense", "exact"])
+def test_a_host_may_have_a_micro_batch_of_its_own(start: Start, sync: str) -> None:
+    """Micro-batches of 2 and 2 rows, then of 2 and 1: two and three of them a step, and the same losses."""
+    knobs = {**KNOBS, "sync": sync, "shares": "2,3", "num_iterations": 10, "eval_every": 5}
+    own = [{}, {"NANOFLEET_DEVICE_BATCH_SIZE": "1"}]
+    both, unlike = start(2, name="both", **knobs), start(2, name="unlike", env=own, **knobs)
+    said = []
+    for rank in [*both, *unlike]:
+        code, text = rank.wait()
+        assert code == 0, text
+        said.append(text)
+    assert losses(unlike[0].run_dir) == pytest.approx(losses(both[0].run_dir), rel=1e-10)
+    bpb = [json.loads((ranks[0].run_dir / "outcome.json").read_text())["val_bpb"] for ranks in (both, unlike)]
+    assert bpb[1] == pytest.approx(bpb[0], rel=1e-10)
+    assert "1/2 micro-batches" in said[0]
+    assert "1/3 micro-batches" in said[2]
+    assert "rank 1 (host-2): float64" in said[2]
+    assert ", 1 row a micro-batch" in said[2]
+
+
+def test_a_micro_batch_that_is_none_ends_all_ranks_with_a_sentence(start: Start) -> None:
+    for rank in start(2, env=[{}, {"NANOFLEET_DEVICE_BATCH_SIZE": "0"}]):
+        code, said = rank.wait(60)
+        assert code == 1, said
+        assert "NANOFLEET_DEVICE_BATCH_SIZE is 0 in the environment: it takes a whole number from 1." in said
+        assert "Traceback" not in said
