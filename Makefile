@@ -58,12 +58,17 @@ test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 
 .PHONY: test-full
 test-full: lab-tools lint ## everything
 	pytest -n 2 --dist worksteal -m "not lab"
-	scripts/molecule.sh default trixie network reset nosudo three upgrade
+	scripts/bootstrap.sh noble
+	scripts/molecule.sh default trixie noble network reset nosudo three upgrade
 	pytest -m lab
 
 .PHONY: test-faults
 test-faults: lab-tools venv ## break running trainings on a lab; what is said to it, and what becomes of them, goes to docs/faults.md
 	NANOFLEET_FAULTS_PAGE=1 pytest -m faults
+
+.PHONY: lock
+lock: venv ## the hashes of what constraints.txt pins, to requirements/hashes.txt (after constraints.txt has changed)
+	@python scripts/lock.py
 
 .PHONY: bench
 bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list")

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Installs what is missing, and says so before it does.
 #   scripts/bootstrap.sh lab    the system packages a lab needs (Debian, Ubuntu); sudo only if something is missing
+#   scripts/bootstrap.sh noble  the keys of Ubuntu's archive, which a lab of Ubuntu 24.04 hosts needs besides
 #   scripts/bootstrap.sh venv   .venv with all that a controller needs, pinned by constraints.txt
 # Settings: PYTHON (which Python makes the venv), TORCH_INDEX_URL (where torch's CPU build comes from).
 # Done before, it does nothing and takes no time.
@@ -67,6 +68,27 @@ lab() {
     install_packages "a lab" "$@"
 }
 
+# Debian releases without a package ubuntu-keyring take Ubuntu's own, known by its sha256.
+UBUNTU_KEYRING=http://archive.ubuntu.com/ubuntu/pool/main/u/ubuntu-keyring/ubuntu-keyring_2023.11.28.1_all.deb
+UBUNTU_KEYRING_SHA256=36de43b15853ccae0028e9a767613770c704833f82586f28eb262f0311adb8a8
+
+noble() {
+    [ ! -e "${BOOTSTRAP_UBUNTU_KEYRING:-/usr/share/keyrings/ubuntu-archive-keyring.gpg}" ] || return 0
+    if apt-get install --simulate ubuntu-keyring >/dev/null 2>&1; then
+        install_packages "a lab of Ubuntu 24.04 hosts" ubuntu-keyring
+        return
+    fi
+    as_root=
+    [ "$(id -u)" -eq 0 ] || as_root=sudo
+    folder=$(mktemp -d)
+    trap 'rm -rf "$folder"' EXIT
+    echo "bootstrap: a lab of Ubuntu 24.04 hosts needs the keys of Ubuntu's archive; fetching ubuntu-keyring"
+    "$(find_python)" -c 'import sys, urllib.request; urllib.request.urlretrieve(*sys.argv[1:])' \
+        "$UBUNTU_KEYRING" "$folder/keys.deb" || die "Ubuntu's archive cannot be reached, so no Ubuntu host can be made here"
+    echo "$UBUNTU_KEYRING_SHA256  $folder/keys.deb" | sha256sum --check --quiet || die "ubuntu-keyring has another sha256"
+    $as_root dpkg --install "$folder/keys.deb" >/dev/null
+}
+
 fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' 2>/dev/null; }
 
 find_python() {
@@ -106,7 +128,11 @@ venv() {
         # makes the CPU build the higher version, so pip takes it wherever it is on offer.
         if [ -n "${TORCH_INDEX_URL:-}" ] || ! .venv/bin/python -m pip install --quiet --disable-pip-version-check \
             --dry-run --no-deps "torch==$torch+cpu" >/dev/null 2>&1; then
-            set -- "$@" --extra-index-url "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}"
+            # In a file that only this user reads: the URL may hold a password, and every user sees a command line.
+            index=$(mktemp)
+            trap 'rm -f "$index"' EXIT
+            printf -- '--extra-index-url %s\n' "${TORCH_INDEX_URL:-https://download.pytorch.org/whl/cpu}" >"$index"
+            set -- "$@" --requirement "$index"
         fi
     fi
     echo "bootstrap: installing the controller's packages into .venv (a few minutes, once)"
@@ -114,11 +140,12 @@ venv() {
     printf '%s\n' "$digest" >"$stamp"
 }
 
-[ $# -gt 0 ] || die "say what is needed: scripts/bootstrap.sh lab, or scripts/bootstrap.sh venv"
+[ $# -gt 0 ] || die "say what is needed: scripts/bootstrap.sh lab, noble or venv"
 for part in "$@"; do
     case $part in
         lab) lab ;;
+        noble) noble ;;
         venv) venv ;;
-        *) die "there is no part called $part: say lab or venv" ;;
+        *) die "there is no part called $part: say lab, noble or venv" ;;
     esac
 done

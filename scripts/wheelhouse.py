@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import platform
 import sys
 from pathlib import Path
@@ -45,7 +46,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--python", default=here, help="the hosts' Python (%(default)s)")
     parser.add_argument("--machine", default=platform.machine(), help="as uname -m has it (%(default)s)")
     parser.add_argument("--torch", choices=("cpu", "cuda"), default="cpu", help="torch's build (cpu)")
-    parser.add_argument("--torch-index", help="URL or folder asked for torch, for another CUDA version")
+    # A URL with a password is better given by the environment, which other users cannot read.
+    index = os.environ.get("TORCH_INDEX_URL")
+    parser.add_argument(
+        "--torch-index", default=index, help="URL or folder asked for torch (TORCH_INDEX_URL)"
+    )
+    parser.add_argument(
+        "--require-hashes", action="store_true", help="refuse wheels without a committed hash"
+    )
     parser.add_argument("--out", type=Path, default=ROOT / ".wheelhouse", help="where to (%(default)s)")
     return parser.parse_args(argv)
 
@@ -66,6 +74,8 @@ def main(argv: list[str] | None = None) -> int:
             "source": str(ROOT),
             "dest": str(args.out.resolve() / kind / extra),
             "constraints": str(ROOT / "constraints.txt"),
+            "hashes": str(ROOT / "requirements" / "hashes.txt"),
+            "require_hashes": args.require_hashes,
             "extra": extra,
             "project": project,
             "python_version": args.python,
@@ -82,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
         state = "made" if made["changed"] else "unchanged"
         print(f"{wanted['dest']}: {made['wheels']} wheels, {made['bytes'] / 1e6:.0f} MB, {state}")
         print(f"  sha256 of its lock: {made['digest']}")
+        if made["unverified"]:
+            print(f"  trusted as first downloaded, no hash was committed: {', '.join(made['unverified'])}")
     return 0
 
 

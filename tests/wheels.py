@@ -25,6 +25,7 @@ locked_venv = load(ROLE / "library" / "locked_venv.py")
 filters = load(ROLE / "filter_plugins" / "runtime.py")
 locks = importlib.import_module("ansible.module_utils.nanofleet_lock")
 pins = importlib.import_module("ansible.module_utils.nanofleet_pins")
+hashes = importlib.import_module("ansible.module_utils.nanofleet_hashes")
 pip = importlib.import_module("ansible.module_utils.nanofleet_pip")
 
 
@@ -84,6 +85,8 @@ def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         "source": str(tree),
         "dest": str(tmp_path / "wheels" / "3.11-x86_64" / "train"),
         "constraints": str(tree / "constraints.txt"),
+        "hashes": "",
+        "require_hashes": False,
         "extra": "train",
         "project": True,
         "python_version": "3.11",

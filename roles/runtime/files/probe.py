@@ -1,6 +1,6 @@
 """What an installation depends on, as one JSON line: Python, machine, who logs in, the service user.
 
-On the command line: torch's build and its index, said again; the service user; folders to look at.
+On the command line: the service user; folders to look at.
 """
 
 import json
@@ -24,7 +24,7 @@ def account(name):
 def folder(path):
     """Whose it is and its mode; None where there is no such folder."""
     try:
-        status = os.stat(path)
+        status = os.lstat(path)
     except OSError:
         return None
     try:
@@ -34,7 +34,7 @@ def folder(path):
     return {"owner": owner, "mode": f"{stat.S_IMODE(status.st_mode):04o}"}
 
 
-torch, index, user, *folders = sys.argv[1:]
+user, *folders = sys.argv[1:]
 print(
     json.dumps(
         {
@@ -42,8 +42,6 @@ print(
             "machine": platform.machine(),
             "user": pwd.getpwuid(os.getuid()).pw_name,
             "rsync": shutil.which("rsync") is not None,
-            "torch": torch,
-            "index": index,
             "account": account(user),
             "folders": {path: found for path in folders if (found := folder(path))},
         }

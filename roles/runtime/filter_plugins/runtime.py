@@ -6,6 +6,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 PROJECT = "nanofleet"
 
@@ -15,21 +16,29 @@ def runtime_kind(probe: Mapping[str, str]) -> str:
     name = f"{probe['python']}-{probe['machine']}"
     if probe["torch"] == "cpu":
         return name
-    return f"{name}-{probe['index'].rstrip('/').split('/')[-1] or probe['torch']}"
+    # Of the path alone: before it there may be a password.
+    return f"{name}-{urlsplit(probe['index']).path.rstrip('/').split('/')[-1] or probe['torch']}"
 
 
 def probe(hostvars: Mapping[str, Any], host: str) -> dict[str, Any]:
-    return dict(json.loads(hostvars[host]["__runtime_probe"]["stdout"]))
+    """What the host said of itself, and the build of torch that it is to have."""
+    return {**json.loads(hostvars[host]["__runtime_probe"]["stdout"]), **hostvars[host]["__runtime_build"]}
 
 
 def runtime_kinds(hosts: list[str], hostvars: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The kinds among the hosts, each once: its name, and what makes it."""
+    """The kinds among the hosts, each once: its name, and what makes it but for the index (runtime_index)."""
     kinds = {}
     for host in hosts:
         seen = probe(hostvars, host)
         name = runtime_kind(seen)
-        kinds[name] = {"name": name, **{key: seen[key] for key in ("python", "machine", "torch", "index")}}
+        kinds[name] = {"name": name, **{key: seen[key] for key in ("python", "machine", "torch")}}
     return [kinds[name] for name in sorted(kinds)]
+
+
+def runtime_index(kind: str, hosts: list[str], hostvars: Mapping[str, Any]) -> str:
+    """The index of a kind, which may hold a password: so it stands in no loop's item, which is shown."""
+    each = (probe(hostvars, host) for host in hosts)
+    return next(str(seen["index"]) for seen in each if runtime_kind(seen) == kind)
 
 
 def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
@@ -105,6 +114,7 @@ class FilterModule:
         return {
             "runtime_kind": runtime_kind,
             "runtime_kinds": runtime_kinds,
+            "runtime_index": runtime_index,
             "runtime_findings": runtime_findings,
             "runtime_summary": runtime_summary,
         }

@@ -22,17 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible.module_utils.nanofleet_lock import REQUIREMENTS, TOOLS, faults, read_lock, sha256_of
+from ansible.module_utils.nanofleet_lock import REQUIREMENTS, copy_wheel, faults, parse_lock
 
 DOCUMENTATION = r"""
 module: locked_venv
 short_description: Install a wheelhouse into a virtual environment of its own, hashes required
 description:
-  - Checks every wheel against the lock, then lets the wheelhouse's own uv install them without a network.
+  - Copies every wheel to where root alone writes, checks the copies against the controller's locks, which
+    come in the arguments, and lets the wheelhouse's own uv install the copies without a network.
   - Switches the link at the end and removes environments that no process uses.
 options:
   wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
   digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
+  requirements: {description: "That requirements.lock; needed to install.", type: str, default: ""}
+  tools: {description: "The controller's tools.lock; needed to install.", type: str, default: ""}
   python: {description: The Python to build on., type: path, required: true}
   venvs: {description: Folder of the environments., type: path, required: true}
   link: {description: Link to the current one., type: path, required: true}
@@ -151,42 +154,52 @@ def in_use(venv: Path) -> bool:
     return False
 
 
-def command(arguments: list[str], what: str, **environment: str) -> None:
-    result = subprocess.run(arguments, capture_output=True, text=True, env={**os.environ, **environment})
+def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
+    """Run it in `folder`, not where the module was started: that may be the home of whoever logs in."""
+    merged = {**os.environ, **environment}
+    result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)
     if result.returncode != 0:
         lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
         raise VenvError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
 
 
 def build(p: dict[str, Any], venv: Path) -> None:
-    """Make the environment in place, its marker last."""
-    wheelhouse, lock = Path(p["wheelhouse"]), Path(p["wheelhouse"]) / REQUIREMENTS
-    if not lock.is_file() or sha256_of(lock) != p["digest"]:
-        raise VenvError(f"{lock} is not the one the controller made: run the playbook again to push it.")
-    broken = faults(wheelhouse)
-    if broken:
-        raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
+    """Make the environment in place, its marker last.
+
+    The wheelhouse belongs to whoever logs in and may change at any time; what is checked and run are copies.
+    """
+    if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
+        raise VenvError("The lock that was sent is not the one the controller made: run the playbook again.")
+    wheelhouse, locked = Path(p["wheelhouse"]), parse_lock(p["requirements"], REQUIREMENTS)
+    tools = parse_lock(p["tools"], "tools.lock")
     if venv.exists():
         shutil.rmtree(venv)
     # uv and its cache lie beside the environments: one file system, so that it links instead of copying.
     with tempfile.TemporaryDirectory(prefix=".uv-", dir=venv.parent) as scratch:
-        with zipfile.ZipFile(wheelhouse / read_lock(wheelhouse / TOOLS)[0].file) as archive:
+        wheels, lock, uv = Path(scratch) / "wheels", Path(scratch) / REQUIREMENTS, Path(scratch) / "uv"
+        wheels.mkdir()
+        for wheel in locked + tools:
+            copy_wheel(wheelhouse / wheel.file, wheels / wheel.file)
+        broken = faults(wheels, locked + tools)
+        if broken:
+            raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
+        lock.write_text(p["requirements"], encoding="utf-8")
+        with zipfile.ZipFile(wheels / tools[0].file) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".data/scripts/uv"))
-            uv = Path(scratch) / "uv"
             uv.write_bytes(archive.read(member))
         uv.chmod(0o700)
         settings = {"UV_CACHE_DIR": f"{scratch}/cache", "UV_NO_CONFIG": "1", "UV_OFFLINE": "1"}
         settings |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
         make = [str(uv), "venv", "--quiet", "--python", p["python"], str(venv)]
-        command(make, f"No environment could be made on {p['python']}", **settings)
+        command(make, f"No environment could be made on {p['python']}", scratch, **settings)
         install = [str(uv), "pip", "install", "--quiet", "--python", f"{venv}/bin/python", "--no-index"]
-        install += ["--find-links", str(wheelhouse), "--require-hashes", "--no-deps", "-r", str(lock)]
-        command(install, "uv could not install the wheelhouse", **settings)
+        install += ["--find-links", str(wheels), "--require-hashes", "--no-deps", "-r", str(lock)]
+        command(install, "uv could not install the wheelhouse", scratch, **settings)
     for name in p["imports"] or []:
         # As root once, so that the bytecode is there for every later start; and a wheel that this CPU or
-        # system cannot run is found now.
-        command([f"{venv}/bin/python", "-c", f"import {name}"], f"{name} does not work on this host")
-    locked = read_lock(lock)
+        # system cannot run is found now. Isolated, so that nothing but the environment is on the path.
+        check = [f"{venv}/bin/python", "-I", "-c", f"import {name}"]
+        command(check, f"{name} does not work on this host", venv)
     marker = {
         "digest": p["digest"],
         "installed": installed_digest(venv),
@@ -242,6 +255,8 @@ def main() -> None:
         argument_spec={
             "wheelhouse": {"type": "path", "required": True},
             "digest": {"type": "str", "required": True},
+            "requirements": {"type": "str", "default": ""},
+            "tools": {"type": "str", "default": ""},
             "python": {"type": "path", "required": True},
             "venvs": {"type": "path", "required": True},
             "link": {"type": "path", "required": True},

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.nanofleet_hashes import judge, read_hashes
 from ansible.module_utils.nanofleet_lock import (
     REQUIREMENTS,
     TOOLS,
@@ -38,11 +39,15 @@ module: wheelhouse
 short_description: Make a wheelhouse with a sha256 lock for one kind of host
 description:
   - Fetches the pinned wheels of an extra with pip, builds the project's own, writes C(requirements.lock).
+  - Refuses a wheel that is not one of the committed hashes, by name. One of which no hash was committed is
+    trusted as it was first downloaded, with a warning, and refused when a later download differs.
   - Does nothing when pins, requirements and sources are what it was made from; checks every wheel each time.
 options:
   source: {description: The repository's root., type: path, required: true}
   dest: {description: The wheelhouse's folder., type: path, required: true}
   constraints: {description: File with one C(name==version) a line., type: path, required: true}
+  hashes: {description: "File with the committed hashes; empty for none.", type: path, default: ""}
+  require_hashes: {description: Refuse wheels of which no hash was committed., type: bool, default: false}
   extra: {description: "Extra of pyproject.toml to serve; empty for none.", type: str, default: ""}
   project: {description: Take in the project's own wheel and base dependencies., type: bool, default: true}
   python_version: {description: "The hosts' Python, as 3.11.", type: str, required: true}
@@ -55,11 +60,15 @@ RETURN = r"""
 digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
 wheels: {description: Number of wheels., type: int, returned: always}
 bytes: {description: Their size., type: int, returned: always}
+unverified: {description: Wheels of which no hash was committed., type: list, elements: str, returned: always}
 fetched: {description: Wheels that were fetched or built., type: list, elements: str, returned: always}
 """
 
 STAMP = "made-from.json"
-TOOL = "uv"
+TOOL, PROJECT = "uv", "nanofleet"
+NOTHING_YET: dict[str, Any] = {
+    "changed": True, "digest": "", "wheels": 0, "bytes": 0, "unverified": [], "fetched": []
+}  # fmt: skip
 SOURCES = ("pyproject.toml", "LICENSE", "trainer", "fleet")
 
 
@@ -87,7 +96,9 @@ class Wheelhouse:
         self.source, self.dest = Path(params["source"]), Path(params["dest"])
         self.pins = read_pins(Path(params["constraints"]))
         self.markers = markers_of(params["python_version"], params["architecture"])
+        self.hashes = read_hashes(Path(params["hashes"]), self.markers) if params["hashes"] else {}
         self.roots = self._roots()
+        self.unverified: list[Wheel] = []
         self.versions: dict[str, str] = {}
         self.fetched: list[str] = []
         kind = [params[name] for name in ("python_version", "architecture", "torch", "torch_index", "extra")]
@@ -121,6 +132,8 @@ class Wheelhouse:
                 f"{self.dest}: {'; '.join(broken)}. "
                 "Remove the named file there and run the playbook again: it is fetched anew."
             )
+        if not found:
+            self._check(read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS), self.dest)
         return bool(stamp == self.stamp) and not found
 
     def make(self) -> None:
@@ -165,11 +178,47 @@ class Wheelhouse:
         if self.p["project"]:
             self._build(staging)
         locked = [wheel_of(path) for path in sorted(staging.glob("*.whl"))]
+        self._check(locked, staging)
+        self._compare_with_first(locked)
         write_lock(staging / REQUIREMENTS, [wheel for wheel in locked if wheel.name != TOOL])
         write_lock(staging / TOOLS, [wheel for wheel in locked if wheel.name == TOOL])
         (staging / STAMP).write_text(json.dumps(self.stamp), encoding="utf-8")
         for path in staging.iterdir():
             path.chmod(0o644)
+
+    def _check(self, wheels: list[Wheel], folder: Path) -> None:
+        """Refuse wheels that are not those of the committed hashes, by name; note those that have none."""
+        altered, self.unverified = judge([wheel for wheel in wheels if wheel.name != PROJECT], self.hashes)
+        if altered:
+            names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
+            raise WheelhouseError(
+                f"{names} in {folder} is not what {self.p['hashes']} says. The index serves another file "
+                "than that, or the file was replaced. Remove it and find out which index pip took it from "
+                "(pip config list); if the new file is right, type: make lock"
+            )
+        if self.unverified and self.p["require_hashes"]:
+            raise WheelhouseError(
+                f"{', '.join(wheel.file for wheel in self.unverified)} has no hash in {self.p['hashes']}, "
+                "and runtime_require_hashes refuses such wheels. Where an index holds it, type: make lock"
+            )
+
+    def _compare_with_first(self, locked: list[Wheel]) -> None:
+        """What was trusted as first downloaded has to be the same when it is downloaded once more."""
+        try:
+            first = {wheel.file: wheel.sha256 for wheel in read_lock(self.dest / REQUIREMENTS)}
+        except ValueError:
+            return
+        other = [
+            wheel.file
+            for wheel in locked
+            if wheel.name != PROJECT and first.get(wheel.file, wheel.sha256) != wheel.sha256
+        ]
+        if other:
+            raise WheelhouseError(
+                f"{', '.join(other)} is not the file that was first downloaded: its sha256 is not that of "
+                f"{self.dest / REQUIREMENTS}. If the new file is right, remove {self.dest} and type the "
+                "same again."
+            )
 
     def _choose(self, need: Need) -> None:
         """The pinned version; a build of torch for another CUDA pins packages of its own, exactly."""
@@ -246,7 +295,7 @@ def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     house = Wheelhouse(params)
     parent = house.dest.parent
     if check_mode and not parent.is_dir():
-        return {"changed": True, "digest": "", "wheels": 0, "bytes": 0, "fetched": []}
+        return NOTHING_YET
     parent.mkdir(parents=True, exist_ok=True)
     # Two playbooks may start at once on one controller; the second finds the first one's work done.
     with (parent / f".{house.dest.name}.lock").open("w") as guard:
@@ -258,7 +307,7 @@ def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         if not current and not check_mode:
             house.make()
         elif not current:
-            return {"changed": True, "digest": "", "wheels": 0, "bytes": 0, "fetched": []}
+            return NOTHING_YET
         wheels = read_lock(house.dest / REQUIREMENTS)
         digest = hashlib.sha256((house.dest / REQUIREMENTS).read_bytes()).hexdigest()
     size = sum(wheel.bytes for wheel in wheels)
@@ -267,6 +316,7 @@ def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         "digest": digest,
         "wheels": len(wheels),
         "bytes": size,
+        "unverified": [wheel.file for wheel in house.unverified],
         "fetched": house.fetched,
     }
 
@@ -277,12 +327,15 @@ def main() -> None:
             "source": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
             "constraints": {"type": "path", "required": True},
+            "hashes": {"type": "path", "default": ""},
+            "require_hashes": {"type": "bool", "default": False},
             "extra": {"type": "str", "default": ""},
             "project": {"type": "bool", "default": True},
             "python_version": {"type": "str", "required": True},
             "architecture": {"type": "str", "required": True},
             "torch": {"type": "str", "default": "cpu", "choices": ["cpu", "cuda"]},
-            "torch_index": {"type": "str", "default": ""},
+            # Its URL may hold a password.
+            "torch_index": {"type": "str", "default": "", "no_log": True},
             "offline": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
@@ -291,6 +344,11 @@ def main() -> None:
         result = run(module.params, module.check_mode)
     except (WheelhouseError, ValueError, OSError) as error:
         module.fail_json(msg=str(error))
+    if result["unverified"]:
+        module.warn(
+            f"{', '.join(result['unverified'])} in {module.params['dest']} is trusted as it was first "
+            "downloaded: no hash of it was committed. -e runtime_require_hashes=true refuses such wheels."
+        )
     module.exit_json(**result)
 
 

@@ -8,7 +8,10 @@ A lock line is what pip and uv read; its comment lets `faults` name a file and s
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import shutil
+import stat
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,25 +57,35 @@ def write_lock(path: Path, wheels: list[Wheel]) -> None:
 
 def read_lock(path: Path) -> list[Wheel]:
     """Every line of a lock; ValueError naming the line that is not one, or why there is none."""
-    wheels = []
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from None
-    for number, line in enumerate(lines, 1):
+    return parse_lock(text, str(path))
+
+
+def parse_lock(text: str, name: str) -> list[Wheel]:
+    """The same of a lock's text, which has come from `name`."""
+    wheels = []
+    for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.match(line)
         if match is None:
-            raise ValueError(f"{path}, line {number}, is not a locked wheel: {line[:80]!r}")
+            raise ValueError(f"{name}, line {number}, is not a locked wheel: {line[:80]!r}")
         wheels.append(Wheel(**{**match.groupdict(), "bytes": int(match["bytes"])}))
     if not wheels:
-        raise ValueError(f"{path} is empty")
+        raise ValueError(f"{name} is empty")
     return wheels
 
 
-def faults(folder: Path) -> list[str]:
-    """What is wrong with the wheels of a wheelhouse, a phrase a wheel, beginning with its name."""
+def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
+    """What is wrong with the wheels of a wheelhouse, a phrase a wheel, beginning with its name.
+
+    `wheels` are those that there have to be; without them the folder's own locks name them.
+    """
     found = []
-    for wheel in read_lock(folder / REQUIREMENTS) + read_lock(folder / TOOLS):
+    if wheels is None:
+        wheels = read_lock(folder / REQUIREMENTS) + read_lock(folder / TOOLS)
+    for wheel in wheels:
         path = folder / wheel.file
         if not path.is_file():
             found.append(f"{wheel.file} is missing")
@@ -81,3 +94,15 @@ def faults(folder: Path) -> list[str]:
         elif sha256_of(path) != wheel.sha256:
             found.append(f"{wheel.file} was altered: its sha256 is not the locked one")
     return found
+
+
+def copy_wheel(source: Path, target: Path) -> None:
+    """Copy a file that another user may replace meanwhile: regular, and no link. Without one, make none."""
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    with open(descriptor, "rb") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with target.open("xb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
@@ -27,10 +28,10 @@ def is_build(version: str, wanted: str, build: str | None) -> bool:
 
 
 def asked_at(index: str) -> list[str]:
-    """pip's options to look there too: a folder of wheels, or an index's URL."""
+    """The line of a requirements file that makes pip look there too: a folder of wheels or an index."""
     if not index:
         return []
-    return ["--find-links" if Path(index).is_dir() else "--extra-index-url", index]
+    return [f"--find-links {Path(index).resolve()}" if Path(index).is_dir() else f"--extra-index-url {index}"]
 
 
 def download(wanted: list[str], folder: Path, python_version: str, machine: str, index: str = "") -> None:
@@ -40,7 +41,15 @@ def download(wanted: list[str], folder: Path, python_version: str, machine: str,
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(folder), "--implementation", "cp", "--python-version", python_version]
     command += ["--retries", "2", "--timeout", "30", "--disable-pip-version-check", "--no-input"]
-    command += [f"--platform={platform}" for platform in platforms] + asked_at(index) + wanted
+    command += [f"--platform={platform}" for platform in platforms]
+    # Not on the command line, which every user of this machine can read: an index's URL may hold a password.
+    with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
+        file.write("\n".join([*asked_at(index), *wanted]) + "\n")
+        file.flush()
+        _run([*command, "--requirement", file.name], wanted, python_version, machine, index)
+
+
+def _run(command: list[str], wanted: list[str], python_version: str, machine: str, index: str) -> None:
     result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode == 0:
         return
@@ -50,7 +59,7 @@ def download(wanted: list[str], folder: Path, python_version: str, machine: str,
     last = (errors or [result.stderr[-500:]])[-1]
     missing = last.removeprefix("ERROR: No matching distribution found for ")
     if missing != last:
-        looked = f" and {index}" if index else ""
+        looked = " and runtime_torch_index" if index else ""
         raise PipError(
             f"{missing} has no wheel for Python {python_version} on {machine} in pip's indexes{looked}. "
             "Use hosts whose Python has one, or give pip (or runtime_torch_index) an index that holds it; "
