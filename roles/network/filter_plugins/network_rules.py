@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 KERNELS_RANGE = "32768 60999"
@@ -42,12 +43,12 @@ def rules(
     store_port: int,
     tracker_port: int,
     is_coordinator: bool,
-    controller: str = "",
+    controllers: Sequence[str] = (),
 ) -> list[dict[str, str]]:
     """Who may reach which TCP ports of this host: [{"source", "port"}], nobody else being let in.
 
     peers: addresses of the other hosts. ports: "LOW:HIGH" of the ranks' listeners.
-    The coordinator also serves the rendezvous store to the peers and the tracker to them and the controller.
+    The coordinator also serves the rendezvous store to the peers and the tracker to them and the controllers.
     """
     wanted = []
     for peer in dict.fromkeys(peers):
@@ -55,8 +56,13 @@ def rules(
         if is_coordinator:
             wanted.append({"source": peer, "port": str(store_port)})
             wanted.append({"source": peer, "port": str(tracker_port)})
-    if is_coordinator and not is_local(controller) and controller not in peers:
-        wanted.append({"source": plain(controller), "port": str(tracker_port)})
+    if is_coordinator:
+        known = dict.fromkeys(plain(address) for address in controllers if not is_local(address))
+        wanted += [
+            {"source": source, "port": str(tracker_port)}
+            for source in known
+            if source not in map(plain, peers)
+        ]
     return wanted
 
 
@@ -89,7 +95,8 @@ def commands(
     typed = []
     if firewall == "ufw":
         return [
-            f"sudo ufw prepend allow from {r['source']} to any port {r['port']} proto tcp comment {comment}"
+            f"sudo ufw prepend allow from {r['source']} to any port {r['port']} proto tcp "
+            f"comment {shlex.quote(comment)}"
             for r in wanted
         ]
     if firewall == "firewalld":
@@ -180,7 +187,12 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> l
 
 
 def owner_findings(
-    host: str, seen: list[str], wanted: list[Mapping[str, str]], low: int, high: int
+    host: str,
+    seen: list[str],
+    wanted: list[Mapping[str, str]],
+    low: int,
+    high: int,
+    comment: str = "nanofleet",
 ) -> list[dict[str, str]]:
     """What the owner of a host where nobody becomes root has to type, by what tasks/owner.yml read.
 
@@ -192,7 +204,7 @@ def owner_findings(
     if not firewalls or not wanted:
         return []
     known = {"nftables": "nft"}.get(firewalls[0], firewalls[0])
-    typed = commands(known, wanted, chain="inet filter input")
+    typed = commands(known, wanted, comment, chain="inet filter input")
     if spans and spans[0] != f"{low}-{high}":
         setting, path = f"net.ipv4.ip_local_port_range = {low} {high}", "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
@@ -201,6 +213,27 @@ def owner_findings(
         "Whether the peers get in: ansible-playbook doctor.yml. To let them in is for its owner."
     )
     return [{"host": host, "problem": problem, "remedy": f"{' && '.join(typed)}  (on {host})"}]
+
+
+def filter_findings(host: str, answer: str) -> list[dict[str, str]]:
+    """A warning where systemd does not restrict units to the fleet's addresses.
+
+    answer: closed (it does), open (it does not), user (units are a user's own), or anything else (not known).
+    """
+    if answer == "closed":
+        return []
+    reason = {
+        "open": "Its systemd or kernel does not filter a unit's addresses (IPAddressDeny= has no effect)",
+        "user": "Nobody becomes root there, and a user's own systemd cannot filter a unit's addresses",
+    }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
+    return [
+        {
+            "host": host,
+            "problem": f"{reason}, so only a firewall keeps other machines from the ports of a run.",
+            "remedy": f"sudo ufw status  (on {host}), and enable a firewall, or set fleet_address of every "
+            "host to its address in a private network (docs/security.md)",
+        }
+    ]
 
 
 def removed_rule(line: str) -> str:
@@ -217,5 +250,6 @@ class FilterModule:
             "network_firewall_findings": firewall_findings,
             "network_port_findings": port_findings,
             "network_owner_findings": owner_findings,
+            "network_filter_findings": filter_findings,
             "network_removed_rule": removed_rule,
         }

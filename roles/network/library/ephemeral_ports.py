@@ -35,6 +35,10 @@ options:
     description: User whose listeners in the range are our own.
     type: str
     default: nanofleet
+  fleet:
+    description: Name of the fleet, which the file mentions.
+    type: str
+    default: ""
 attributes:
   check_mode: {support: full}
   diff_mode: {support: full}
@@ -82,9 +86,10 @@ LOOPBACK6 = "0" * 24 + "01000000"
 """::1 as /proc/net/tcp6 writes it."""
 
 
-def content(low: int, high: int, before: str) -> str:
+def content(low: int, high: int, before: str, fleet: str = "") -> str:
+    whose = f"the fleet {fleet}" if fleet else "the fleet"
     return (
-        "# The ports of nanofleet's ranks, open to the other hosts of the fleet. Written by setup.yml;\n"
+        f"# The ports of nanofleet's ranks, open to the other hosts of {whose}. Written by setup.yml;\n"
         "# reset.yml takes this file away and restores the range before.\n"
         f"# before: {before}\n{KEY} = {low} {high}\n"
     )
@@ -167,6 +172,7 @@ def main() -> None:
             "high": {"type": "int"},
             "path": {"type": "path", "default": "/etc/sysctl.d/60-nanofleet.conf"},
             "user": {"type": "str", "default": "nanofleet"},
+            "fleet": {"type": "str", "default": ""},
         },
         required_if=[("state", "present", ("low", "high"))],
         supports_check_mode=True,
@@ -180,7 +186,7 @@ def main() -> None:
     ours = setting(text)
     # A file of ours remembers; without one, what is in force now is what was before.
     before = remembered(text) if ours else now
-    wanted = content(low, high, before) if present else ""
+    wanted = content(low, high, before, params["fleet"]) if present else ""
     # What somebody set since then is his: only our own range is taken back.
     target = f"{low} {high}" if present else before if ours and now == ours else now
     changed = text != wanted or now != target

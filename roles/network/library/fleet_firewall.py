@@ -13,7 +13,9 @@ DOCUMENTATION = r"""
 module: fleet_firewall
 short_description: Keep a set of ufw rules, found by their comment, equal to a list
 description:
-  - Adds the wanted rules that are missing, and deletes those with the same comment that are not wanted.
+  - Adds the wanted rules that are missing, and deletes those of ours that are not wanted.
+  - Every rule whose comment begins with the word C(nanofleet) is ours; one with another such comment gets
+    O(comment).
   - A wanted rule that a person has already set without the comment is left as it is, and stays his.
   - Rules can be set while ufw is inactive. It is enabled only if asked, once a rule lets the controller's SSH
     in, and with a timer that disables it again; whoever asked stops the timer once a new connection came in.
@@ -39,7 +41,7 @@ options:
         type: str
         required: true
   comment:
-    description: The comment by which our rules are known.
+    description: The comment of our rules, which begins with the word C(nanofleet).
     type: str
     default: nanofleet
   enable:
@@ -97,9 +99,26 @@ def as_rule(source: str, port: str) -> str:
 
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
     """(rules to add, rules to delete), each in a steady order."""
-    add = [rule for rule in dict.fromkeys(wanted) if rule not in present]
-    delete = [rule for rule, its in present.items() if its == comment and rule not in wanted]
+
+    def lacks(rule: str) -> bool:
+        its = present.get(rule)
+        return its is None or (is_ours(its) and its != comment)
+
+    add = [rule for rule in dict.fromkeys(wanted) if lacks(rule)]
+    delete = [
+        rule for rule, its in present.items() if is_ours(its) and not of_ssh(its) and rule not in wanted
+    ]
     return add, delete
+
+
+def is_ours(comment: str) -> bool:
+    """Whether a rule's comment marks it as one of a fleet."""
+    return comment.partition(" ")[0] == "nanofleet"
+
+
+def of_ssh(comment: str) -> bool:
+    """Whether it marks the rule that was added for SSH, when ufw was enabled here."""
+    return is_ours(comment) and comment.endswith(" ssh")
 
 
 def ports_hold(text: str, port: int) -> bool:
@@ -198,23 +217,24 @@ def main() -> None:
     present = parse_added(run(ufw, "show", "added"))
     active = "Status: active" in run(ufw, "status")
     was = "active" if active else "inactive"
-    mine = {f"{comment}", f"{comment} ssh"}
-    before = [rule for rule, its in present.items() if its in mine]
-    of_ssh = [rule for rule, its in present.items() if its == f"{comment} ssh"]
+    before = [rule for rule, its in present.items() if is_ours(its)]
+    enabled_here = any(of_ssh(its) for its in present.values())
     removing = params["state"] == "absent"
     if removing:
         add, delete = [], before
     else:
         add, delete = plan(present, [as_rule(r["source"], r["port"]) for r in params["rules"]], comment)
     turn_on = params["enable"] and not active and not removing
-    turn_off = removing and active and bool(of_ssh)
+    turn_off = removing and active and enabled_here
 
     if not module.check_mode:
         if turn_off:
             run(ufw, "--force", "disable")
         # New rules go first, so that a general deny that a person has set does not hide them.
         for rule in add:
-            run(ufw, "prepend", *rule.split(), "comment", comment)
+            # ufw changes the comment of a rule that is there only where it is not told its place.
+            place = [] if rule in present else ["prepend"]
+            run(ufw, *place, *rule.split(), "comment", comment)
         for rule in delete:
             run(ufw, "delete", *shlex.split(rule))
         if turn_on:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ansible.module_utils.parsing.convert_bool import boolean
 
-ROLES = ("launch", "tracker", "dataset", "network", "runtime")
+ROLES = ("launch", "tracker", "dataset", "network", "runtime", "claim")
 CONFIRM = "type the same with -e reset_confirm=true"
 
 
@@ -22,8 +22,12 @@ def report(
     done: bool,
     on_controller: Sequence[str],
     force: bool = False,
+    fleet: Sequence[str] = (),
 ) -> list[str]:
-    """Sentences for the screen. done: whether it was done or only said; force: active runs stop nothing."""
+    """Sentences for the screen. done: whether it was done or only said; force: active runs stop nothing.
+
+    fleet: all of its hosts; where it has others than `hosts`, these are released from it.
+    """
     lines, kept_anywhere, anything = [], False, False
     for host in hosts:
         removed = published(hostvars[host], "removed")
@@ -45,19 +49,35 @@ def report(
             "To remove them too, add: -e reset_checkpoints=true"
         )
     lines.append("setup.yml installs no system packages, so none is removed.")
-    if on_controller:
+    others = [host for host in fleet if host not in hosts]
+    if others:
+        lines += _others(hosts, [host for host in hosts if host in fleet], others)
+    elif on_controller:
         lines.append(
             f"On this machine stays what was made here; to remove it: rm -r {' '.join(on_controller)}"
         )
     if not done and anything:
         lines.append("Nothing was changed; what is counted as changed below is what would be.")
-        lines += _refused({host: hostvars[host].get("launch_active") or [] for host in hosts}, force)
+        active = {host: hostvars[host].get("launch_active") or [] for host in hosts}
+        lines += _refused(active, force, [host for host in hosts if host in fleet or not fleet])
         lines.append(f"To do it, {CONFIRM}")
     return lines
 
 
-def _refused(active: Mapping[str, Sequence[str]], force: bool) -> list[str]:
-    """That it would be refused, or what it would end."""
+def _others(released: Sequence[str], members: Sequence[str], others: Sequence[str]) -> list[str]:
+    """What is left to do about the rest of the fleet. members: those of `released` still in the inventory."""
+    lines = []
+    if members:
+        lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")
+    lines.append(
+        f"The firewall rules of {', '.join(others)} for {', '.join(released)} are removed by the next setup: "
+        "ansible-playbook setup.yml"
+    )
+    return lines
+
+
+def _refused(active: Mapping[str, Sequence[str]], force: bool, reached: Sequence[str]) -> list[str]:
+    """That it would be refused, or what it would end. reached: the hosts that stop.yml runs on."""
     runs = list(dict.fromkeys(run for up in active.values() for run in up))
     if not runs:
         return []
@@ -65,11 +85,11 @@ def _refused(active: Mapping[str, Sequence[str]], force: bool) -> list[str]:
     what = f"{'Runs are' if len(runs) > 1 else 'A run is'} active on {where} ({', '.join(runs)})"
     if force:
         return [f"{what}: it would be ended, and nothing of it saved."]
+    by_reset = "et the reset end it, which saves nothing: -e reset_force=true"
+    if not any(active[host] for host in reached):
+        return [f"{what}, so it would be refused. L{by_reset}"]
     stops = " and ".join(f"ansible-playbook stop.yml -e run_id={run}" for run in runs)
-    return [
-        f"{what}, so it would be refused. First, which saves: {stops}",
-        "Or let the reset end it, which saves nothing: -e reset_force=true",
-    ]
+    return [f"{what}, so it would be refused. First, which saves: {stops}", f"Or l{by_reset}"]
 
 
 class FilterModule:
