@@ -21,7 +21,7 @@ def close(
     if not follower.view.found:
         return
     before = list(screen.lines)
-    ending = report(follower.view, [*places(follower.view, follower.inventory), *last])
+    ending = report(follower.view, [*places(follower.view, follower.inventory, follower.args), *last])
     screen.say("")
     screen.say(ending)
     if picture:
@@ -30,7 +30,7 @@ def close(
         screen.say(f"\nThe picture: {picture}")
 
 
-def places(view: RunView, where: str | None) -> list[tuple[str, str]]:
+def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
     """Where the checkpoint, the log and the tracker's page are."""
     found = []
     if view.checkpoint:
@@ -39,7 +39,7 @@ def places(view: RunView, where: str | None) -> list[tuple[str, str]]:
     if view.run_dir:
         found.append(("log", f"{view.coordinator}:{view.run_dir}/train.log"))
     try:
-        found.append(("MLflow", inventory.tracker(inventory.read(where))))
+        found.append(("MLflow", inventory.tracker(inventory.read(where, extra))))
     except FleetError as error:
         found.append(("MLflow", f"its address is not known: {error}"))
     return found

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Fleet:
     hosts: list[str]
     addresses: dict[str, str]
     users: dict[str, str]
+    tracker_port: int = TRACKER_PORT
 
     @property
     def coordinator(self) -> str:
@@ -29,8 +31,11 @@ class Fleet:
         return self.hosts[0]
 
 
-def read(inventory: str | None) -> Fleet:
-    """The fleet of an inventory (None: the one ansible.cfg names). FleetError when there is none."""
+def read(inventory: str | None, extra: Sequence[str] = ()) -> Fleet:
+    """The fleet of an inventory (None: the one ansible.cfg names). FleetError when there is none.
+
+    extra: `-e` and their values, which go before the inventory's.
+    """
     if inventory and "," not in inventory and not Path(inventory).exists():
         raise FleetError(
             f"There is no inventory at {inventory}. Copy inventory/sample and list your hosts in it."
@@ -39,7 +44,7 @@ def read(inventory: str | None) -> Fleet:
         ["-i", str(Path(inventory).absolute()) if "," not in inventory else inventory] if inventory else []
     )
     tool = Path(sys.executable).parent / "ansible-inventory"
-    command = [str(tool) if tool.exists() else "ansible-inventory", *where, "--list"]
+    command = [str(tool) if tool.exists() else "ansible-inventory", *where, *extra, "--list"]
     try:
         done = subprocess.run(
             command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
@@ -74,7 +79,8 @@ def from_listing(listing: dict[str, Any], inventory: str | None) -> Fleet:
         for host in hosts
     }
     users = {host: str(every.get(host, {}).get("ansible_user") or "") for host in hosts}
-    return Fleet(hosts, addresses, users)
+    port = str(every.get(coordinators[0], {}).get("tracker_port", TRACKER_PORT))
+    return Fleet(hosts, addresses, users, int(port) if port.isdecimal() else TRACKER_PORT)
 
 
 def _members(listing: dict[str, Any], group: str) -> list[str]:
@@ -84,9 +90,9 @@ def _members(listing: dict[str, Any], group: str) -> list[str]:
     return found
 
 
-def tracker(fleet: Fleet, port: int = TRACKER_PORT) -> str:
+def tracker(fleet: Fleet) -> str:
     """The MLflow page's address, and what to type where it cannot be reached from this machine."""
-    address = fleet.addresses[fleet.coordinator]
+    address, port = fleet.addresses[fleet.coordinator], fleet.tracker_port
     url = f"http://{address}:{port}"
     try:
         # The lab's addresses are this machine's own: no proxy stands between.
@@ -97,6 +103,6 @@ def tracker(fleet: Fleet, port: int = TRACKER_PORT) -> str:
         user = fleet.users[fleet.coordinator]
         login = f"{user}@{address}" if user else address
         return (
-            f"{url} (not open to this machine; type: ssh -N -L {port}:localhost:{port} {login}"
+            f"{url} (not open to this machine; type: ssh -N -L {port}:{address}:{port} {login}"
             f" and open http://localhost:{port})"
         )

@@ -38,9 +38,19 @@ class TestInventory:
             inventory.from_listing({"coordinator": {"hosts": ["a", "b"]}}, "my.yml")
 
     def test_a_tracker_out_of_reach_comes_with_its_tunnel(self) -> None:
-        fleet = inventory.Fleet(["a"], {"a": "127.0.0.1"}, {"a": "ops"})
-        said = inventory.tracker(fleet, port=9)
-        assert "ssh -N -L 9:localhost:9 ops@127.0.0.1" in said
+        fleet = inventory.Fleet(["a"], {"a": "127.0.0.1"}, {"a": "ops"}, tracker_port=9)
+        said = inventory.tracker(fleet)
+        assert "ssh -N -L 9:127.0.0.1:9 ops@127.0.0.1" in said
+
+    @pytest.mark.parametrize(("extra", "port"), [([], 5050), (["-e", "tracker_port=6060"], 6060)])
+    def test_the_trackers_port_is_the_inventorys_or_that_of_e(
+        self, extra: list[str], port: int, tmp_path: Path
+    ) -> None:
+        hosts = tmp_path / "hosts.yml"
+        hosts.write_text("coordinator: {hosts: {a: {ansible_host: 127.0.0.1, tracker_port: 5050}}}\n")
+        view = RunView(coordinator="a", run_dir="/r")
+        [page] = [where for name, where in places(view, str(hosts), extra) if name == "MLflow"]
+        assert page.startswith(f"http://127.0.0.1:{port} ")
 
 
 class TestCorpus:
@@ -121,7 +131,9 @@ class TestDemo:
 
 
 def test_places_name_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "read", lambda where: inventory.Fleet(["a"], {"a": "10.0.0.2"}, {"a": ""}))
+    monkeypatch.setattr(
+        inventory, "read", lambda where, extra: inventory.Fleet(["a"], {"a": "10.0.0.2"}, {"a": ""})
+    )
     monkeypatch.setattr(inventory, "tracker", lambda fleet: "http://10.0.0.2:5000")
     view = RunView(coordinator="a", run_dir="/r", checkpoint="checkpoints/step_000100")
     assert places(view, None) == [

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible.errors import AnsibleFilterError
-from launch_role import ROLE
+from launch_role import ROLE, ROOT
 from role_files import call, load
 
 run_log = load(ROLE / "library" / "run_log.py")
@@ -153,6 +155,20 @@ def test_lines_without_a_time_keep_their_place() -> None:
     said = logs.launch_logs({"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1)
     assert said.splitlines()[-1] == "-------- tower  b"
     assert "no times" in said
+
+
+def test_more_lines_are_offered_as_far_as_preflight_admits_them() -> None:
+    knobs = yaml.safe_load((ROOT / "roles" / "preflight" / "vars" / "knobs.yml").read_text())
+    at_most = knobs["preflight_known_knobs"]["log_lines"]["max"]
+    for newest in (100, 5000, at_most):  # logs.yml's own, with since, and all there are
+        many = read(*[line(str(n), None) for n in range(newest)])
+        offered = re.search(r"log_lines=(\d+)", logs.launch_logs({"tower": many}, "x", newest=newest))
+        assert newest <= at_most
+        if newest < at_most:
+            assert offered
+            assert newest < int(offered[1]) <= at_most
+        else:
+            assert offered is None
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from launch_role import (
     stored,
 )
 
-from trainer.config import RunConfig, code_digest
+from trainer.config import SCHEMA, RunConfig, code_digest
 
 
 def test_a_new_run_holds_every_field_with_its_type() -> None:
@@ -79,6 +80,41 @@ def test_a_run_that_lacks_a_host_is_taken_over() -> None:
     made = plan({}, waiting, state(**stored()))
     assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT]})
     assert "waits on tower for laptop, where its unit is gone" in made["message"]
+
+
+def test_a_run_whose_directory_is_gone_on_a_worker_is_saved_and_taken_over() -> None:
+    """Its unit is active there, or waits to be started again in vain."""
+    tower = up_on(HOSTS, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000003")
+    laptop = state(run_dir="/runs/a", active_units=[UNIT], ended=False)
+    made = plan({}, tower, laptop)
+    assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT], "laptop": [UNIT]})
+    assert "its directory is gone on laptop (/runs/a)" in made["message"]
+    assert made["saves"], "nothing of what it has learned since its last checkpoint is lost"
+    waiting = {**tower, "between": True}
+    stuck = plan({}, waiting, {**laptop, "between": True})
+    assert (stuck["action"], stuck["saves"]) == ("resume", False), "nobody is there to save"
+
+
+def test_a_run_whose_directory_is_gone_on_its_coordinator_is_not_ended_unasked() -> None:
+    """The memory of its ranks is all that is left of it."""
+    made = plan({}, state(active_units=[UNIT], ended=False), up_on(HOSTS, stepped=True))
+    assert (made["action"], made["ends"]) == ("refuse", {})
+    for part in ("gone on tower, its coordinator (/runs/a)", "stop.yml -e run_id=a -e stop_now=true"):
+        assert part in made["message"]
+
+
+@pytest.mark.parametrize(
+    ("result", "exit_status", "unable"),
+    [("resources", 0, True), ("exit-code", 226, True), ("exit-code", 75, False), ("exit-code", 255, False)],
+)
+def test_a_run_whose_unit_systemd_cannot_start_is_taken_over(
+    result: str, exit_status: int, unable: bool
+) -> None:
+    waits = {"result": result, "exit_status": exit_status}
+    tower, laptop = up_on(HOSTS, heartbeats=[beat()]), up_on(HOSTS, between=True, unit=waits)
+    made = plan({}, tower, laptop)
+    assert (made["action"] == "resume") is unable
+    assert ("cannot start on laptop" in made["message"]) is unable
 
 
 def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
@@ -199,10 +235,77 @@ def test_a_finished_run_says_so_and_another_config_is_shown() -> None:
     done = state(**stored(), outcome={"outcome": "finished", "step": 20, "num_iterations": 20, "loss": 4.25})
     assert plan({}, done, state())["action"] == "none"
     assert "step 20 of 20, loss 4.2500" in plan({}, done, state())["message"]
-    other = plan({"num_iterations": "30", "depth": "2"}, done, state())
+    assert "To train it further: -e steps=N, more than 20." in plan({}, done, state())["message"]
+    other = plan({"seed": "43", "depth": "2", "save_minutes": 5}, done, state())
     assert other["action"] == "refuse"
-    assert "num_iterations is 20 there and 30 here" in other["message"]
-    assert "depth is" not in other["message"]
+    assert "another configuration: seed was 42, now 43. To resume it, leave seed out;" in other["message"]
+
+
+def test_a_longer_run_goes_on_from_its_last_checkpoint_though_it_had_finished() -> None:
+    done = state(
+        **stored(),
+        checkpoint="checkpoints/step_000020",
+        outcome={"outcome": "finished", "step": 20, "num_iterations": 20},
+    )
+    longer = plan({"num_iterations": "30"}, done, state())
+    assert (longer["action"], longer["file"]["config"]["num_iterations"]) == ("resume", 30)
+    assert "The run is extended from 20 to 30 steps. Rates fall after" in longer["message"]
+    assert "step 21 trains at" in longer["message"]
+    assert plan({"num_iterations": "20"}, done, state())["action"] == "none"
+    assert plan({"save_minutes": "1"}, done, state())["action"] == "none"
+    shorter = plan({"num_iterations": "19"}, state(**stored()), state())
+    assert shorter["action"] == "refuse"
+    assert "one of 20 steps, and 19 are asked for: a run can become longer, not shorter" in shorter["message"]
+    by_target = stored(num_iterations=0, target_flops=1e15)
+    finished = {"outcome": "finished", "step": 20, "num_iterations": 20}
+    assert plan({"num_iterations": "19"}, state(**by_target, outcome=finished), state())["action"] == "refuse"
+    assert plan({"num_iterations": "20"}, state(**by_target, outcome=finished), state())["action"] == "none"
+    assert plan({"num_iterations": "21"}, state(**by_target, outcome=finished), state())["action"] == "resume"
+    asked = plan({"target_flops": "1e16"}, state(**by_target, outcome=finished), state())
+    assert asked["action"] == "resume"
+    assert "target_flops was 1000000000000000.0, now 1e+16): its log has the steps." in asked["message"]
+
+
+def test_runtime_settings_may_change_when_a_run_is_resumed() -> None:
+    made = plan({"device_batch_size": "1", "save_minutes": "5"}, state(**stored()), state())
+    assert made["action"] == "resume"
+    config = made["file"]["config"]
+    assert (config["device_batch_size"], config["save_minutes"], config["depth"]) == (1, 5.0, 2)
+    said = "Other settings than before: device_batch_size was 2, now 1; save_minutes was 30.0, now 5.0."
+    assert made["message"] == said
+    up = state(**stored(), active_units=[UNIT], heartbeats=[beat()], ended=False)
+    active = plan({"save_minutes": "5", "num_iterations": 30}, up, up)
+    assert active["action"] == "none"
+    changed = "(num_iterations was 20, now 30; save_minutes was 30.0, now 5.0), stop it, which saves"
+    assert changed in active["message"]
+    assert "To apply" not in plan({}, up, up)["message"]
+
+
+def test_a_longer_run_has_the_name_of_the_shorter_one() -> None:
+    names = {
+        launch.launch_name({"depth": "8", **more})
+        for more in ({}, {"num_iterations": "6000"}, {"target_flops": "1e15"}, {"save_minutes": "1"})
+    }
+    assert len(names) == 1
+    assert launch.launch_name({"depth": "8", "seed": "1"}) not in names
+
+
+def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> None:
+    text = (ROOT / "tests/fixtures/checkpoints/schema1/local/run.json").read_text()
+    old = json.loads(text)
+    host = state(found=True, run_id="local", run_file=old)
+    made = plan({}, host, state(), run_id="local")
+    assert (made["action"], made["message"]) == ("resume", "")
+    assert made["file"]["config"] == old["config"]
+    del old["config"]["local_delay"]
+    old["config"]["flux"] = 3
+    made = plan({}, host, state(), run_id="local")
+    assert (made["action"], made["file"]["config"]["local_delay"]) == ("resume", 1)
+    assert made["message"].endswith("they are ignored: flux (3).")
+    newer = {"run_id": "local", "schema": SCHEMA + 1, "settings": []}
+    refused = plan({}, state(found=True, run_id="local", run_file=newer), state(), run_id="local")
+    assert refused["action"] == "refuse"
+    assert "The run local on tower was written by a newer nanofleet" in refused["message"]
 
 
 def test_a_run_does_not_begin_anew_on_another_coordinator() -> None:

@@ -212,6 +212,31 @@ def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
     assert "Put it back" not in status.launch_status({"tower": tower, "laptop": laptop}, "a")
 
 
+@pytest.mark.parametrize(
+    ("unit", "shown", "ended"),
+    [
+        ({"active_state": "active", "sub_state": "running"}, "active", False),
+        ({"active_state": "activating", "sub_state": "auto-restart"}, "restarting", False),
+        ({"active_state": "failed", "sub_state": "failed"}, "failed", True),
+        ({"active_state": "inactive", "sub_state": "dead"}, "inactive", True),
+    ],
+)
+def test_status_names_a_directory_that_is_gone_with_the_state_of_its_unit(
+    unit: dict[str, Any], shown: str, ended: bool
+) -> None:
+    tower = state(**stored(), unit={"active_state": "active", "sub_state": "running"}, ended=False,
+                  active_units=["nanofleet-a.service"], heartbeats=[beat()])  # fmt: skip
+    laptop = state(unit=unit, ended=ended, between=unit["sub_state"] == "auto-restart")
+    lines = status.launch_status({"tower": tower, "laptop": laptop}, "a").splitlines()
+    (row,) = [line.split() for line in lines if line.startswith("laptop")]
+    assert row[1:5] == [shown, "-", "no", "directory"]
+    (said,) = [line for line in lines if line.startswith("Missing:")]
+    assert f"/runs/a on laptop, where the unit is {shown}." in said
+    assert "train.yml -e run_id=a" in said
+    alone = status.launch_status({"laptop": laptop}, "a")
+    assert ("Missing:" in alone) is (shown != "inactive"), "a run that nobody knows and nothing runs of"
+
+
 def test_what_a_log_says_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
     said = status.launch_status({"tower": noisy}, "a")

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible.parsing.dataloader import DataLoader
+from ansible.plugins.loader import filter_loader
 from ansible.template import Templar
 from role_files import load
+
+from trainer.outcome import SIGTERM_WRITE_SECONDS
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "launch"
 HOSTS = {
@@ -17,10 +21,13 @@ HOSTS = {
     "launch_addresses": ["10.0.0.1", "10.0.0.2"],
     "launch_plan": {"run_id": "a", "file": {"hosts": ["tower", "laptop"]}},
 }
+PLACE = {"launch_interface": "eno1", "launch_threads": 4, "launch_nproc_per_node": 2}
 
 
 load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
 transient_unit = load(ROLE / "library" / "transient_unit.py", "transient_unit")
+allowed = load(ROLE / "filter_plugins" / "launch_allowed.py").allowed
+filter_loader.add_directory(str(ROLE / "filter_plugins"))
 
 
 def rendered(name: str, **given: Any) -> Any:
@@ -37,16 +44,39 @@ def command(scope: str = "system", **given: Any) -> list[str]:
     """The systemd-run command of a run."""
     params = {
         "name": rendered("__launch_unit"), "description": "", "argv": rendered("__launch_argv", **given),
-        "user": "nanofleet", "environment_file": "/runs/a/unit.env", "setenv": {}, "collect": False,
+        "user": "nanofleet", "setenv": rendered("__launch_setenv", **{**PLACE, **given}), "collect": False,
         "properties": rendered("__launch_properties", **given), "scope": scope,
     }  # fmt: skip
     made: list[str] = transient_unit.command_line(params)
     return made
 
 
-def properties(words: list[str]) -> dict[str, str]:
+def assignments(words: list[str]) -> list[tuple[str, str]]:
     options = [word.removeprefix("--property=") for word in words if word.startswith("--property=")]
-    return dict(option.split("=", 1) for option in options)
+    return [(name, value) for name, _, value in (option.partition("=") for option in options)]
+
+
+def properties(words: list[str]) -> dict[str, str]:
+    return dict(assignments(words))
+
+
+def addresses_of(words: list[str]) -> list[str]:
+    return [value for name, value in assignments(words) if name == "IPAddressAllow"]
+
+
+def test_the_unit_talks_to_its_hosts_and_loopback_alone() -> None:
+    words = command(launch_tracker_uri="http://10.0.0.9:5000")
+    assert properties(words)["IPAddressDeny"] == "any"
+    assert addresses_of(words) == ["localhost", "10.0.0.1", "10.0.0.2"], "a worker does not track"
+    tracking = command(launch_rank=0, launch_tracker_uri="http://10.0.0.9:5000")
+    assert addresses_of(tracking) == ["localhost", "10.0.0.1", "10.0.0.2", "10.0.0.9"]
+    wired = command(launch_allow=["10.0.0.1", "fd42::2"])
+    assert addresses_of(wired) == ["localhost", "10.0.0.1", "fd42::2"]
+
+
+def test_names_become_addresses_and_what_does_not_resolve_is_left_out() -> None:
+    assert allowed(["localhost", "name.invalid", ""], "http://[fd42::9]:5000") == ["localhost", "fd42::9"]
+    assert allowed(["10.0.0.1"], "sqlite:///mlflow.db") == ["localhost", "10.0.0.1"]
 
 
 def test_torchrun_gets_its_place_its_time_out_and_the_run_alone() -> None:
@@ -83,19 +113,80 @@ def test_the_unit_comes_back_with_a_limit_the_coordinator_first() -> None:
     assert int(worker["StartLimitBurst"]) * 10 >= int(worker["StartLimitIntervalSec"]), "ours ends it first"
 
 
-def test_a_rank_that_ignores_sigterm_is_killed_in_time_for_stop_now() -> None:
+def test_a_rank_may_complete_a_checkpoint_before_it_is_killed() -> None:
+    """By systemd, that is; stop_now kills after a grace of its own."""
     unit = properties(command())
     assert unit["KillMode"] == "control-group"
-    assert int(unit["TimeoutStopSec"]) < 15
+    assert SIGTERM_WRITE_SECONDS + 5 <= int(unit["TimeoutStopSec"]) <= 30
 
 
 def test_the_journal_knows_the_run() -> None:
     assert properties(command())["LogExtraFields"] == "NANOFLEET_RUN_ID=a"
 
 
-@pytest.mark.parametrize("name", ["CapabilityBoundingSet", "ProtectHome", "LogExtraFields", "PrivateTmp"])
-def test_a_users_own_unit_is_not_given_what_needs_root(name: str) -> None:
-    assert name in properties(command())
-    assert name not in properties(command("user"))
-    readme = (ROLE / "README.md").read_text()
-    assert "A user's systemd can neither mount nor drop capabilities" in readme
+def test_a_users_own_unit_keeps_what_of_the_sandbox_needs_no_root() -> None:
+    """What the role's README says is left: a user's systemd can neither mount nor drop capabilities."""
+    whole, own = properties(command()), properties(command("user"))
+    assert set(whole) - set(own) == {
+        "CapabilityBoundingSet", "IPAddressAllow", "IPAddressDeny", "LogExtraFields", "PrivateDevices",
+        "PrivateTmp", "ProtectClock",
+        "ProtectControlGroups", "ProtectHome", "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules",
+        "ProtectKernelTunables", "ProtectSystem", "ReadWritePaths", "User",
+    }  # fmt: skip
+    sandbox = {
+        name: value
+        for name, value in own.items()
+        if re.match("NoNew|Restrict.*[sxeD]$|Lock|SystemCall", name)
+    }
+    assert sandbox.keys() >= {
+        "NoNewPrivileges", "RestrictAddressFamilies", "RestrictNamespaces", "SystemCallFilter",
+        "SystemCallArchitectures",
+    }  # fmt: skip
+    assert {name: whole[name] for name in own} == own
+
+
+def test_a_run_writes_to_its_own_directory_alone_and_not_for_the_world() -> None:
+    unit = properties(command())
+    assert (unit["ProtectSystem"], unit["ReadWritePaths"]) == ("strict", "/var/lib/nanofleet/runs/a")
+    assert unit["WorkingDirectory"] == "/var/lib/nanofleet/runs/a"
+    assert int(unit["UMask"], 8) & 0o007 == 0o007
+
+
+def test_the_environment_of_a_command_that_root_runs_is_no_file_of_the_service_user() -> None:
+    """LD_PRELOAD or PATH in such a file would be root's as well."""
+    words = command()
+    assert any(word.startswith("--property=ExecStartPost=+") for word in words), (
+        "root runs a command of the unit"
+    )
+    assert not any(word.startswith("--property=EnvironmentFile=") for word in words)
+    given = dict(
+        word.removeprefix("--setenv=").split("=", 1) for word in words if word.startswith("--setenv=")
+    )
+    assert given == {
+        "NANOFLEET_HOST": "laptop", "GLOO_SOCKET_IFNAME": "eno1", "NCCL_SOCKET_IFNAME": "eno1",
+        "OMP_NUM_THREADS": "2", "PYTHONUNBUFFERED": "1", "NANOFLEET_STALL_SECONDS": "60",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("own", "given"), [(0, None), (1, "1"), ("2", "2")])
+def test_a_micro_batch_of_its_own_travels_in_the_units_environment(own: Any, given: str | None) -> None:
+    words = command(launch_device_batch_size=own)
+    batches = [word for word in words if "BATCH" in word]
+    assert batches == ([f"--setenv=NANOFLEET_DEVICE_BATCH_SIZE={given}"] if given else [])
+
+
+def test_rank_0_reads_the_trackers_login_from_a_file_that_root_has_written() -> None:
+    """No password in the unit, which systemctl shows, nor in the arguments of systemd-run."""
+    login = {"launch_tracker_username": "ada", "launch_tracker_password": "correct horse"}
+    worker, first = command(**login), command(**login, launch_rank=0)
+    assert not any("EnvironmentFile" in word for word in worker)
+    assert "--property=EnvironmentFile=/opt/nanofleet/tracker-login.env" in first
+    assert not any("correct horse" in word or "ada" in word for word in first)
+
+
+def test_rank_0_alone_is_told_of_the_tracker() -> None:
+    tracker = {"launch_tracker_uri": "http://127.0.0.1:5000", "launch_tracker_page": "http://tower:5000"}
+    assert "MLFLOW_TRACKING_URI" not in rendered("__launch_setenv", **tracker)
+    first = rendered("__launch_setenv", **tracker, launch_rank=0)
+    assert (first["MLFLOW_TRACKING_URI"], first["NANOFLEET_TRACKER_PAGE"]) == tuple(tracker.values())
+    assert "MLFLOW_TRACKING_URI" not in rendered("__launch_setenv", launch_rank=0)

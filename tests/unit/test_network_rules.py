@@ -37,23 +37,26 @@ def test_peers_come_from_the_addresses_they_published() -> None:
 
 
 def test_a_worker_opens_the_range_to_its_peers_alone() -> None:
-    wanted = rules.rules(["10.0.0.10", "10.0.0.12"], "20000:20999", 29500, 5000, False, "10.0.0.1")
+    wanted = rules.rules(["10.0.0.10", "10.0.0.12"], "20000:20999", 29500, 5000, False, ["10.0.0.1"])
     assert wanted == [{"source": a, "port": "20000:20999"} for a in ("10.0.0.10", "10.0.0.12")]
 
 
 def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
-    wanted = rules.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, "10.0.0.1")
+    wanted = rules.rules(
+        ["10.0.0.11"], "20000:20999", 29500, 5000, True, ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
+    )
     assert [rules.rule_line(rule) for rule in wanted] == [
         "port 20000:20999 from 10.0.0.11",
         "port 29500 from 10.0.0.11",
         "port 5000 from 10.0.0.11",
         "port 5000 from 10.0.0.1",
+        "port 5000 from 10.0.0.2",
     ]
 
 
 @pytest.mark.parametrize("controller", ["", "127.0.0.1", "::1", "fe80::1%eth0", "10.0.0.11"])
 def test_the_controller_needs_no_rule_if_local_unknown_or_a_peer(controller: str) -> None:
-    wanted = rules.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, controller)
+    wanted = rules.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, [controller])
     assert {rule["source"] for rule in wanted} == {"10.0.0.11"}
 
 
@@ -111,6 +114,24 @@ def test_only_our_rules_leave_and_other_peoples_rules_are_left_as_they_are() -> 
     add, delete = firewall.plan(firewall.parse_added(ADDED), wanted, "nanofleet")
     assert add == ["allow from 10.0.0.16 to any port 29500 proto tcp"]
     assert delete == ["allow from 10.0.0.12 to any port 20000:20999 proto tcp"]
+
+
+def test_rules_get_the_name_of_the_fleet_and_those_of_another_name_are_ours_as_well() -> None:
+    present = {"allow from 10.0.0.11 to any port 29500 proto tcp": "nanofleet",
+               "allow from 10.0.0.12 to any port 29500 proto tcp": "nanofleet attic",
+               "allow from 10.0.0.13 to any port 29500 proto tcp": "nanofleets of a person",
+               "allow 22/tcp": "nanofleet attic ssh"}  # fmt: skip
+    wanted = list(present)[:1]
+    add, delete = firewall.plan(present, wanted, "nanofleet home")
+    assert add == wanted, "its comment is changed"
+    assert delete == ["allow from 10.0.0.12 to any port 29500 proto tcp"]
+
+
+@pytest.mark.parametrize(("answer", "warns"), [("closed", False), ("open", True), ("", True), ("user", True)])
+def test_a_host_that_cannot_filter_addresses_gets_a_warning(answer: str, warns: bool) -> None:
+    found = rules.filter_findings("tower", answer)
+    assert [finding["host"] for finding in found] == ["tower"] * warns
+    assert all("only a firewall keeps other machines" in finding["problem"] for finding in found)
 
 
 def test_a_second_run_has_nothing_to_do_and_keeps_the_rule_for_ssh() -> None:

@@ -19,10 +19,13 @@ preflight = load(ROLE / "filter_plugins" / "preflight.py")
 KNOWN = knobs.known_names(
     ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "knobs.yml"
 )
+INTERNAL = (
+    knobs.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml").keys() - KNOWN.keys()
+)
 
 
 def check(asked: dict[str, Any], inventory: dict[str, Any] | None = None) -> list[tuple[str, str, str]]:
-    found = knobs.check(asked, inventory or {}, KNOWN, RunConfig)
+    found = knobs.check(asked, {"tower": inventory or {}}, KNOWN, RunConfig, INTERNAL)
     return [(f["host"], f["problem"], f["remedy"]) for f in found]
 
 
@@ -59,6 +62,34 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
     ]
 
 
+@pytest.mark.parametrize(
+    "name", ["awx_job_id", "awx_user_email", "tower_job_id", "tower_webhook_payload", "ansible_user"]
+)
+def test_names_that_a_controller_of_jobs_sets_are_admitted(name: str) -> None:
+    assert check({name: "7"}) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["runtime_extra", "launch_command", "launch_user", "dataset_dir", "run_config"]
+)
+def test_a_variable_that_plays_hand_to_roles_is_no_setting(name: str) -> None:
+    """With -e, which goes before all else, the tracker's environment would get the trainer's extra."""
+    [(where, problem, remedy)] = check({name: "x"})
+    assert where == f"-e {name}=x"
+    assert problem == "no setting but a variable that the playbooks set themselves."
+    assert remedy.startswith(f"the same without -e {name}")
+
+
+def test_every_setting_of_a_role_is_documented_for_a_person() -> None:
+    settings = yaml.safe_load((ROLE / "vars" / "settings.yml").read_text())["preflight_settings"]
+    sample = ROOT / "inventory" / "sample"
+    text = "\n".join(page.read_text() for page in (sample / "hosts.yml", sample / "group_vars" / "fleet.yml"))
+    one_command = ("lab_", "reset_")  # with -e alone; their roles' READMEs list them
+    assert [name for name in settings if not name.startswith(one_command) and f"{name}:" not in text] == []
+    defined = knobs.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml")
+    assert [name for name in settings if name not in defined] == []
+
+
 def test_a_name_like_no_other_points_to_the_list() -> None:
     [(where, problem, remedy)] = check({"zzzzzz": "8"})
     assert (where, problem) == ("-e zzzzzz=8", "no such knob.")
@@ -81,7 +112,11 @@ def test_a_word_without_a_value_is_refused() -> None:
         ({"steps": "many"}, "steps is 'many': it takes a whole number.", "-e steps=5000"),
         ({"steps": "-1"}, "steps is -1: it takes a whole number of at least 0.", "-e steps=5000"),
         ({"stop_now": "perhaps"}, "stop_now is 'perhaps': it takes true or false.", "-e stop_now=true"),
-        ({"network_store_port": "http"}, "network_store_port is 'http': it takes a whole number.", "=29500"),
+        (
+            {"tracker_port": "http"},
+            "tracker_port is 'http': it takes a whole number.",
+            "-e tracker_port=5000",
+        ),
         (
             {"run_id": "../x"},
             "run_id is '../x': it takes 1 to 63 letters, digits, dots, dashes and underscores, "
@@ -176,17 +211,45 @@ def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_inventory_that_is_no_fleet_gets_a_sentence(
     coordinators: list[str], workers: list[str], addresses: dict[str, str], host: str, sentence: str
 ) -> None:
-    [found] = preflight.inventory_findings(addresses, coordinators, workers)
+    [found] = preflight.inventory_findings(addresses, coordinators, workers, [*coordinators, *workers])
     assert (found["host"], found["problem"]) == (host, sentence)
     assert found["remedy"]
 
 
+@pytest.mark.usefixtures("_every_name_resolves")
+@pytest.mark.parametrize(
+    ("members", "host", "sentence", "typed"),
+    [
+        ([], "inventory", "It has no group fleet, which every playbook runs on.", "add the group fleet"),
+        (
+            ["a"],
+            "inventory",
+            "Not in the group fleet, so no playbook would reach it: b.",
+            "the children of fleet",
+        ),
+        (
+            ["a", "b", "c"],
+            "c",
+            "It is in the group fleet, but neither in coordinator nor in workers.",
+            "ansible-playbook reset.yml --limit c -e reset_confirm=true",
+        ),
+    ],
+)
+def test_a_fleet_that_is_not_its_coordinator_and_workers_is_refused(
+    members: list[str], host: str, sentence: str, typed: str
+) -> None:
+    addresses = {"a": "10.0.0.1", "b": "10.0.0.2"}
+    [found] = preflight.inventory_findings(addresses, ["a"], ["b"], members)
+    assert (found["host"], found["problem"]) == (host, sentence)
+    assert typed in found["remedy"]
+
+
 def test_an_empty_inventory_points_to_the_sample() -> None:
-    [found] = preflight.inventory_findings({}, [], [])
+    [found] = preflight.inventory_findings({}, [], [], [])
     assert found["remedy"].startswith("cp -r inventory/sample")
 
 
 @pytest.mark.usefixtures("_every_name_resolves")
 def test_a_fleet_of_one_or_more_passes() -> None:
-    assert preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], []) == []
-    assert preflight.inventory_findings({"a": "tower.lan", "b": "10.0.0.2"}, ["a"], ["b"]) == []
+    assert preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], [], ["a"]) == []
+    assert preflight.inventory_findings({"a": "tower.lan", "b": "10.0.0.2"}, ["a"], ["b"], ["b", "a"]) == []

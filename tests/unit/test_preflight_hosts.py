@@ -1,10 +1,13 @@
 """The preflight role's findings about a host: every sentence, from what a probe says on a real one."""
 
+import re
+
 import pytest
 from preflight_probe import (
     AWAKE,
     GOOD,
     LIMITS,
+    ROOT,
     ROOT_OK,
     host,
     hosts,
@@ -68,6 +71,17 @@ def test_a_systemd_that_is_too_old(version: str, fits: bool) -> None:
 def test_a_missing_command_is_named_with_its_package() -> None:
     assert host(GOOD + "missing=ip\n") == [
         ("The command ip is missing.", "sudo apt install iproute2  (on laptop)")
+    ]
+
+
+def test_the_probe_looks_for_every_command_that_a_host_needs() -> None:
+    """rsync receives wheels and data: its absence is reported before anything is changed."""
+    probe = (ROOT / "roles" / "preflight" / "templates" / "probe.sh.j2").read_text()
+    looked_for = re.search(r"for c in ([\w ]+); do has", probe)
+    assert looked_for
+    assert looked_for[1].split() == ["ip", "sysctl", "rsync"]
+    assert host(GOOD + "missing=rsync\n") == [
+        ("The command rsync is missing.", "sudo apt install rsync  (on laptop)")
     ]
 
 

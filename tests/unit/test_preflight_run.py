@@ -55,6 +55,26 @@ def test_memory_counts_every_rank_and_what_the_unit_may_use() -> None:
     assert run.limited_gb("", 16.0) == 16.0
 
 
+def test_a_host_with_less_memory_joins_with_a_micro_batch_of_its_own() -> None:
+    small = put(GOOD, memory_kb="8000000", available_kb="7900000")
+    config = {"depth": "8", "device_batch_size": "8"}
+    [(problem, _)] = host(small, config=config)
+    assert "a micro-batch of 8 x 1024 tokens" in problem
+    assert host(put(small, micro_batch="1"), config=config) == []
+
+
+def test_a_run_of_another_release_is_measured_by_what_is_known_of_it() -> None:
+    stored = {"depth": 12, "flux": 3}
+    assert (
+        "Depth 12"
+        in host(
+            put(GOOD, memory_kb="3000000"), put(ROOT_OK, run_file=json.dumps({"config": stored})), config={}
+        )[0][0]
+    )
+    stored["sync"] = "turbo"
+    assert host(root=put(ROOT_OK, run_file=json.dumps({"config": stored})), config={"depth": 4}) == []
+
+
 def test_a_worker_keeps_no_copy_and_a_gpu_no_weights() -> None:
     assert run.Need({"depth": 8}, coordinates=False).copy_gb == 0
     assert run.Need({"depth": 12}, coordinates=False, on_gpu=True).memory_gb < 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import zipfile
@@ -11,6 +12,15 @@ from typing import Any
 
 import pytest
 from wheels import filters, locked_venv, locks, make_wheel
+
+
+def sent(wheels: Path) -> dict[str, Any]:
+    """What the controller sends as arguments: its locks, and the digest that names the environment."""
+    return {
+        "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
+        "requirements": (wheels / locks.REQUIREMENTS).read_text(),
+        "tools": (wheels / locks.TOOLS).read_text(),
+    }
 
 
 @pytest.fixture
@@ -29,7 +39,7 @@ def host(tmp_path: Path) -> dict[str, Any]:
     locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
     return {
         "wheelhouse": str(wheels),
-        "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
+        **sent(wheels),
         "python": sys.executable,
         "venvs": str(tmp_path / "venvs"),
         "link": str(tmp_path / "venv"),
@@ -61,7 +71,7 @@ def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, An
     make_wheel(wheels, "beta", "2.1")
     found = [locks.wheel_of(path) for path in wheels.glob("*.whl") if not path.name.startswith("uv-")]
     locks.write_lock(wheels / locks.REQUIREMENTS, found)
-    new = locked_venv.run({**host, "digest": locks.sha256_of(wheels / locks.REQUIREMENTS)}, False)
+    new = locked_venv.run({**host, **sent(wheels)}, False)
     assert new["removed"] == [old["path"]]
     assert Path(host["link"]).resolve() == Path(new["path"]).resolve()
     assert "beta==2.1" in new["diff"]["after"]
@@ -73,6 +83,60 @@ def test_a_wheel_that_is_not_the_locked_one_is_refused_by_name(host: dict[str, A
     with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl"):
         locked_venv.run(host, False)
     assert not Path(host["link"]).exists()
+
+
+def test_a_program_and_a_lock_that_the_login_user_exchanged_are_not_run(
+    host: dict[str, Any], tmp_path: Path
+) -> None:
+    """The staged folder is the login user's: uv in it, with a lock that fits, would else run as root."""
+    wheels, ran = Path(host["wheelhouse"]), tmp_path / "ran"
+    tool = wheels / "uv-0.1-py3-none-any.whl"
+    with zipfile.ZipFile(tool, "w") as archive:
+        archive.writestr("uv-0.1.data/scripts/uv", f"#!/bin/sh\ntouch {ran}\n")
+    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    with pytest.raises(locked_venv.VenvError, match=r"uv-0\.1-py3-none-any\.whl (has|was altered)"):
+        locked_venv.run(host, False)
+    assert not ran.exists()
+
+
+def test_what_is_run_and_installed_are_copies_that_were_checked(
+    host: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A wheel that is replaced after the check, while uv works, is not the one that uv reads."""
+    run, commands = locked_venv.command, []
+
+    def replace_first(arguments: list[str], *rest: Any, **settings: str) -> None:
+        commands.append(arguments)
+        for wheel in Path(host["wheelhouse"]).glob("*.whl"):
+            wheel.write_bytes(b"replaced")
+        run(arguments, *rest, **settings)
+
+    monkeypatch.setattr(locked_venv, "command", replace_first)
+    assert locked_venv.run(host, False)["versions"] == {"alpha": "1.0", "beta": "2.0"}
+    assert len(commands) == 3
+    assert not [each for each in commands if any(host["wheelhouse"] in argument for argument in each)]
+    assert not list(Path(host["venvs"]).glob(".*")), "the copies are removed"
+
+
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_a_staged_link_or_pipe_is_not_read(host: dict[str, Any], kind: str, tmp_path: Path) -> None:
+    wheel = next(Path(host["wheelhouse"]).glob("beta-*"))
+    aside = wheel.rename(tmp_path / wheel.name)
+    wheel.symlink_to(aside) if kind == "link" else os.mkfifo(wheel)
+    with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl is missing"):
+        locked_venv.run(host, False)
+
+
+def test_modules_are_tried_from_the_environment_and_not_from_where_root_was_started(
+    host: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """sudo keeps the login user's home as the working directory."""
+    home, ran = tmp_path / "home", tmp_path / "ran"
+    home.mkdir()
+    (home / "alpha.py").write_text(f"open({str(ran)!r}, 'w')\n")
+    monkeypatch.chdir(home)
+    locked_venv.run(host, False)
+    assert not ran.exists()
 
 
 def test_another_lock_than_the_controllers_is_refused(host: dict[str, Any]) -> None:
@@ -108,9 +172,10 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
     found = {}
     for name, (kind, installed, versions) in hosts.items():
         python, torch, index = [*kind.split("/", 2), "", ""][:3]
-        seen = {"python": python, "machine": "x86_64", "torch": torch or "cpu", "index": index}
+        seen = {"python": python, "machine": "x86_64"}
         found[name] = {
             "__runtime_probe": {"stdout": json.dumps(seen)},
+            "__runtime_build": {"torch": torch or "cpu", "index": index},
             "__runtime_asked": {
                 "ready": True,
                 "installed": installed,
@@ -148,11 +213,12 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
     )
     assert filters.runtime_findings(["a", "b", "c"], mixed) == []
     kinds = filters.runtime_kinds(["a", "b", "c"], mixed)
-    assert [(kind["name"], kind["torch"], kind["index"]) for kind in kinds] == [
-        ("3.11-x86_64", "cpu", ""),
-        ("3.11-x86_64-cu126", "cuda", index),
-        ("3.11-x86_64-cuda", "cuda", ""),
+    assert [(kind["name"], kind["torch"]) for kind in kinds] == [
+        ("3.11-x86_64", "cpu"),
+        ("3.11-x86_64-cu126", "cuda"),
+        ("3.11-x86_64-cuda", "cuda"),
     ]
+    assert [filters.runtime_index(kind["name"], ["a", "b", "c"], mixed) for kind in kinds] == ["", index, ""]
     said = filters.runtime_summary(["a", "b", "c"], mixed)
     assert "torch 2.13.0, the trainer pppppppppppp" in said
     assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in said

@@ -139,8 +139,8 @@ def test_a_pin_that_does_not_meet_a_requirement_is_a_sentence(house: dict[str, A
 
 def test_an_index_is_a_url_or_a_folder(tmp_path: Path) -> None:
     assert pip.asked_at("") == []
-    assert pip.asked_at("https://index/whl/cu126") == ["--extra-index-url", "https://index/whl/cu126"]
-    assert pip.asked_at(str(tmp_path)) == ["--find-links", str(tmp_path)]
+    assert pip.asked_at("https://index/whl/cu126") == ["--extra-index-url https://index/whl/cu126"]
+    assert pip.asked_at(str(tmp_path)) == [f"--find-links {tmp_path}"]
 
 
 def test_the_wheelhouse_script_asks_the_index_that_setup_asks() -> None:

@@ -9,6 +9,7 @@ see is what never went through the file system: a disk that returns other bytes 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.nanofleet_owner import acting_as
 
 DOCUMENTATION = r"""
 module: verify_shards
@@ -23,6 +25,7 @@ short_description: Compare a data directory with its manifest, by sha256
 options:
   path: {description: The data directory., type: path, required: true}
   manifest_sha256: {description: "The manifest's own sha256; empty for any.", type: str, default: ""}
+  user: {description: "Who reads them, where root would; empty for the caller.", type: str, default: ""}
 """
 RETURN = r"""
 findings: {description: "A phrase a file that is missing, extra or altered.", type: list, returned: always}
@@ -62,8 +65,10 @@ class Memory:
         if self.kept == self.known:
             return
         partial = self.path.with_name(f"{MEMORY}.partial")
-        partial.write_text(json.dumps(self.kept), encoding="utf-8")
-        os.replace(partial, self.path)
+        # Without it the next look takes longer, that is all.
+        with contextlib.suppress(PermissionError):
+            partial.write_text(json.dumps(self.kept), encoding="utf-8")
+            os.replace(partial, self.path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -117,11 +122,14 @@ def main() -> None:
         argument_spec={
             "path": {"type": "path", "required": True},
             "manifest_sha256": {"type": "str", "default": ""},
+            "user": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
+    p = module.params
     try:
-        result = verify(Path(module.params["path"]), module.params["manifest_sha256"], not module.check_mode)
+        with acting_as(p["user"]):
+            result = verify(Path(p["path"]), p["manifest_sha256"], not module.check_mode)
     except (OSError, ValueError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(changed=False, **result)

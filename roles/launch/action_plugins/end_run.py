@@ -1,7 +1,8 @@
 """End the run that is up on a host at once: what is there is read and ended in one task.
 
-Options: `state_dir`, `run_id` (empty for the one that is up), `ports`, `grace` (seconds until SIGKILL). One
-task, because a host that does not answer keeps all others waiting between two.
+Options: `state_dir`, `user` (see run_state), `run_id` (empty for the one that is up), `ports`,
+`grace` (seconds until SIGKILL). One task, because a host that does not answer keeps all others waiting
+between two.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class ActionModule(ActionBase):
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
         asked = dict(self._task.args)
-        where = {"state_dir": asked["state_dir"], "run_id": asked["run_id"]}
+        where = {name: asked[name] for name in ("state_dir", "user", "run_id")}
         state = self._execute_module("run_state", where, task_vars=task_vars)
         if state.get("failed") or state.get("unreachable"):
             return {**result, **state}

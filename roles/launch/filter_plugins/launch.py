@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,8 +53,9 @@ def launch_plan(
 
     given: knobs as they came; run_id: as asked, empty for the default; states: of every host in rank order;
     shares: as asked (auto, equal, or rows by rank), empty for those of an earlier attempt.
-    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message", "ends"}:
-    `ends` are the units to be ended first, by host, because no run can come of them any more.
+    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message", "ends",
+    "saves"}: `ends` are the units to be ended first, by host, because no run can come of them any more;
+    `saves` is whether the run is asked to save before.
     """
     trainer = _config_module()
     name = run_id
@@ -64,10 +65,13 @@ def launch_plan(
             raise RefusedError(
                 f"run_id {name!r} is taken by nanofleet itself: choose another, -e run_id=NAME."
             )
+        for host, state in zip(hosts, states, strict=False):
+            if state.get("run_id") == name and state.get("run_file"):
+                trainer.check_schema(state["run_file"].get("schema", 1), f"The run {name} on {host}")
         stored = stored_run(name, states)
-        # An existing run keeps its own values for every knob that is not given anew.
-        config = trainer.RunConfig.from_strings({**((stored or {}).get("config") or {}), **given})
         before = stored or {}
+        # An existing run keeps its own values for every setting that is not given anew.
+        config = trainer.RunConfig.resumed(before.get("config") or {}, given)
         own, chosen_from = _own_hosts(before, hosts)
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
@@ -81,15 +85,24 @@ def launch_plan(
         run_file = trainer.RunFile(
             name, config, tuple(own), trainer.code_digest(), manifest_sha256, rows, tuple(chosen_from)
         )
-        action, message, ends = _decide(run_file, stored, dict(zip(hosts, states, strict=True)))
+        fleet = dict(zip(hosts, states, strict=True))
+        action, message, ends = _decide(run_file, stored, fleet)
     except (trainer.ConfigError, RefusedError) as error:
-        return {"run_id": name, "file": None, "action": "refuse", "message": str(error), "ends": {}}
+        return {
+            "run_id": name,
+            "file": None,
+            "action": "refuse",
+            "message": str(error),
+            "ends": {},
+            "saves": False,
+        }
     return {
         "run_id": name,
         "file": run_file.to_dict(),
         "action": action,
         "message": message,
         "ends": ends,
+        "saves": set(run_file.hosts) <= set(ends) and _trains(fleet[run_file.hosts[0]]),
     }
 
 
@@ -105,8 +118,9 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     fleet: every host's state, those of hosts too that this run was not left to.
     """
     name = run_file.run_id
+    before, dropped = _settings_before(run_file, stored)
     if stored:
-        _refuse_another_config(name, stored["config"], run_file.config.to_dict())
+        _refuse_another_identity(run_file, before)
     unit = f"nanofleet-{name}.service"
     active = [host for host, state in fleet.items() if unit in state.get("active_units", [])]
     ends: Ends = {}
@@ -114,7 +128,11 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     if active:
         message = _says_taken_over(run_file, stored or {}, active, fleet)
         if not message:
-            return "none", _says_active(run_file, active, fleet, stored or {}), {}
+            return (
+                "none",
+                _says_active(run_file, active, fleet, stored or {}) + _says_waits(run_file, before),
+                {},
+            )
         ends = {host: [unit] for host in active}
     for host, left in _left_by_ended_runs(fleet, unit).items():
         ends[host] = ends.get(host, []) + left
@@ -124,10 +142,14 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     own = {host: fleet[host] for host in run_file.hosts}
     _refuse_other_holders(own, unit, ends)
     outcome = next((s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name), None)
-    if stored and outcome and outcome.get("outcome") == "finished" and not active:
+    steps_before = before.num_iterations or int((outcome or {}).get("num_iterations") or 0)
+    _refuse_shorter(run_file, steps_before)
+    extended = bool(_horizon(run_file.config, before)) and run_file.config.num_iterations != steps_before
+    if stored and outcome and outcome.get("outcome") == "finished" and not active and not extended:
         return "none", _says_finished(name, outcome), {}
     _refuse_lost_checkpoint(name, own)
-    return ("resume" if stored else "start"), message.strip(), ends
+    changes = [*_says_changed(run_file, before, steps_before, own[run_file.hosts[0]]), *dropped]
+    return ("resume" if stored else "start"), " ".join([message, *changes]).strip(), ends
 
 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
@@ -138,14 +160,65 @@ def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None
     return None
 
 
-def _refuse_another_config(run_id: str, stored: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    differing = [name for name in config if name in stored and stored[name] != config[name]]
+def _settings_before(run_file: Any, stored: State | None) -> tuple[Any, list[str]]:
+    """The configuration of an earlier attempt, else this one; a note on settings that are no longer there."""
+    if not stored:
+        return run_file.config, []
+    trainer = _config_module()
+    before, unknown = trainer.RunConfig.load(stored["config"])
+    what = f"The run {run_file.run_id}"
+    return before, [trainer.note_of_dropped(unknown, stored["config"], what)] if unknown else []
+
+
+def _refuse_another_identity(run_file: Any, before: Any) -> None:
+    """What defines the result of a run stays as it is."""
+    differing = run_file.config.differences(before, _config_module().IDENTITY)
     if differing:
-        table = "; ".join(f"{name} is {stored[name]} there and {config[name]} here" for name in differing)
+        names = " and ".join(change.split()[0] for change in differing)
         raise RefusedError(
-            f"The run {run_id} exists with another configuration: {table}. To go on with it, leave "
-            f"{' and '.join(differing)} out; for a new run choose another name: -e run_id=NAME."
+            f"The run {run_file.run_id} exists with another configuration: {'; '.join(differing)}. To resume "
+            f"it, leave {names} out; for a new run choose another name: -e run_id=NAME."
         )
+
+
+def _refuse_shorter(run_file: Any, steps_before: int) -> None:
+    """The rates of the steps that are done have followed the length of the run."""
+    steps = run_file.config.num_iterations
+    if 0 < steps < steps_before:
+        raise RefusedError(
+            f"The run {run_file.run_id} is one of {steps_before} steps, and {steps} are asked for: a run can "
+            "become longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
+            "-e run_id=NAME."
+        )
+
+
+def _horizon(config: Any, before: Any) -> list[str]:
+    """What is asked for otherwise of a run's length."""
+    return list(config.differences(before, _config_module().HORIZON))
+
+
+def _says_changed(run_file: Any, before: Any, steps_before: int, state: State) -> Iterator[str]:
+    """What a run that is resumed does otherwise than before; state: the coordinator's."""
+    config = run_file.config
+    if _horizon(config, before) and steps_before and config.num_iterations:
+        if config.num_iterations > steps_before:
+            step = int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
+            rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
+            schedule = importlib.import_module("trainer.schedule")
+            yield schedule.describe_extension(step, steps_before, config.num_iterations, *rates)
+    elif _horizon(config, before):
+        yield f"Another length is asked for ({'; '.join(_horizon(config, before))}): its log has the steps."
+    changed = config.differences(before, _config_module().RUNTIME)
+    if changed:
+        yield f"Other settings than before: {'; '.join(changed)}."
+
+
+def _says_waits(run_file: Any, before: Any) -> str:
+    """What is asked for and an active run does not take up."""
+    changed = run_file.config.differences(before, *_config_module().MUTABLE)
+    if not changed:
+        return ""
+    return f" To apply what has changed ({'; '.join(changed)}), stop it, which saves, and start it again."
 
 
 def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts: Mapping[str, State]) -> str:
@@ -155,6 +228,27 @@ def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts:
     """
     before = list(stored.get("hosts") or run_file.hosts)
     missing = [host for host in before if host in hosts and host not in active]
+    gone = [host for host in active if not hosts[host]["found"]]
+    if before[0] in gone:
+        raise RefusedError(
+            f"The directory of the run {run_file.run_id} is gone on {before[0]}, its coordinator "
+            f"({hosts[before[0]]['run_dir']}), and its checkpoints with it; nothing was changed. End it: "
+            f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
+            "directory from a copy, such as one that fetch.yml made, and type this again; without a copy the "
+            "run starts at step 0."
+        )
+    if gone:
+        return (
+            f"The run {run_file.run_id} is active on {', '.join(active)}, but its directory is gone on "
+            f"{', '.join(gone)} ({hosts[gone[0]]['run_dir']}), where it could not start again: it is taken "
+            "over, and resumed on all hosts from its last checkpoint."
+        )
+    unable = [host for host in active if _cannot_start(hosts[host])]
+    if unable:
+        return (
+            f"The unit of the run {run_file.run_id} cannot start on {', '.join(unable)}: the run is taken "
+            "over, and resumed on all hosts from its last checkpoint."
+        )
     ending = any(_is_settled(hosts[host].get("outcome") or {}) for host in missing)
     if ending and all(hosts[host].get("stepped") and not hosts[host].get("between") for host in active):
         return ""  # the others are about to end as well
@@ -169,6 +263,13 @@ def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts:
             f"resumed on {', '.join(run_file.hosts)} from its last checkpoint."
         )
     return ""
+
+
+def _cannot_start(state: State) -> bool:
+    """Whether systemd fails to start the unit again, by its result or by an exit status of its own."""
+    unit = state["unit"]
+    waits = bool(state.get("between"))
+    return waits and (unit.get("result") == "resources" or 200 <= unit.get("exit_status", 0) < 244)
 
 
 def _is_settled(outcome: State) -> bool:
@@ -231,7 +332,8 @@ def _says_finished(run_id: str, outcome: Mapping[str, Any]) -> str:
     steps = f"step {outcome.get('step')} of {outcome.get('num_iterations')}"
     return (
         f"The run {run_id} has finished: {steps}{closing}."
-        " Nothing was changed. For a new run change a knob, or name it: -e run_id=NAME"
+        f" Nothing was changed. To train it further: -e steps=N, more than {outcome.get('step')}. "
+        "For a new run: -e run_id=NAME"
     )
 
 

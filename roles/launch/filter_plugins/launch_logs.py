@@ -21,6 +21,8 @@ Line = Mapping[str, Any]
 SPAN = re.compile(
     r"(\d+) ?(?:(s)(?:ecs?|econds?)?|(m)(?:ins?|inutes?)?|(h)(?:rs?|ours?)?|(d)(?:ays?)?|(w)(?:eeks?)?)"
 )
+LINES_AT_MOST = 50_000
+"""As preflight admits them (log_lines in roles/preflight/vars/knobs.yml)."""
 MOMENT = re.compile(r"now|today|yesterday|@\d+|(\d{4}-\d\d-\d\d)?[ T]?(\d\d:\d\d(:\d\d)?)?")
 
 
@@ -86,7 +88,8 @@ def launch_logs(
     if not shown:
         return "\n".join([*said, f"The run {run_id} has said nothing in that time."])
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
-    more = f" (-e log_lines={10 * newest} for more)" if len(shown) == newest else ""
+    more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
+    more = more if len(shown) == newest < LINES_AT_MOST else ""
     ended = {host: state for host, state in (states or {}).items() if state.get("found") and state["ended"]}
     over = _ending(ended)
     return _printable([*said, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])

@@ -41,9 +41,9 @@ def launch_status(states: Mapping[str, State], run_id: str = "", tracker_uri: st
     reached = text.answered(states)
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
-    if not found and run_id:
+    if not found and run_id and not lacking(reached):
         lines.append(_unknown(reached, run_id))
-    elif not found and reached:
+    elif not found and reached and not lacking(reached):
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
     if found:
         lines += [_title(found, run_id), ""]
@@ -62,19 +62,52 @@ def hosts_and_facts(
     missing = [host for host in states if host not in reached]
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
-    if found or missing:
+    gone = lacking(reached)
+    if found or missing or gone:
         alone = text.left_to(found)
-        rows = [row for host, state in states.items() for row in host_rows(host, state, run_id, alone)]
+        rows = [
+            row
+            for host, state in states.items()
+            for row in host_rows(host, state, run_id, alone, host in gone)
+        ]
         lines += [*text.table(HEADER, rows), ""]
         lines += [f"Alone:       on {alone}, which sync=auto has left it to"] if alone else []
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
-    lines += reboots(found, run_id) + starting(found) + silences(found) + _about(found, tracker_uri)
+    lines += (
+        _gone(reached, run_id)
+        + reboots(found, run_id)
+        + starting(found)
+        + silences(found)
+        + _about(found, tracker_uri)
+    )
     lines += _again(found, run_id)
     # Who has asked for a run that is not there wants none ended.
     lines += text.others_active(states, run_id) if found or not run_id else []
     said = text.launch_errors(found) if errors else []
     over = text.ending({host: state for host, state in found.items() if state["ended"]})
     return [*lines, *said, *([""] if said and over else []), *over]
+
+
+def lacking(states: Mapping[str, State]) -> list[str]:
+    """The hosts whose run directory is gone under a run that is active, on them or on the others."""
+    reached = text.answered(states)
+    found = [state for state in reached.values() if state["found"] and not state["ended"]]
+    named = {host for state in found for host in (state["run_file"] or {}).get("hosts") or []}
+    return [
+        host
+        for host, state in reached.items()
+        if not state["found"]
+        and (host in named or not state["ended"] or state["unit"]["active_state"] == "failed")
+    ]
+
+
+def _gone(reached: Mapping[str, State], run_id: str) -> list[str]:
+    """A line for each of them, with what puts the directory back."""
+    return [
+        f"Missing:     {reached[host]['run_dir']} on {host}, where the unit is "
+        f"{text.unit_word(reached[host])}. Put it back: ansible-playbook train.yml -e run_id={run_id}"
+        for host in lacking(reached)
+    ]
 
 
 def _again(found: Mapping[str, State], run_id: str) -> list[str]:
@@ -103,14 +136,16 @@ def _title(found: Mapping[str, State], run_id: str) -> str:
     return f"Run {run_id}: step {step:,} of {last:,} ({100 * step // last} %)"
 
 
-def host_rows(host: str, state: State, run_id: str, alone: str = "") -> list[list[str]]:
+def host_rows(host: str, state: State, run_id: str, alone: str = "", gone: bool = False) -> list[list[str]]:
     """The table's rows of one host: one a rank, or one that says why there is none.
 
-    alone: the host that the run was left to, if it was.
+    alone: the host that the run was left to, if it was; gone: whether the run directory is missing.
     """
     blank = ["-"] * (len(HEADER) - 2)
     if text.unreachable(state):
         return [[host, "unreachable", *blank]]
+    if gone:
+        return [[host, text.unit_word(state), "-", "no directory", *blank[2:]]]
     if not state["found"]:
         return [[host, "not needed" if alone else "no such run" if run_id else "-", *blank]]
     unit = text.unit_word(state)

@@ -7,6 +7,7 @@ import json
 import os
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible.module_utils.nanofleet_user import acting_as
 
 DOCUMENTATION = r"""
 module: run_files
@@ -22,6 +23,10 @@ options:
     description: The run directory, or the folder of the copies.
     type: path
     required: true
+  user:
+    description: Whose rights the files are read with, if the module runs as root; empty for root's.
+    type: str
+    default: ""
   checkpoint:
     description: The checkpoint to list, relative to O(path); empty for none.
     type: str
@@ -65,6 +70,8 @@ def sha256_of(path, size=None):
 
 def listed(folder, name, sha256=None):
     path = os.path.join(folder, name)
+    if os.path.islink(path):
+        raise ValueError(f"{path} is a link; only real files are fetched")
     size = os.stat(path).st_size
     return {"name": name, "size": size, "sha256": sha256 or sha256_of(path, size)}
 
@@ -76,6 +83,8 @@ def list_files(folder, checkpoint):
         meta = checkpoint + "/meta.json"
         with open(os.path.join(folder, meta), encoding="utf-8") as file:
             sums = json.load(file)["sha256"]
+        if any(os.path.isabs(name) or ".." in name.split("/") for name in sums):
+            raise ValueError(f"{meta} names a file outside of {checkpoint}")
         found += [listed(folder, f"{checkpoint}/{name}", sha256) for name, sha256 in sums.items()]
         found.append(listed(folder, meta))
     return found
@@ -97,6 +106,7 @@ def main():
     module = AnsibleModule(
         argument_spec={
             "path": {"type": "path", "required": True},
+            "user": {"type": "str", "default": ""},
             "checkpoint": {"type": "str", "default": ""},
             "expected": {"type": "list", "elements": "dict"},
         },
@@ -106,12 +116,13 @@ def main():
     try:
         if expected is not None:
             module.exit_json(changed=False, faults=faults(path, expected))
-        files = list_files(path, module.params["checkpoint"])
+        with acting_as(module.params["user"]):
+            files = list_files(path, module.params["checkpoint"])
     except FileNotFoundError as error:
         # The run drops old checkpoints as it writes new ones.
         module.fail_json(msg=f"{error.filename} is gone: the run goes on and has dropped it. Fetch again.")
     except (OSError, ValueError, KeyError) as error:
-        module.fail_json(msg=f"The files of {path} cannot be listed: {error!r}")
+        module.fail_json(msg=f"The files of {path} cannot be listed: {error}.")
     module.exit_json(changed=False, files=files, bytes=sum(file["size"] for file in files))
 
 

@@ -18,6 +18,7 @@ from ansible.module_utils.nanofleet_log import (
     without_echo,
 )
 from ansible.module_utils.nanofleet_unit import find_unit, is_up, run, unit_name
+from ansible.module_utils.nanofleet_user import acting_as
 
 DOCUMENTATION = r"""
 module: run_log
@@ -36,6 +37,10 @@ options:
     description: Its directory.
     type: path
     required: true
+  user:
+    description: Whose rights C(train.log) is read with, if the module runs as root; empty for root's.
+    type: str
+    default: ""
   since:
     description: Only what is newer, in journalctl's words; empty for all.
     type: str
@@ -134,7 +139,8 @@ def read(params):
     source = "journal"
     if not (lines or params["cursor"] or params["since"]):
         source = "file"
-        lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
+        with acting_as(params["user"]):
+            lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
     texts = [text for text, _moment in lines]
     kept = [lines[index] for index in without_echo(texts)]
     kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
@@ -166,6 +172,7 @@ def main():
         argument_spec={
             "run_id": {"type": "str", "required": True},
             "run_dir": {"type": "path", "required": True},
+            "user": {"type": "str", "default": ""},
             "since": {"type": "str", "default": ""},
             "lines": {"type": "int", "default": 100},
             "cursor": {"type": "str", "default": ""},

@@ -8,6 +8,7 @@ import time
 from ansible.module_utils.basic import AnsibleModule
 from ansible.module_utils.nanofleet_run import NOTHING, PREFIX, known_runs, read_run
 from ansible.module_utils.nanofleet_unit import between_attempts, find_unit, is_up, known_units, listeners
+from ansible.module_utils.nanofleet_user import acting_as
 
 DOCUMENTATION = r"""
 module: run_state
@@ -23,6 +24,10 @@ options:
     required: true
   run_id:
     description: The run. Empty for the one that is active, else the newest.
+    type: str
+    default: ""
+  user:
+    description: Whose rights the run directories are read with, if the module runs as root; empty for root's.
     type: str
     default: ""
   log_lines:
@@ -102,6 +107,10 @@ leftovers:
   type: list
   elements: str
   returned: always
+links:
+  description: Links in the run directory, which a run does not make, and where they lead.
+  type: dict
+  returned: always
 checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
 checkpoint_time: {description: When it was written, type: float, returned: always}
 past_attempts:
@@ -146,12 +155,14 @@ def read_state(params):
     now = time.time()
     units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
-    runs = known_runs(runs_dir, active)
+    with acting_as(params["user"]):
+        runs = known_runs(runs_dir, active)
     run_id = params["run_id"] or choose(runs, active)
     run_dir = os.path.join(runs_dir, run_id)
-    found = bool(run_id) and os.path.exists(os.path.join(run_dir, "run.json"))
     unit = find_unit(PREFIX + (run_id or "none"), now)
-    state = read_run(run_dir, unit, now, params["log_lines"]) if found else NOTHING
+    with acting_as(params["user"]):
+        found = bool(run_id) and os.path.exists(os.path.join(run_dir, "run.json"))
+        state = read_run(run_dir, unit, now, params["log_lines"]) if found else NOTHING
     return {
         "found": found,
         "run_id": run_id,
@@ -173,6 +184,7 @@ def main():
         argument_spec={
             "state_dir": {"type": "path", "required": True},
             "run_id": {"type": "str", "default": ""},
+            "user": {"type": "str", "default": ""},
             "log_lines": {"type": "int", "default": 20},
             "wait_for": {"type": "str", "choices": ["none", "step", "end"], "default": "none"},
             "wait_seconds": {"type": "int", "default": 0},

@@ -61,11 +61,8 @@ options:
     description: User the command runs as; root if empty. With V(scope=user) it can only be the user itself.
     type: str
     default: ""
-  environment_file:
-    description: Absolute path of a file of C(NAME=value) lines.
-    type: path
   setenv:
-    description: Further environment variables.
+    description: Environment variables.
     type: dict
     default: {}
   properties:
@@ -135,11 +132,13 @@ ended:
 
 
 NEED_ROOT = {
-    "AmbientCapabilities", "CapabilityBoundingSet", "Group", "LogExtraFields", "PrivateDevices", "PrivateTmp",
-    "ProtectClock", "ProtectControlGroups", "ProtectHome", "ProtectHostname", "ProtectKernelLogs",
-    "ProtectKernelModules", "ProtectKernelTunables", "ProtectProc", "ProtectSystem", "ReadWritePaths", "User",
+    "AmbientCapabilities", "CapabilityBoundingSet", "Group", "IPAddressAllow", "IPAddressDeny",
+    "LogExtraFields", "PrivateDevices", "PrivateTmp", "ProtectClock", "ProtectControlGroups", "ProtectHome",
+    "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules", "ProtectKernelTunables", "ProtectProc",
+    "ProtectSystem", "ReadWritePaths", "User",
 }  # fmt: skip
-"""What a user's own systemd refuses (exit 216, 218) or takes and does not apply: mounts, capabilities."""
+"""What a user's own systemd refuses (exit 216, 218) or takes and does not apply: mounts, capabilities,
+address filters."""
 
 
 def assignments(properties):
@@ -147,7 +146,9 @@ def assignments(properties):
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
-            word = ("yes" if item else "no") if isinstance(item, bool) else item
+            word = ("yes" if item else "no") if isinstance(item, bool) else str(item)
+            if not word.isprintable():
+                raise RuntimeError(f"{name} is {word!r}, which has a line break or another control character")
             made.append(f"{name}={word}")
     return made
 
@@ -163,8 +164,6 @@ def command_line(params):
     properties = dict(params["properties"])
     if params["user"]:
         properties["User"] = params["user"]
-    if params["environment_file"]:
-        properties["EnvironmentFile"] = params["environment_file"]
     given = {name: value for name, value in properties.items() if not (user and name in NEED_ROOT)}
     command += ["--property=" + item for item in assignments(given)]
     command += [f"--setenv={name}={value}" for name, value in params["setenv"].items()]
@@ -270,7 +269,6 @@ def main():
             "argv": {"type": "list", "elements": "str", "default": []},
             "description": {"type": "str", "default": ""},
             "user": {"type": "str", "default": ""},
-            "environment_file": {"type": "path"},
             "setenv": {"type": "dict", "default": {}},
             "properties": {"type": "dict", "default": {}},
             "collect": {"type": "bool", "default": False},

@@ -14,6 +14,8 @@ from ansible.module_utils.nanofleet_unit import between_attempts, booted, is_mis
 
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
+RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+"""As preflight admits it: a folder of another name is no run."""
 LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
@@ -76,8 +78,12 @@ def heartbeats(run_dir, now, unit):
 def newest_checkpoint(run_dir):
     """The newest checkpoint with a meta.json, which is written last."""
     folder = os.path.join(run_dir, "checkpoints")
-    for name in sorted(os.listdir(folder), reverse=True) if os.path.isdir(folder) else []:
-        if name.startswith("step_") and os.path.exists(os.path.join(folder, name, "meta.json")):
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return None
+    for name in sorted(names, reverse=True):
+        if re.fullmatch(r"step_[0-9]+", name) and os.path.exists(os.path.join(folder, name, "meta.json")):
             return "checkpoints/" + name
     return None
 
@@ -92,6 +98,16 @@ def rebooted_since(run_dir, unit, beats, outcome, now):
     return up_since if gone and last and up_since and last < up_since else None
 
 
+def links(run_dir):
+    """The links in the run directory and where they lead; a run makes none."""
+    found = {}
+    for entry in os.scandir(run_dir):
+        if entry.is_symlink() and not LEFTOVER.fullmatch(entry.name):
+            with contextlib.suppress(OSError):
+                found[entry.path] = os.readlink(entry.path)
+    return found
+
+
 def modified(path):
     """When a file was written, or None where it has just been removed."""
     try:
@@ -103,16 +119,20 @@ def modified(path):
 def last_sign(run_dir):
     """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
     names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
-    return max(os.stat(os.path.join(run_dir, name)).st_mtime for name in names)
+    return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
 
 
 def known_runs(runs_dir, active):
-    """The runs of this host, the last to give a sign of life first; at most 20."""
+    """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
+    try:
+        names = os.listdir(runs_dir)
+    except OSError:
+        names = []
     found = []
-    for entry in os.scandir(runs_dir) if os.path.isdir(runs_dir) else []:
-        run_file = os.path.join(entry.path, "run.json")
-        if os.path.exists(run_file):
-            found.append((last_sign(entry.path), entry.name))
+    for name in filter(RUN_ID.fullmatch, names):
+        run_dir = os.path.join(runs_dir, name)
+        if os.path.exists(os.path.join(run_dir, "run.json")):
+            found.append((last_sign(run_dir), name))
     runs = []
     for moment, run_id in sorted(found, reverse=True)[:20]:
         run_dir = os.path.join(runs_dir, run_id)
@@ -161,6 +181,7 @@ def read_run(run_dir, unit, now, log_lines):
         "checkpoint": checkpoint,
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
         "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
+        "links": links(run_dir),
         "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
         "began": (load_json(os.path.join(run_dir, "attempt.json")) or {}).get("began"),
     }
@@ -182,6 +203,7 @@ NOTHING = {
     "checkpoint": None,
     "checkpoint_time": None,
     "leftovers": [],
+    "links": {},
     "past_attempts": [],
     "began": None,
 }

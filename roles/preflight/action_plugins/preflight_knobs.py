@@ -1,10 +1,10 @@
 """Check the knobs a person asked for, before a host is touched.
 
 Ansible ignores a misspelt `-e` name without a word and hands every `-e` value on as text. This plugin reads
-the extra vars themselves (from `-e @file` and ansible-runner too) and returns `findings`: names nobody knows,
-with the nearest known one, and values of the wrong type or range. What is known comes from where it is
-defined: the trainer's RunConfig, vars/knobs.yml, the roles' argument specs and the wiring,
-playbooks/group_vars/all.yml.
+the extra vars themselves (from `-e @file` and ansible-runner too) and every host's inventory variables, and
+returns `findings`: names nobody knows, with the nearest known one, and values of the wrong type or range.
+What is known comes from where it is defined: the trainer's RunConfig, vars/knobs.yml, and for the names in
+vars/settings.yml the roles' argument specs and the wiring, playbooks/group_vars/all.yml.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ ROLE = Path(__file__).resolve().parents[1]
 REPOSITORY = ROLE.parents[1]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+FOREIGN = ("ansible_", "awx_", "tower_")
+"""How names begin that Ansible itself, AWX and Ansible Automation Platform set."""
 # What a person types where the default would tell him nothing.
 EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
 
@@ -41,16 +43,33 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def known_names(roles: Path, wiring: Path, knobs: Path) -> dict[str, dict[str, Any]]:
-    """Every name that `-e` may set, with its type, choices and range where they are written down."""
-    known: dict[str, dict[str, Any]] = {}
+def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
+    """Every variable of the roles and of the wiring, with its type and choices where they are described."""
+    found: dict[str, dict[str, Any]] = {}
     if wiring.exists():
-        known.update({name: {} for name in read_yaml(wiring)})
+        found.update({name: {} for name in read_yaml(wiring)})
     for specs in sorted(roles.glob("*/meta/argument_specs.yml")):
         for entry in read_yaml(specs).get("argument_specs", {}).values():
-            known.update({name: spec or {} for name, spec in (entry.get("options") or {}).items()})
-    known.update(read_yaml(knobs)["preflight_known_knobs"])
-    return known
+            found.update({name: spec or {} for name, spec in (entry.get("options") or {}).items()})
+    return found
+
+
+def known_names(roles: Path, wiring: Path, knobs: Path) -> dict[str, dict[str, Any]]:
+    """Every name that `-e` may set: the variables of vars/settings.yml and the knobs.
+
+    The other variables are internal: one play sets them for one role. A value given with `-e` has the highest
+    precedence and would hold for all roles.
+    """
+    found = role_names(roles, wiring)
+    known = {name: found[name] for name in read_yaml(knobs.with_name("settings.yml"))["preflight_settings"]}
+    return known | read_yaml(knobs)["preflight_known_knobs"]
+
+
+def internal_finding(name: str, value: Any) -> dict[str, str]:
+    """A variable that only the playbooks set."""
+    problem = "no setting but a variable that the playbooks set themselves."
+    remedy = f"the same without -e {name}; inventory/sample/group_vars/fleet.yml lists the settings"
+    return finding(f"-e {name}={value}", problem, remedy)
 
 
 def finding(where: str, problem: str, remedy: str) -> dict[str, str]:
@@ -84,8 +103,6 @@ def unknown_finding(name: str, value: Any, names: list[str]) -> dict[str, str]:
 def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
     """One sentence if `value` is not what `spec` (type, choices, min, max, pattern) allows."""
     text, kind = str(value).strip(), spec.get("type", "str")
-    if "{{" in text:  # a template: its value is known only where it is used
-        return None
     choices = [str(choice) for choice in spec.get("choices") or []]
     if choices and text not in choices:
         return f"{name} is '{text}': it takes {' or '.join(choices)}."
@@ -101,8 +118,8 @@ def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
             bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
             return f"{name} is {text}: it takes {KINDS[kind]} {bounds}."
     pattern = spec.get("pattern")
-    if pattern and text and not re.fullmatch(pattern, text):
-        return f"{name} is '{text}': it takes {spec['takes']}."
+    if pattern and text and not re.fullmatch(pattern, str(value), re.ASCII):
+        return f"{name} is {str(value)!r}: it takes {spec['takes']}."
     return None
 
 
@@ -124,24 +141,34 @@ def config_problems(values: Mapping[str, Any], config: Any) -> list[tuple[str, s
 
 def check(
     asked: Mapping[str, Any],
-    inventory: Mapping[str, Any],
+    inventory: Mapping[str, Mapping[str, Any]],
     known: Mapping[str, Mapping[str, Any]],
     config: Any,
+    internal: Collection[str] = (),
 ) -> list[dict[str, str]]:
-    """All findings about `asked` (extra vars, which win) and `inventory` (a fleet host's variables)."""
+    """All findings about `asked` (extra vars, which win) and `inventory` (each host's variables, by host)."""
     fields = config.field_names()
     names = sorted({*known, *fields})
     findings = [
-        unknown_finding(name, value, names)
+        internal_finding(name, value) if name in internal else unknown_finding(name, value, names)
         for name, value in asked.items()
-        if name not in names and not name.startswith("ansible_")
+        if name not in names and not name.startswith(FOREIGN)
     ]
-    values = {
-        name: value for name, value in {**inventory, **asked}.items() if name in names and value is not None
+    # A template in -e has a value only on a host.
+    plain = {name: value for name, value in asked.items() if "{{" not in str(value)}
+    by_host = {
+        host: {
+            name: value
+            for name, value in {**variables, **plain}.items()
+            if name in names and value is not None
+        }
+        for host, variables in (inventory or {"": {}}).items()
     }
 
-    def label(name: str) -> str:
-        return f"-e {name}={asked[name]}" if name in asked else f"inventory {name}"
+    def label(name: str, hosts: list[str]) -> str:
+        if name in asked:
+            return f"-e {name}={asked[name]}"
+        return f"inventory {name}" + ("" if len(hosts) == len(by_host) else f" of {', '.join(hosts)}")
 
     def remedy(name: str, message: str = "") -> str:
         proposed = re.search(r"; use (\d+)", message)
@@ -150,39 +177,67 @@ def check(
         instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
         return f"the same with -e {name}={example}{instead}"
 
-    if "steps" in values and "num_iterations" in asked:
+    if "num_iterations" in asked and any("steps" in values for values in by_host.values()):
         message = "steps and num_iterations are the same knob; give one of them."
+        hosts = [host for host, values in by_host.items() if "steps" in values]
         typed = f"the same without -e num_iterations={asked['num_iterations']}"
-        findings.append(finding(label("steps"), message, typed))
-    for name, value in values.items():
-        problem = None if name in fields else value_problem(name, value, known[name])
-        if problem:
-            findings.append(finding(label(name), problem, remedy(name)))
-    of_run = {name: value for name, value in values.items() if name in fields and "{{" not in str(value)}
-    for name, message in config_problems(of_run, config):
-        findings.append(finding(label(name) if name in values else "-e", message, remedy(name, message)))
+        findings.append(finding(label("steps", hosts), message, typed))
+    problems: dict[tuple[str, str], list[str]] = {}
+    for host, values in by_host.items():
+        for name, value in values.items():
+            message = None if name in fields else value_problem(name, value, known[name])
+            if message:
+                problems.setdefault((name, message), []).append(host)
+    for host, values in by_host.items():
+        of_run = {name: value for name, value in values.items() if name in fields}
+        for name, message in config_problems(of_run, config):
+            problems.setdefault((name, message), []).append(host)
+    for (name, message), hosts in problems.items():
+        given = any(name in by_host[host] for host in hosts)
+        findings.append(finding(label(name, hosts) if given else "-e", message, remedy(name, message)))
+    of_fleet = [name for name in names if name in fields or known[name].get("of_fleet")]
+    return findings + uneven_findings(by_host, of_fleet)
+
+
+def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[dict[str, str]]:
+    """Settings that hold for all hosts together, and that hosts have different values of."""
+    findings = []
+    for name in names:
+        values: dict[str, list[str]] = {}
+        for host, variables in by_host.items():
+            values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
+        if len(values) > 1:
+            told = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
+            problem = f"{name} differs between the hosts ({told}); all of them need the same value."
+            remedy = f"set {name} once, in group_vars/fleet.yml of the inventory"
+            findings.append(finding(f"inventory {name}", problem, remedy))
     return findings
 
 
 class ActionModule(ActionBase):
-    """`preflight_knobs: {host: NAME}` returns `findings`; it changes nothing and touches no host."""
+    """`preflight_knobs: {hosts: [NAME, ...]}` returns `findings`; it changes nothing and touches no host."""
 
     _requires_connection = False
     _supports_check_mode = True
-    _VALID_ARGS = frozenset({"host"})
+    _VALID_ARGS = frozenset({"hosts"})
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result = super().run(tmp, task_vars)
-        known = known_names(
-            REPOSITORY / "roles", REPOSITORY / "playbooks/group_vars/all.yml", ROLE / "vars/knobs.yml"
-        )
+        roles, own = REPOSITORY / "roles", ROLE / "vars/knobs.yml"
+        wiring = REPOSITORY / "playbooks/group_vars/all.yml"
+        known = known_names(roles, wiring, own)
+        internal = role_names(roles, wiring).keys() - known.keys()
         config = run_config()
-        host = self._task.args.get("host") or ""
+        # What the wiring sets is made of other variables, and is not the inventory's.
+        wanted = {*known, *config.field_names()} - (
+            {*read_yaml(wiring)} - {*read_yaml(own)["preflight_known_knobs"]}
+        )
         hostvars = (task_vars or {}).get("hostvars", {})
-        inventory = {}
-        if host and host in hostvars:
-            wanted = {*config.field_names(), *read_yaml(ROLE / "vars/knobs.yml")["preflight_known_knobs"]}
-            inventory = {name: hostvars[host][name] for name in wanted if name in hostvars[host]}
+        inventory = {
+            host: {name: hostvars[host][name] for name in wanted if name in hostvars[host]}
+            for host in self._task.args.get("hosts") or []
+            if host in hostvars
+        }
         asked = dict(load_extra_vars(self._loader))
-        result.update(changed=False, findings=check(asked, inventory, known, config))
+        result.update(changed=False, findings=check(asked, inventory, known, config, internal))
         return result

@@ -6,11 +6,14 @@ stops (a refusal) or only tells (a warning). Those about hosts: preflight_hosts,
 
 from __future__ import annotations
 
+import re
+import shlex
 import socket
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
     "or, for two hosts on this machine: ansible-playbook lab.yml"
@@ -86,13 +89,16 @@ def is_resolvable(address: str) -> bool:
 
 
 def inventory_findings(
-    addresses: Mapping[str, str], coordinators: list[str], workers: list[str]
+    addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
 ) -> list[dict[str, str]]:
-    """A fleet has exactly one coordinator, no host twice, and an address for each."""
+    """A fleet has exactly one coordinator, no host twice, and an address for each.
+
+    members: the group fleet, which the plays run on; it has to be coordinator and workers together.
+    """
     hosts = [*coordinators, *workers]
     if not hosts:
         return [finding("inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)]
-    findings = []
+    findings = [*_name_findings(hosts), *_member_findings(hosts, members)]
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."
@@ -123,6 +129,43 @@ def inventory_findings(
             )
         owners.setdefault(address, host)
     return findings
+
+
+def _name_findings(hosts: list[str]) -> list[dict[str, str]]:
+    """Names stand in unit files, environment files and messages."""
+    takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
+    return [
+        finding("inventory", f"The host name {host!r} cannot be used: a name has {takes}.", "rename it there")
+        for host in hosts
+        if not HOST_NAME.fullmatch(host)
+    ]
+
+
+def _member_findings(hosts: list[str], members: list[str]) -> list[dict[str, str]]:
+    """Hosts that plays would pass over, and hosts that plays would change though no run uses them."""
+    left_out = [host for host in dict.fromkeys(hosts) if host not in members]
+    findings = []
+    if left_out and not members:
+        problem = "It has no group fleet, which every playbook runs on."
+        typed = "add the group fleet with the children coordinator and workers (inventory/sample)"
+        findings.append(finding("inventory", problem, typed))
+    elif left_out:
+        problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
+        typed = "make coordinator and workers the children of fleet (inventory/sample)"
+        findings.append(finding("inventory", problem, typed))
+    for host in members:
+        if host not in hosts:
+            problem = "It is in the group fleet, but neither in coordinator nor in workers."
+            typed = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
+            findings.append(finding(host, problem, typed))
+    return findings
+
+
+def release(host: str, outside: bool = False) -> str:
+    """The command that removes what setup.yml installed from one host; outside: which is in no inventory."""
+    name = shlex.quote(host)
+    where = f"-i {name}, -u USER " if outside else ""
+    return f"ansible-playbook reset.yml {where}--limit {name} -e reset_confirm=true"
 
 
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:

@@ -5,6 +5,7 @@ Facts are a dict of the key=value lines that templates/probe.sh.j2 and root.sh.j
 
 from __future__ import annotations
 
+import json
 import runpy
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,10 +73,31 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
         if "unreachable" in facts:
             findings.append(words.unreachable_finding(host, hostvars[host], facts["unreachable"]))
             continue
+        if host == hosts[0]:
+            findings += former_findings(host, facts, limits.get("addresses") or {})
         system = system_findings(host, facts, limits)
         result = hostvars[host].get("__preflight_root") or {}
         findings += [*system, *root_findings(host, hostvars[host], result, facts, limits["skew_s"])]
     return findings
+
+
+def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> list[Finding]:
+    """Hosts that the coordinator's claim names, since the last setup.yml, and the inventory does not."""
+    try:
+        before = json.loads(facts.get("claim", ""))["hosts"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    if not isinstance(before, dict) or host not in before:
+        return []
+    problem = (
+        "It was in the fleet at the last setup.yml and is not in the inventory any more. What was installed "
+        "there stays, and the unit of a run may restart, until the host is released."
+    )
+    return [
+        words.warning(name, problem, words.release(str(address), outside=True))
+        for name, address in before.items()
+        if name not in addresses and address not in addresses.values()
+    ]
 
 
 def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> list[Finding]:

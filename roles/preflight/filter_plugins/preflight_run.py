@@ -35,13 +35,16 @@ Facts = Mapping[str, Any]
 words = SimpleNamespace(**runpy.run_path(str(Path(__file__).with_name("preflight.py"))))
 
 
-def run_config(values: Mapping[str, Any]) -> Any:
-    """The trainer's RunConfig of these knobs; it needs only the standard library."""
+def run_config(values: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> Any:
+    """The trainer's RunConfig of these knobs, resumed where the run has `stored` ones.
+
+    It needs only the standard library.
+    """
     if str(REPOSITORY) not in sys.path:
         sys.path.insert(0, str(REPOSITORY))
     from trainer.config import RunConfig
 
-    return RunConfig.from_strings(values)
+    return RunConfig.resumed(stored or {}, values)
 
 
 def run_name(values: Mapping[str, Any], run_id: str = "") -> str:
@@ -58,9 +61,11 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
         return []
     reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
     stored = next((found for facts in reached.values() if (found := _stored(facts))), {})
-    # As train.yml resumes it: an existing run keeps its values for every knob that is not given anew.
-    values = {**stored, **options["config"]}
-    config = run_config(values)
+    try:
+        # As train.yml resumes it: an existing run keeps its values for every setting that is not given anew.
+        config = run_config(options["config"], stored)
+    except ValueError:  # settings of another release: what becomes of them, train.yml decides
+        config = run_config(options["config"])
     ranks = int(options["nproc_per_node"])
     on_gpu = config.device == "cuda" or (
         config.device == "auto" and all(facts.get("gpu") for facts in reached.values())
@@ -69,6 +74,8 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
     for place, (host, facts) in enumerate(facts_by_host.items()):
         if "unreachable" in facts:
             continue
+        own = {"device_batch_size": int(facts["micro_batch"])} if int(facts.get("micro_batch") or 0) else {}
+        values = {**config.to_dict(), **own}
         need = Need(values, _vocabulary(reached), ranks, ranks * len(facts_by_host), place == 0, on_gpu)
         findings += _memory(host, facts, need, bool(stored))
         findings += _disk(host, facts, need) if place == 0 else []
@@ -77,7 +84,7 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 
 
 def _stored(facts: Facts) -> Mapping[str, Any]:
-    """The configuration of the run's earlier attempts."""
+    """The configuration of the run's earlier attempts, as it was written."""
     try:
         read = json.loads(facts.get("run_file", ""))
     except ValueError:

@@ -9,17 +9,18 @@ description:
   - Refuses C(-e) names that nobody reads, with the nearest known one, and values of the wrong type or range.
   - Runs on the controller; see action_plugins/preflight_knobs.py.
 options:
-  host:
-    description: A host of the fleet whose inventory variables are checked together with the extra vars.
-    type: str
-    default: ""
+  hosts:
+    description: The hosts whose inventory variables are checked together with the extra vars.
+    type: list
+    elements: str
+    default: []
 author: the nanofleet authors
 """
 
 EXAMPLES = r"""
 - name: Check the knobs
   preflight_knobs:
-    host: tower
+    hosts: [tower, laptop]
 """
 
 RETURN = r"""
