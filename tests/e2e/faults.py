@@ -99,7 +99,8 @@ FAULTS = (
     ),
     Fault(
         "the store's port held by another process", 1,
-        "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500 && sleep 1",
+        "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500"
+        " && timeout 30 sh -c 'until ss -Htln | grep -q :29500; do sleep 0.2; done'",
         "systemctl stop squatter",
         "held-port", ("29500", "http.server", "squatter.service"),
         remedy="sudo systemctl stop squatter.service",

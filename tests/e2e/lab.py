@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -16,6 +17,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 LAB = os.environ.get("NANOFLEET_TEST_LAB", "t") + "-e2e"
+ENVIRONMENT = {
+    "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
+    "ANSIBLE_NOCOLOR": "1",
+    # ansible-runner turns it off otherwise, and that goes before the inventory's own options.
+    "ANSIBLE_HOST_KEY_CHECKING": "True",
+}
+
+
+def recap(stdout: str) -> dict[str, dict[str, int]]:
+    """What ansible-playbook counted, by host; localhost is among them where it did something."""
+    lines = stdout.split("PLAY RECAP", 1)[1].splitlines()[1:]
+    return {
+        host.strip(): {name: int(count) for name, count in re.findall(r"(\w+)=(\d+)", counts)}
+        for host, mark, counts in (line.partition(" : ") for line in lines)
+        if mark
+    }
 
 
 @dataclass(frozen=True)
@@ -56,7 +73,7 @@ class Fleet:
             playbook=playbook,
             inventory=str(self.inventory) if self.inventory else None,
             extravars={name: str(value) for name, value in extravars.items()},
-            envvars={"ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+            envvars=ENVIRONMENT,
             quiet=True,
         )
         stdout = run.stdout.read()
@@ -70,7 +87,7 @@ class Fleet:
         done = subprocess.run(
             ["ansible", *where, "-m", "ansible.builtin.shell", "-a", command],
             cwd=ROOT, capture_output=True, text=True, check=False,
-            env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"},
+            env={**os.environ, **ENVIRONMENT},
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.split(">>\n", 1)[-1].strip()

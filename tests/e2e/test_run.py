@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import subprocess
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from .lab import LAB, ROOT, Fleet
+from .lab import ENVIRONMENT, LAB, ROOT, Fleet, recap
 
 pytestmark = pytest.mark.lab
 
@@ -38,10 +39,11 @@ def test_check_mode_after_setup_changes_nothing(fleet: Fleet, dataset: Path) -> 
     dry = ["--check", "--diff", "-e", f"data_dir={dataset}"]
     done = subprocess.run(
         ["ansible-playbook", "-i", str(fleet.inventory), *dry, "setup.yml"],
-        capture_output=True, text=True, check=False,
+        cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "changed=0" in done.stdout
+    counted = recap(done.stdout)
+    assert {host: counted[host]["changed"] for host in HOSTS} == dict.fromkeys(HOSTS, 0), done.stdout
 
 
 def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
@@ -49,9 +51,7 @@ def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
     assert {host: result["changed"] for host, result in started.items()} == dict.fromkeys(HOSTS, True)
     fleet.play("playbooks/watch.yml", run_id="e2e")
     steps = metrics(fleet, "e2e")
-    assert [entry["step"] for entry in steps] == list(range(20)) or [e["step"] for e in steps] == list(
-        range(1, 21)
-    )
+    assert [entry["step"] for entry in steps] == list(range(1, 21))
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
     for host in HOSTS:
         outcome = json.loads(fleet.on(host, f"cat {RUN}/e2e/outcome.json"))
@@ -63,14 +63,18 @@ def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
 def test_status_shows_both_hosts(fleet: Fleet) -> None:
     status = fleet.play("status.yml", run_id="e2e")
     assert status.changed() == 0
-    for text in (*HOSTS, "e2e", "20/20", "finished"):
-        assert text in status.stdout
+    for host in HOSTS:
+        assert re.search(rf"^ *{host} +inactive +\d +done +20/20 ", status.stdout, re.MULTILINE), (
+            status.stdout
+        )
+    assert "Outcome: finished: All 20 steps done" in " ".join(status.stdout.split())
 
 
 def test_logs_and_copies_come_and_a_second_copy_changes_nothing(fleet: Fleet, tmp_path: Path) -> None:
     logs = fleet.play("logs.yml", run_id="e2e")
     assert logs.changed() == 0
-    assert all(host in logs.stdout for host in HOSTS)
+    (shown,) = [result["msg"] for result in logs.results("Show the log").values() if "msg" in result]
+    assert all(host in str(shown) for host in HOSTS)
     assert fleet.play("fetch.yml", run_id="e2e", fetch_to=tmp_path).changed() > 0
     assert len(list(tmp_path.glob("e2e/*/checkpoints/step_*/meta.json"))) >= 1
     assert fleet.play("fetch.yml", run_id="e2e", fetch_to=tmp_path).changed() == 0
@@ -83,15 +87,23 @@ def test_a_finished_run_says_so(fleet: Fleet) -> None:
 
 
 def test_another_configuration_under_the_same_run_id_is_refused(fleet: Fleet) -> None:
-    refused = fleet.play("train.yml", fails=True, run_id="e2e", steps=30, **TINY)
-    assert "num_iterations" in refused.stdout
+    refused = fleet.play("train.yml", fails=True, run_id="e2e", steps=20, seed=7, **TINY)
+    assert "seed was 42, now 7" in " ".join(refused.stdout.split())
+
+
+def test_a_finished_run_is_extended(fleet: Fleet) -> None:
+    """A longer horizon and settings of the runtime are no other configuration."""
+    extended = fleet.play("train.yml", run_id="e2e", steps=30, **{**TINY, "device_batch_size": 1})
+    assert "extended from 20 to 30 steps" in " ".join(extended.stdout.split())
+    fleet.play("playbooks/watch.yml", run_id="e2e")
+    assert [entry["step"] for entry in metrics(fleet, "e2e")] == list(range(1, 31))
 
 
 def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     twice = fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     assert twice.changed() == 0
-    assert "active" in twice.stdout
+    assert re.search(rf"is active .*on {HOSTS[0]}, {HOSTS[1]}", " ".join(twice.stdout.split()))
     said = fleet.on(HOSTS[1], "systemd-analyze security --no-pager nanofleet-long | tail -1")
     exposure = re.search(r"level for nanofleet-long\.service: ([0-9.]+)", said)
     assert exposure, said
@@ -160,7 +172,7 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
 
 
 def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
-    assert "depth" in fleet.play("train.yml", fails=True, dept=2).stdout
+    assert "did you mean depth?" in fleet.play("train.yml", fails=True, dept=2).stdout
     wrong = fleet.play("train.yml", fails=True, depth="deep").stdout
     assert "deep" in wrong
     assert "Traceback" not in wrong
@@ -186,5 +198,20 @@ def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     said = (
         Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
     )
-    assert HOSTS[1] in said
+    assert re.search(rf"^ *{HOSTS[1]} +Cannot be reached at ", said, re.MULTILINE), said
     assert "Traceback" not in said
+
+
+def test_a_host_whose_key_has_changed_is_refused(fleet: Fleet, tmp_path: Path) -> None:
+    assert fleet.inventory is not None
+    text = fleet.inventory.read_text()
+    (known,) = set(re.findall(r'UserKnownHostsFile="([^"]+)"', text))
+    lines = [line.split(" ", 1) for line in Path(known).read_text().splitlines()]
+    swapped = [f"{line[0]} {other[1]}" for line, other in zip(lines, reversed(lines), strict=True)]
+    (tmp_path / "known_hosts").write_text("\n".join(swapped) + "\n")
+    # A connection that is kept from before would not be asked for its key again.
+    anew = "  vars:\n    ansible_ssh_args: -o ControlMaster=no -o ControlPath=none\n"
+    inventory = tmp_path / "hosts.yml"
+    inventory.write_text(text.replace(known, str(tmp_path / "known_hosts")).replace("  vars:\n", anew))
+    said = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="key", **TINY).stdout
+    assert " ".join(said.split()).count("its host key is not known here or has changed") >= len(HOSTS), said

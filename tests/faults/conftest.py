@@ -18,7 +18,10 @@ from .said import Row
 from .site import Site
 
 PAGE = ROOT / "docs" / "faults.md"
-HEAD = ["| planted in a running training | seconds | what was said | then |", "|---|---|---|---|"]
+HEAD = [
+    "| fault | reported after, s | message | outcome | next step after, s | steps repeated |",
+    "|---|---|---|---|---|---|",
+]
 
 
 @pytest.fixture(scope="session")
@@ -63,4 +66,5 @@ def _line(row: Row, site: Site) -> str:
         said = said.replace(name, other).replace(address, plain)
     said = re.sub(r"(ansible-playbook) -i \S+", r"\1", said)  # the lab's inventory
     said = re.sub(r"\b([a-z]+)(-\d+)?-\d{10}\b", r"\1", said)  # runs carry the time in their names
-    return f"| {row.fault} | {row.seconds:.0f} | {said.replace('|', '&#124;')} | {row.then} |"
+    cost = f"{row.pause.seconds:.0f} | {row.pause.repeated}" if row.pause else "- | -"
+    return f"| {row.fault} | {row.seconds:.0f} | {said.replace('|', '&#124;')} | {row.then} | {cost} |"

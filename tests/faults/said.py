@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -14,6 +16,28 @@ class Row:
     seconds: float
     said: str
     then: str
+    pause: Pause | None = None  # of a run that went on
+
+
+@dataclass(frozen=True)
+class Pause:
+    """What a fault cost a run: seconds from planting it to the next step made, steps that were done again."""
+
+    seconds: float
+    repeated: int
+
+    @classmethod
+    def of(cls, times: Mapping[int, float], planted: float, made: int, resumed: int | None) -> Pause:
+        """From the time of each step in metrics.jsonl, where a resumed run replaces the steps it does again.
+
+        `planted` is by the same clock, `made` the last step before the run paused, `resumed` the step of the
+        checkpoint that it went on from; None where the same attempt went on, after its longest wait.
+        """
+        if resumed is not None:
+            return cls(times[resumed + 1] - planted, max(0, made - resumed))
+        after = sorted(at for at in times.values() if at >= planted)
+        waits = [at - before for before, at in itertools.pairwise([planted, *after])]
+        return cls(after[waits.index(max(waits))] - planted, 0)
 
 
 @dataclass
@@ -21,6 +45,7 @@ class Said:
     """A line that was waited for."""
 
     planted: float
+    planted_at: float  # by the clock of the calendar, as metrics.jsonl has it
     line: str = ""
     log: str = ""
     seconds: float = 0.0

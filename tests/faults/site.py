@@ -18,9 +18,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from e2e.lab import ROOT, Fleet
+from e2e.lab import ENVIRONMENT, ROOT, Fleet
 
-from .said import Row, Said
+from .said import Pause, Row, Said
 
 STATE = "/var/lib/nanofleet"
 COORDINATOR, WORKER = 1, 2
@@ -106,7 +106,7 @@ class Site:
         command = ["ansible-playbook", "-i", str(self.fleet.inventory), verb]
         for name, value in words.items():
             command += ["-e", f"{name}={value}"]
-        environment = {**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"), "ANSIBLE_NOCOLOR": "1"}
+        environment = {**os.environ, **ENVIRONMENT}
         with open(log, "w") as output:
             process = subprocess.Popen(
                 command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, env=environment,
@@ -203,7 +203,7 @@ class Site:
     def hears(self, run_id: str, *words: str, host: int = 1, seconds: float = 60) -> Iterator[Said]:
         """Within the block a fault is planted; after it, its line in the log is waited for."""
         before = self.log_size(host, run_id)
-        said = Said(time.monotonic())
+        said = Said(time.monotonic(), time.time())
         yield said
         path = f"{STATE}/runs/{run_id}/train.log"
 
@@ -249,34 +249,47 @@ class Site:
         `host` is the one whose log has the words. Without `restarts` the same attempt must go on.
         """
         self.trains(run_id, beyond=self.step(run_id))
-        step, restarted = self.step(run_id), self.unit(COORDINATOR, run_id)["NRestarts"]
+        restarted = self.unit(COORDINATOR, run_id)["NRestarts"]
         log = self.log_size(COORDINATOR, run_id)
+        step = self.step(run_id)
         try:
             with self.hears(run_id, *words, host=host, seconds=within) as said:
                 plant()
         finally:
             mend()
-        began = time.monotonic()
         if restarts:
             self.resumed(run_id, log)
         else:
             assert self.unit(COORDINATOR, run_id)["NRestarts"] == restarted
         self.trains(run_id, beyond=step + 1, seconds=120)
-        took = time.monotonic() - began
         for each in (COORDINATOR, WORKER):
             self.pid(each, run_id)  # one, and no orphan beside it
-        self.note(fault, said.seconds, said.line, f"{'recovered' if restarts else 'went on'} in {took:.0f} s")
+        then = "resumed" if restarts else "continued"
+        self.note(fault, said.seconds, said.line, then, self.pause(run_id, said, step, log, restarts))
         return said
 
-    def resumed(self, run_id: str, beyond: int) -> None:
-        """Wait until an attempt has taken up a checkpoint, in the coordinator's log from a size on."""
-        path = f"{STATE}/runs/{run_id}/train.log"
-        words = "Going on from the checkpoint"
-        self.until(
-            lambda: words in self.inside(COORDINATOR, f"tail -c +{beyond + 1} {path}"),
-            240,
-            f"{words} in {path}",
+    def pause(self, run_id: str, said: Said, step: int, log: int, restarts: bool = True) -> Pause:
+        """What a fault cost that was planted after `step`, when the coordinator's log had the size `log`."""
+        text = self.inside(COORDINATOR, f"cat {STATE}/runs/{run_id}/metrics.jsonl")
+        entries = [json.loads(line) for line in text.splitlines() if '"loss"' in line]
+        times = {entry["step"]: entry["time"] for entry in entries}
+        if not restarts:
+            return Pause.of(times, said.planted_at, step, None)
+        ended = self.inside(COORDINATOR, f"tail -n 1 {STATE}/runs/{run_id}/attempts.jsonl")
+        return Pause.of(
+            times, said.planted_at, max(step, json.loads(ended)["step"]), self.resumed(run_id, log)
         )
+
+    def resumed(self, run_id: str, beyond: int) -> int:
+        """Wait until an attempt resumes, by the coordinator's log from a size on; returns its step."""
+        path = f"{STATE}/runs/{run_id}/train.log"
+        words = re.compile(r"Going on from the checkpoint of step (\d+)")
+        self.until(
+            lambda: words.search(self.inside(COORDINATOR, f"tail -c +{beyond + 1} {path}")),
+            240,
+            f"{words.pattern} in {path}",
+        )
+        return int(words.findall(self.inside(COORDINATOR, f"tail -c +{beyond + 1} {path}"))[-1])
 
     @contextmanager
     def running(self, name: str) -> Iterator[str]:
@@ -313,6 +326,6 @@ class Site:
             assert ":29500 " not in self.inside(host, "ss -Htln")
             assert self.inside(host, f"find {STATE}/runs -path '*/checkpoints/.*.tmp' -type d") == ""
 
-    def note(self, fault: str, seconds: float, said: str, then: str) -> None:
+    def note(self, fault: str, seconds: float, said: str, then: str, pause: Pause | None = None) -> None:
         """Keep a row for docs/faults.md."""
-        self.rows.append(Row(fault, seconds, said, then))
+        self.rows.append(Row(fault, seconds, said, then, pause))

@@ -62,7 +62,7 @@ def test_a_host_without_power_is_put_back_by_train(site: Site, run: str) -> None
 
 def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path: Path) -> None:
     """It is shut down in order; the rest goes on from the checkpoint, with an inventory of the rest."""
-    step = site.step(run)
+    before, step = site.log_size(COORDINATOR, run), site.step(run)
     with site.hears(run, site.names[1], "Asked to end by SIGTERM", seconds=30) as said:
         site.outside("podman stop --time 30 {name}", WORKER)
     try:
@@ -75,19 +75,18 @@ def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path
         )
         assert address not in rest.read_text()
         log = site.log_size(COORDINATOR, run)
-        began = time.monotonic()
         alone = Fleet(site.fleet.workdir, rest).play(
             "train.yml", run_id=run, data_dir=site.data, launch_stall_seconds=IMPATIENT, **TINY
         )
         site.resumed(run, log)
         site.trains(run, beyond=step + 1)
-        took = time.monotonic() - began
         assert "it is taken over, and resumed on" in " ".join(alone.stdout.split())
         site.note(
             "a host shut down, and gone for good",
             said.seconds,
             said.line,
-            f"went on without it in {took:.0f} s",
+            "resumed without it by train.yml",
+            site.pause(run, said, step, before),
         )
     finally:
         site.outside("podman start {name}", WORKER)
@@ -106,7 +105,7 @@ def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path
         "a host joins",
         time.monotonic() - began,
         message(while_active, "to go on with these"),
-        "went on with both",
+        "resumed on both",
     )
     site.losses(run)  # no step twice, none left out
 
@@ -115,6 +114,7 @@ def test_a_frozen_rank_is_named_within_the_minute(site: Site, run: str) -> None:
     """SIGSTOP with the minute that people have: given up after another one, back after SIGCONT."""
     site.play("stop.yml", run)
     site.train(run)
+    step, before = site.step(run), site.log_size(COORDINATOR, run)
     with site.hears(run, "Lost rank 1", "is frozen", seconds=140) as given_up:
         pid = 0
 
@@ -130,14 +130,15 @@ def test_a_frozen_rank_is_named_within_the_minute(site: Site, run: str) -> None:
         assert named.seconds < 75
         assert "frozen" in site.play("status.yml", run)
     log = site.log_size(COORDINATOR, run)
-    began = time.monotonic()
-    with site.hears(run, "stood still for", host=WORKER, seconds=30):
+    with site.hears(run, "stood still for", host=WORKER, seconds=30) as continued:
         site.inside(WORKER, f"kill -CONT {pid}")
     site.resumed(run, log)
-    took = time.monotonic() - began
+    site.trains(run)
+    after = continued.planted_at - named.planted_at
     site.note(
         "SIGSTOP of a rank",
         named.seconds,
         named.line,
-        f"given up after {given_up.seconds:.0f} s; recovered in {took:.0f} s after SIGCONT",
+        f"ended after {given_up.seconds:.0f} s; resumed after SIGCONT at {after:.0f} s",
+        site.pause(run, named, step, before),
     )

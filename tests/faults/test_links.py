@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark
 DOWN = "podman exec {name} ip link set eth0 down"
 UP = "podman exec {name} ip link set eth0 up && podman exec {name} ip route replace default via {gateway}"
 DROP = "iptables -{} INPUT -s {} -j DROP"
+NO_LARGE = "iptables -{} OUTPUT -d {} -p tcp -m length --length 701:65535 -j DROP"
 SLOW = "tc qdisc add dev eth0 root tbf rate 100kbit burst 4kb latency 400ms"
 
 
@@ -79,3 +80,48 @@ def test_a_link_of_100_kbit(site: Site, run: str) -> None:
         mend=lambda: site.inside(WORKER, "tc qdisc del dev eth0 root"),
         restarts=False,
     )
+
+
+def test_large_packets_dropped_one_way(site: Site, run: str) -> None:
+    """The rank lives and its small packets arrive: it is not called frozen."""
+    peer = site.addresses[COORDINATOR - 1]
+    said = site.survives(
+        run,
+        "packets above 700 bytes dropped one way",
+        lambda: site.inside(WORKER, NO_LARGE.format("I", peer)),
+        "raffic with rank 1",
+        "packets of full size do not arrive",
+        "`ansible-playbook doctor.yml` finds the fault",
+        within=IMPATIENT + 15,
+        mend=lambda: site.inside(WORKER, NO_LARGE.format("D", peer)),
+        restarts=False,
+    )
+    assert "is frozen" not in said.log
+
+
+def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rule(
+    site: Site, run: str
+) -> None:
+    """Later than the death of a rank would end it."""
+    peer = site.addresses[COORDINATOR - 1]
+    doctor: list[str] = []
+
+    def mend() -> None:
+        doctor.append(site.fleet.play("doctor.yml", fails=True).stdout)
+        site.inside(WORKER, NO_LARGE.format("D", peer))
+
+    said = site.survives(
+        run,
+        "packets above 700 bytes dropped for good",
+        lambda: site.inside(WORKER, NO_LARGE.format("I", peer)),
+        "retryable:",
+        "raffic with rank 1",
+        "is impaired",
+        within=7 * IMPATIENT + 15,
+        mend=mend,
+    )
+    assert "Lost rank" not in said.line
+    assert "is frozen" not in said.log
+    found = " ".join(doctor[0].split())
+    assert "vanish without a word" in found
+    assert f"The rule on {site.names[WORKER - 1]} is: iptables -A OUTPUT -d {peer}/32" in found

@@ -1,0 +1,3 @@
+"""Fixtures of several modules of this folder."""
+
+from .three import three as three
