@@ -303,7 +303,7 @@ class Run:
         minutes = (time.monotonic() - self._saved_at) / 60
         by_time = 0 < self.config.save_minutes <= minutes and not self.saver.busy
         save = by_time or _due(step, self.config.save_every) or self.saver.wants_again
-        return self.stop_file.exists(), save, self.saver.problem is not None
+        return os.path.lexists(self.stop_file), save, self.saver.problem is not None
 
     @property
     def _saves_on_the_way(self) -> bool:
