@@ -48,7 +48,9 @@ def test_another_operator_sends_other_data_and_the_first_one_sends_them_back(
     fleet: Fleet, colleague: Fleet, dataset: Path, other_data: Path
 ) -> None:
     fleet.play("setup.yml", data_dir=dataset)
-    assert colleague.play("setup.yml", data_dir=dataset).changed() == 0, "both see the same fleet"
+    colleague.play("setup.yml", data_dir=dataset)  # admits this login user to the service user's group
+    for operator in (colleague, fleet):
+        assert operator.play("setup.yml", data_dir=dataset).changed() == 0, "both see the same fleet"
     for operator, data in ((colleague, other_data), (fleet, dataset)):
         assert operator.play("setup.yml", data_dir=data).changed() > 0
         assert operator.play("setup.yml", data_dir=data).changed() == 0
@@ -70,14 +72,30 @@ def test_the_data_are_read_by_the_service_user_and_its_group_alone(fleet: Fleet,
 
 
 def test_root_follows_no_link_that_the_service_user_planted(fleet: Fleet, dataset: Path) -> None:
-    host = HOSTS[1]
+    """In the data folder; the folder around it is root's."""
+    host, shards = HOSTS[1], f"{DATA}/shards"
     fleet.on(host, "install -d -o root -m 0755 /srv/precious && echo kept >/srv/precious/manifest.json")
-    fleet.on(host, f"runuser -u nanofleet -- sh -c 'mv {DATA} {DATA}.aside && ln -s /srv/precious {DATA}'")
+    fleet.on(
+        host,
+        f"runuser -u nanofleet -- sh -c 'rm -r {shards} && ln -s /srv/precious {shards} && ! mv {DATA} x'",
+    )
+    assert fleet.play("setup.yml", data_dir=dataset).changed() > 0
+    listing = fleet.on(host, "find /srv/precious -printf '%f %U %m '; cat /srv/precious/manifest.json")
+    assert listing == "precious 0 755 manifest.json 0 644 kept"
+    assert fleet.on(host, f"stat -c '%F %U' {shards}") == "directory nanofleet"
+    assert fleet.play("setup.yml", data_dir=dataset).changed() == 0
+
+
+def test_a_link_in_the_place_of_the_data_folder_is_refused(fleet: Fleet, dataset: Path) -> None:
+    """Of a version that gave the folder around it to the service user."""
+    host = HOSTS[1]
+    fleet.on(host, "install -d -o root -m 0755 /srv/elsewhere && echo kept >/srv/elsewhere/manifest.json")
+    fleet.on(host, f"mv {DATA} {DATA}.aside && ln -s /srv/elsewhere {DATA} && chown -h nanofleet {DATA}")
     try:
         refused = fleet.play("setup.yml", fails=True, data_dir=dataset)
         assert f"{DATA} is a link or no folder. Remove it" in " ".join(refused.stdout.split())
-        listing = fleet.on(host, "find /srv/precious -printf '%f %U %m '; cat /srv/precious/manifest.json")
-        assert listing == "precious 0 755 manifest.json 0 644 kept"
+        listing = fleet.on(host, "find /srv/elsewhere -printf '%f %U %m '; cat /srv/elsewhere/manifest.json")
+        assert listing == "elsewhere 0 755 manifest.json 0 644 kept"
     finally:
         fleet.on(host, f"rm {DATA} && mv {DATA}.aside {DATA}")
     assert fleet.play("setup.yml", data_dir=dataset).changed() == 0

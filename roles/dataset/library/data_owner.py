@@ -1,8 +1,8 @@
 #!/usr/bin/python
 """Set the owner of a data directory: the login user while rsync writes to it, else the service user.
 
-The directory's parent belongs to the service user, who could put a link in its place: so root works on file
-descriptors here and follows no link. What is in the directory beside PUSHED keeps its owner.
+The service user can put a link in the place of what is in the directory: so root works on file descriptors
+here and follows no link. What is in the directory beside PUSHED keeps its owner.
 """
 
 from __future__ import annotations
