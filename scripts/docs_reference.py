@@ -4,8 +4,8 @@
     python scripts/docs_reference.py --check    # write nothing, name the pages that are not current
 
 Settings come from RunConfig, the argument specs of the roles and the list of settings that -e accepts;
-commands from the argument parsers; messages from the calls in the sources that make findings. The pages do not
-depend on the machine.
+commands from the argument parsers; messages from the calls in the sources that make findings. The pages do
+not depend on the machine.
 """
 
 from __future__ import annotations
