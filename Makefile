@@ -79,7 +79,7 @@ docs: venv ## the documentation as a site, in build/site (needs no network once 
 	@python -m mkdocs --version >/dev/null 2>&1 || python -m pip install -q -c constraints.txt '.[docs]'
 	python scripts/docs_reference.py
 	python scripts/docs_diagrams.py
-	mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 .PHONY: clean
 clean: ## caches and build outputs of this checkout (not .venv, data, .lab)

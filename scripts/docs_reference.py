@@ -402,7 +402,9 @@ def messages_page() -> str:
     lines: list[str] = []
     for word, title in MESSAGE_SOURCES.items():
         own = [path for path in files if word in str(path.relative_to(ROOT))]
-        rows = sorted({each for path in own for each in messages_in(path)}, key=lambda each: each[1])
+        rows = sorted(
+            {each for path in own for each in messages_in(path)}, key=lambda each: (each[1], each[2], each[0])
+        )
         if rows:
             shown = ((cell(problem), cell(remedy), severity) for severity, problem, remedy in rows)
             lines += [f"## {title}", "", *table(("message", "what to type", "severity"), shown), ""]
