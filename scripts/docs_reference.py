@@ -180,6 +180,37 @@ def roles_page() -> str:
     )
 
 
+def modules_page() -> str:
+    """docs/reference/modules.md: the documentation that each module carries."""
+    lines: list[str] = []
+    files = [*ROOT.glob("roles/*/library/*.py"), *ROOT.glob("plugins/modules/*.py")]
+    for path in sorted(files, key=lambda each: each.name):
+        found = re.search(r'^DOCUMENTATION = r?"""\n(.*?)^"""', path.read_text(encoding="utf-8"), re.M | re.S)
+        if found is None:
+            continue
+        about = yaml.safe_load(found[1])
+        texts = about.get("description") or []
+        texts = [texts] if isinstance(texts, str) else texts
+        lines += [f"## {about['module']}", "", f"{cell(about['short_description'])}.", ""]
+        lines += [*(f"- {cell(text)}" for text in texts), ""]
+        rows = [
+            (
+                f"`{name}`",
+                cell(option.get("type", "str")),
+                "required" if option.get("required") else code(option.get("default")),
+                described(option),
+            )
+            for name, option in (about.get("options") or {}).items()
+        ]
+        if rows:
+            lines += [*table(("option", "type", "default", "meaning"), rows), ""]
+    return page(
+        "Modules",
+        "The Ansible modules of the project: what has state on a host and no existing module covers.",
+        lines,
+    )
+
+
 # -- commands ----------------------------------------------------------------------------------------------
 
 
@@ -424,6 +455,7 @@ def pages() -> dict[Path, str]:
         "cli.md": cli_page,
         "playbooks.md": playbooks_page,
         "roles.md": roles_page,
+        "modules.md": modules_page,
         "exit-codes.md": exit_codes_page,
         "messages.md": messages_page,
     }
