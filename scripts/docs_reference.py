@@ -119,15 +119,20 @@ def settings_page() -> str:
     lines = ["## Settings of a run", ""]
     for section, meaning in SECTIONS.items():
         fields = [each for each in dataclasses.fields(RunConfig) if each.metadata.get("section") == section]
-        rows = (
+        rows = [
             (f"`{each.name}`", str(each.type), code(each.default), cell(each.metadata["help"]))
             for each in fields
-        )
+        ]
         lines += [f"### {section.capitalize()}", "", meaning, ""]
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
     known, options = yaml_values("preflight_known_knobs"), role_options()
     rows = [
-        (f"`{name}`", NUMBERS.get(spec["type"], spec["type"]), code(spec.get("default")), described(spec))
+        (
+            f"`{name}`",
+            str(NUMBERS.get(spec["type"], spec["type"])),
+            code(spec.get("default")),
+            described(spec),
+        )
         for name, spec in known.items()
     ]
     lines += ["## Settings of commands and hosts", ""]
@@ -331,7 +336,7 @@ def placeholder(node: ast.AST) -> str:
     if isinstance(node, ast.Attribute):
         return f"<{node.attr}>"
     if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"<{node.slice.value}>"
+        return f"<{node.slice.value!s}>"
     return "..."
 
 
