@@ -44,8 +44,13 @@ GROUPS = {
     "reset": "Reset",
 }
 NUMBERS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
-MESSAGE_MAKERS = ("finding", "warning", "Finding")
-MESSAGE_SOURCES = {"preflight": "Preflight", "network": "Network", "doctor": "Doctor"}
+MESSAGE_MAKERS = ("finding", "warning", "Finding", "doctor_finding")
+MESSAGE_SOURCES = {
+    "settings_check": "Settings",
+    "preflight": "Preflight",
+    "network": "Network",
+    "doctor": "Doctor",
+}
 
 
 # -- Markdown ----------------------------------------------------------------------------------------------
