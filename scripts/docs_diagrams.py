@@ -1,7 +1,7 @@
 """Draw the pictures of the documentation: docs/assets/*.svg.
 
-    python scripts/docs_diagrams.py             # write the pictures
-    python scripts/docs_diagrams.py --check     # write nothing, name the pictures that are not current
+    python -m scripts.docs_diagrams             # write the pictures
+    python -m scripts.docs_diagrams --check     # write nothing, name the pictures that are not current
 
 Each picture has a light background of its own, so that it is readable on a light and on a dark page. It needs
 no network and no font of its own.
@@ -228,7 +228,7 @@ def main(argv: list[str] | None = None) -> int:
     }
     for path, text in stale.items():
         if args.check:
-            print(f"{path.relative_to(ROOT)} is not current: python scripts/docs_diagrams.py")
+            print(f"{path.relative_to(ROOT)} is not current: python -m scripts.docs_diagrams")
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")

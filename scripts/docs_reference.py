@@ -1,7 +1,7 @@
 """Write the reference pages of the documentation from the sources.
 
-    python scripts/docs_reference.py            # write docs/reference/*.md
-    python scripts/docs_reference.py --check    # write nothing, name the pages that are not current
+    python -m scripts.docs_reference            # write docs/reference/*.md
+    python -m scripts.docs_reference --check    # write nothing, name the pages that are not current
 
 Settings come from RunConfig, the argument specs of the roles and the list of settings that -e accepts;
 commands from the argument parsers; messages from the calls in the sources that make findings. The pages do
@@ -391,6 +391,11 @@ def default_severity(tree: ast.Module) -> str:
                         and isinstance(value, ast.Constant)
                     ):
                         return str(value.value)
+    # Or the file has a maker of its own: finding = partial(doctor_finding, severity="warning").
+    for call in (node.value for node in tree.body if isinstance(node, ast.Assign)):
+        for keyword in call.keywords if isinstance(call, ast.Call) else ():
+            if keyword.arg == "severity" and isinstance(keyword.value, ast.Constant):
+                return str(keyword.value.value)
     return "refusal"
 
 
@@ -482,7 +487,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         stale += 1
         if args.check:
-            print(f"{path.relative_to(ROOT)} is not current: python scripts/docs_reference.py")
+            print(f"{path.relative_to(ROOT)} is not current: python -m scripts.docs_reference")
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text, encoding="utf-8")
@@ -491,5 +496,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(ROOT))
     sys.exit(main())

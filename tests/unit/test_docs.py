@@ -170,7 +170,7 @@ def problem_with_one(command: str) -> str:
         return "" if (ROOT / words[1]).is_file() else f"missing: {words[1]}"
     if "-m" in words:
         module, *rest = words[words.index("-m") + 1 :]
-        if module.startswith("benchmarks."):
+        if module.startswith(("benchmarks.", "scripts.")):
             return "" if (ROOT / f"{module.replace('.', '/')}.py").is_file() else f"missing: {module}"
         if module in ("trainer", "fleet") and rest:
             try:
@@ -199,6 +199,7 @@ def test_documented_commands_exist(page: Path) -> None:
         "torchrun --nproc-per-node 2 -m trainer train --dta-dir data",
         "python scripts/nothing.py",
         "python -m benchmarks.nothing",
+        "python -m scripts.nothing",
     ],
 )
 def test_a_command_that_does_not_exist_is_found(command: str) -> None:
@@ -218,10 +219,10 @@ def test_commands_are_found_in_blocks_and_in_sentences() -> None:
 # -- reference ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["docs_reference.py", "docs_diagrams.py"])
+@pytest.mark.parametrize("script", ["docs_reference", "docs_diagrams"])
 def test_generated_pages_and_pictures_are_current(script: str) -> None:
     done = subprocess.run(
-        [sys.executable, f"scripts/{script}", "--check"],
+        [sys.executable, "-m", f"scripts.{script}", "--check"],
         cwd=ROOT,
         capture_output=True,
         text=True,
