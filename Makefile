@@ -74,6 +74,13 @@ lock: venv ## the hashes of what constraints.txt pins, to requirements/hashes.tx
 bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list")
 	@python -m benchmarks.lab $(ARGS)
 
+.PHONY: docs
+docs: venv ## the documentation as a site, in build/site (needs no network once built)
+	@python -m mkdocs --version >/dev/null 2>&1 || python -m pip install -q -c constraints.txt -e '.[docs]'
+	python -m scripts.docs_reference
+	python -m scripts.docs_diagrams
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
+
 .PHONY: clean
 clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
 	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts
