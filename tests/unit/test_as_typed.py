@@ -7,10 +7,9 @@ import pytest
 import yaml
 from ansible import constants, context
 from ansible.module_utils.common.collections import ImmutableDict
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_commands as plugin
 
 ROOT = Path(__file__).resolve().parents[2]
-plugin = load(ROOT / "plugins" / "filter" / "as_typed.py")
 
 SAID = "See it: ansible-playbook status.yml. Is it on? Try: ansible b -m ping"
 

@@ -6,14 +6,11 @@ import os
 import pwd
 from pathlib import Path
 
-import ansible.module_utils
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import owned_folder as owner
+from ansible_collections.nanofleet.fleet.plugins.modules import data_owner as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
-ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
-module = load(ROLE / "library" / "data_owner.py")
-owner = load(ROLE / "module_utils" / "nanofleet_owner.py")
 
 ME, OTHER = pwd.getpwuid(os.getuid()).pw_name, "nobody"
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")

@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import lab_plan as lab
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "lab"
 BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
-
-
-lab = load(ROLE / "filter_plugins" / "lab.py")
 
 
 # The subnet
