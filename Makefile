@@ -75,5 +75,5 @@ bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARG
 	@python -m benchmarks.lab $(ARGS)
 
 .PHONY: clean
-clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
-	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts
+clean: ## caches and build outputs of this checkout (not .venv, .ansible, data, .lab)
+	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache build dist artifacts

@@ -29,6 +29,11 @@ def _in_ports(text: str) -> Callable[[Packet], Answer]:
     )
 
 
+def _with_sign(test: Callable[[Packet], Answer], inverted: bool) -> Callable[[Packet], Answer]:
+    """The test, or what it is after a `!`."""
+    return lambda packet: negated(test(packet), inverted)
+
+
 def _option(name: str, value: str) -> Callable[[Packet], Answer]:
     """The test that an iptables option asks for; one that is not known is answered unknown."""
     if name in ("-s", "--source"):
@@ -69,7 +74,7 @@ def iptables_rule(words: list[str]) -> Rule:
                 rule.tests.append(lambda _packet: None)
         elif word.startswith("-") and word != "--comment":
             test = _option(word, value)
-            rule.tests.append(lambda packet, t=test, no=inverted: negated(t(packet), no))
+            rule.tests.append(_with_sign(test, inverted))
         inverted = False
         index += 2 if value and not value.startswith("-") else 1
     return rule

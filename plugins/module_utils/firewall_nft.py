@@ -66,11 +66,11 @@ def nft_fact(left: Mapping[str, Any], packet: Packet) -> tuple[bool, Any]:
             return True, None
         return what in known, known.get(what)
     if meta:
-        known = {
+        of_meta = {
             "iifname": packet.interface, "iif": packet.interface, "l4proto": "tcp",
             "nfproto": f"ipv{packet.version}",
         }  # fmt: skip
-        return meta.get("key") in known, known.get(meta.get("key"))
+        return meta.get("key") in of_meta, of_meta.get(meta.get("key"))
     if ct and ct.get("key") in ("state", "status"):
         return True, "new" if ct["key"] == "state" else "none"
     if "fib" in left and left["fib"].get("result") == "type" and "daddr" in str(left["fib"].get("flags")):

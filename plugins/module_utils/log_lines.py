@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Reading a run's log: its end, its last attempt, the first error in it. Standard library only."""
 
+from __future__ import annotations
+
 import os
 import re
 import signal
@@ -25,7 +27,7 @@ PREFIXED = re.compile(r"^\[[^]]*\]:? ")
 """The rank in front of a line."""
 
 
-def tail(path):
+def tail(path: str) -> list[str]:
     """The lines in the last TAIL_BYTES of a text file."""
     try:
         with open(path, "rb") as file:
@@ -37,18 +39,18 @@ def tail(path):
     return lines[1:] if size > TAIL_BYTES else lines
 
 
-def attempt_of(lines):
+def attempt_of(lines: list[str]) -> list[str]:
     """The lines since the last attempt began."""
     starts = [index for index, line in enumerate(lines) if line.startswith(ATTEMPT)]
     return lines[starts[-1] :] if starts else lines
 
 
-def tells_error(line):
+def tells_error(line: str) -> bool:
     """Whether a line is, or begins, the word on something that went wrong."""
     return bool(ERROR.search(line)) and not FRAME.match(line)
 
 
-def first_error(lines, count):
+def first_error(lines: list[str], count: int) -> list[str]:
     """The first line that tells of an error and what follows it, at most `count` lines.
 
     Of a traceback its end is kept, where the reason stands. The traceback with which torchrun follows up the
@@ -73,7 +75,7 @@ def first_error(lines, count):
     return lines[-count:]
 
 
-def in_words(line):
+def in_words(line: str) -> str:
     """torchrun's line on a rank that a signal has ended, as a sentence; any other line as it is."""
     found = BY_SIGNAL.search(line)
     if not found:
@@ -87,7 +89,7 @@ def in_words(line):
         return line
 
 
-def without_echo(texts):
+def without_echo(texts: list[str]) -> list[int]:
     """Positions of the lines without torchrun's own traceback and table, which say only that a rank ended."""
     kept, echo, rules = [], False, 0
     for index, text in enumerate(texts):

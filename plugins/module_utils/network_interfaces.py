@@ -238,9 +238,10 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
         here, there = own["network_listen_address"], its.get("network_listen_address", "")
         if not there:
             continue
-        meets = parse_ip(here).version == parse_ip(there).version and (
+        one, other = ipaddress.ip_address(here), ipaddress.ip_address(there)
+        meets = one.version == other.version and (
             there == its["network_address"]  # to which there is a route
-            or any(parse_ip(there) in ipaddress.ip_network(network) for network in own["network_networks"])
+            or any(other in ipaddress.ip_network(network) for network in own["network_networks"])
         )
         if not meets:
             found.append(

@@ -14,6 +14,8 @@ A caller without the token gets no answer. The process ends when it is told to, 
 called for a while, or after its limit whatever happens; it writes no file. Standard library only.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
@@ -23,6 +25,7 @@ import socket
 import sys
 import threading
 import time
+from typing import Any
 
 CHUNK = 1 << 18
 LINE_LIMIT = 4096
@@ -32,7 +35,7 @@ IDLE_LIMIT = 30.0
 """How long all may stay silent: the one who asked for this listener is gone then."""
 
 
-def read_line(connection):
+def read_line(connection: socket.socket) -> dict[str, Any]:
     """The JSON object in the first line of a stream, byte by byte so that nothing behind it is swallowed."""
     line = b""
     while not line.endswith(b"\n"):
@@ -46,20 +49,20 @@ def read_line(connection):
     return value
 
 
-def send_line(connection, value):
+def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
-def family_of(address):
+def family_of(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
-def plain(address):
+def plain(address: str) -> str:
     """An address without the prefix that IPv4 gets on a socket of both families."""
     return address[7:] if address.startswith("::ffff:") else address
 
 
-def control_name(token):
+def control_name(token: str) -> str:
     """Name of the local socket at which the process is told to end; it lies in no folder."""
     return "\0nanofleet-doctor-" + token[:16]
 
@@ -67,12 +70,12 @@ def control_name(token):
 class Listener:
     """Sockets on which one host answers the others."""
 
-    def __init__(self, host, token, limit, idle=IDLE_LIMIT):
+    def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
         self.host, self.token = host, token
         self.ends, self.idle = time.monotonic() + limit, idle
-        self.sockets = []
+        self.sockets: list[socket.socket] = []
 
-    def open(self, address, port):
+    def open(self, address: str, port: int) -> int:
         """Listen on a port (0: the kernel picks one) of an address ("": all); returns the port.
 
         Raises OSError, EADDRINUSE where another process has the port.
@@ -93,26 +96,27 @@ class Listener:
         self.sockets.append(opened)
         return opened.getsockname()[1]
 
-    def open_control(self):
+    def open_control(self) -> None:
         control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         control.bind(control_name(self.token))
         control.listen(4)
         control.setblocking(False)
         self.sockets.append(control)
 
-    def serve(self):
+    def serve(self) -> None:
         """Answer until told to stop, until nobody calls, or until the limit; then close all sockets."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             ready = closing.enter_context(selectors.DefaultSelector())
             for opened in self.sockets:
-                ready.register(closing.enter_context(opened), selectors.EVENT_READ)
+                ready.register(closing.enter_context(opened), selectors.EVENT_READ, opened)
             while time.monotonic() < min(self.ends, called + self.idle):
                 for key, _events in ready.select(timeout=0.5):
                     called = time.monotonic()
                     with contextlib.suppress(BlockingIOError):
-                        connection, peer = key.fileobj.accept()
-                        if key.fileobj.family == socket.AF_UNIX:
+                        opened = key.data
+                        connection, peer = opened.accept()
+                        if opened.family == socket.AF_UNIX:
                             if self._is_told_to_stop(connection):
                                 return
                         else:
@@ -120,7 +124,7 @@ class Listener:
                                 target=self._answer, args=(connection, peer), daemon=True
                             ).start()
 
-    def _is_told_to_stop(self, connection):
+    def _is_told_to_stop(self, connection: socket.socket) -> bool:
         connection.settimeout(2.0)
         with connection, contextlib.suppress(OSError, ValueError):
             told = read_line(connection)
@@ -129,7 +133,7 @@ class Listener:
                 return True
         return False
 
-    def _answer(self, connection, peer):
+    def _answer(self, connection: socket.socket, peer: Any) -> None:
         connection.settimeout(IDLE_SECONDS)
         with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -137,12 +141,12 @@ class Listener:
             if asked.get("token") != self.token:
                 return
             send_line(connection, {"host": self.host, "token": self.token, "seen": plain(peer[0])})
-            serve = {"echo": echo, "take": take, "sink": sink, "source": source}.get(asked.get("do"))
+            serve = {"echo": echo, "take": take, "sink": sink, "source": source}.get(str(asked.get("do")))
             if serve:
                 serve(connection, asked)
 
 
-def echo(connection, _asked):
+def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
     while True:
         data = connection.recv(CHUNK)
         if not data:
@@ -150,7 +154,7 @@ def echo(connection, _asked):
         connection.sendall(data)
 
 
-def take(connection, _asked):
+def take(connection: socket.socket, _asked: dict[str, Any]) -> None:
     wanted = missing = int(read_line(connection)["bytes"])
     while missing > 0:
         data = connection.recv(min(missing, CHUNK))
@@ -160,7 +164,7 @@ def take(connection, _asked):
     send_line(connection, {"bytes": wanted})
 
 
-def drain(connection):
+def drain(connection: socket.socket) -> tuple[int, float]:
     """Read to the end of the stream; (bytes, seconds from the first byte to the last)."""
     buffer = memoryview(bytearray(CHUNK))
     count, first, last = 0, None, 0.0
@@ -173,7 +177,7 @@ def drain(connection):
         count += got
 
 
-def pour(connection, seconds):
+def pour(connection: socket.socket, seconds: float) -> None:
     """Send for so many seconds."""
     block, ends = bytes(CHUNK), time.monotonic() + seconds
     while time.monotonic() < ends:
@@ -181,16 +185,16 @@ def pour(connection, seconds):
     connection.shutdown(socket.SHUT_WR)
 
 
-def sink(connection, _asked):
+def sink(connection: socket.socket, _asked: dict[str, Any]) -> None:
     count, seconds = drain(connection)
     send_line(connection, {"bytes": count, "seconds": seconds})
 
 
-def source(connection, asked):
+def source(connection: socket.socket, asked: dict[str, Any]) -> None:
     pour(connection, min(float(asked["seconds"]), IDLE_SECONDS))
 
 
-def detach(listener, limit):
+def detach(listener: Listener, limit: float) -> int:
     """Serve in a process of its own that outlives this one but not `limit` seconds; returns its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
@@ -204,7 +208,7 @@ def detach(listener, limit):
         return int(said.read() or 0)
 
 
-def _serve_apart(listener, limit, reader, writer):
+def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> None:
     """The child: its own child, in a session of its own, serves; neither comes back."""
     try:
         os.close(reader)
@@ -225,7 +229,7 @@ def _serve_apart(listener, limit, reader, writer):
         os._exit(0)
 
 
-def stop(token):
+def stop(token: str) -> bool:
     """Tell this host's listener to end; returns whether there was one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
         control.settimeout(3.0)

@@ -5,6 +5,8 @@ The peer runs peer_listener. Everything goes over TCP to the ports that a run us
 broken paths treat other traffic otherwise. Standard library only.
 """
 
+from __future__ import annotations
+
 import errno
 import json
 import os
@@ -14,6 +16,7 @@ import struct
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
     drain,
@@ -37,11 +40,13 @@ UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM,
 class Way:
     """From this host (`me`) to one address of a peer that listens."""
 
-    def __init__(self, me, host, address, token, connect_seconds=CONNECT_SECONDS):
+    def __init__(
+        self, me: str, host: str, address: str, token: str, connect_seconds: float = CONNECT_SECONDS
+    ) -> None:
         self.me, self.host, self.address, self.token = me, host, address, token
         self.connect_seconds = connect_seconds
 
-    def call(self, port, packet=0, **asked):
+    def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
         """A connection to the peer's listener and its answer; `packet` bounds the packets' size both ways.
 
         Raises OSError, and ValueError where something else answers.
@@ -63,14 +68,14 @@ class Way:
             raise
         return connection, answer
 
-    def reach(self, port):
+    def reach(self, port: int) -> dict[str, Any]:
         """{"state", "detail", "ms", "seen"} of one port.
 
         state: open; refused (something there says no); filtered (no answer at all); unreachable (the network
         says so); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
         """
         started = time.monotonic()
-        found = {"state": "open", "detail": "", "seen": ""}
+        found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
         try:
             connection, answer = self.call(port, do="hello")
             connection.close()
@@ -93,7 +98,7 @@ class Way:
         found["ms"] = round(1000 * (time.monotonic() - started), 1)
         return found
 
-    def round_trip(self, port):
+    def round_trip(self, port: int) -> dict[str, float]:
         """Milliseconds that a small message takes there and back: {"min", "median"}."""
         took = []
         connection, _answer = self.call(port, do="echo")
@@ -110,7 +115,7 @@ class Way:
                 took.append(1000 * (time.monotonic() - started))
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
-    def packet_passes(self, port, packet=0):
+    def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
         """Send one packet as large as the connection allows: (size, did it arrive, path's MTU after it).
 
         `packet` bounds the size; 0 leaves it to the interface and the path.
@@ -129,7 +134,7 @@ class Way:
             after = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
         return segment + overhead, arrived, after + overhead
 
-    def path_mtu(self, port):
+    def path_mtu(self, port: int) -> dict[str, Any]:
         """{"sent", "passes", "swallowed"}: size of a whole packet, of the largest that arrives (0: none).
 
         A path that says "fragmentation needed" is no fault: the kernel then sends smaller packets. One that
@@ -143,14 +148,14 @@ class Way:
             results = list(pool.map(lambda size: self._try_packet(port, size), smaller))
         return {"sent": sent, "passes": max(results, default=0), "swallowed": True}
 
-    def _try_packet(self, port, packet):
+    def _try_packet(self, port: int, packet: int) -> Any:
         try:
             size, arrived, _after = self.packet_passes(port, packet)
         except (OSError, ValueError):
             return 0
         return size if arrived else 0
 
-    def stream(self, port, seconds):
+    def stream(self, port: int, seconds: float) -> dict[str, Any]:
         """Mbit/s this host sends to the peer and then receives from it, each for so many seconds."""
         connection, _answer = self.call(port, do="sink")
         with connection:
@@ -165,22 +170,22 @@ class Way:
         return {"sent_mbit": sent, "received_mbit": received}
 
 
-def rate(count, seconds):
+def rate(count: float, seconds: float) -> float:
     return round(8e-6 * count / seconds, 1) if seconds > 0 else 0.0
 
 
-def headers(address):
+def headers(address: str) -> int:
     """Bytes of the IP and TCP headers of a packet, without options."""
     return 60 if ":" in address else 40
 
 
-def options(connection):
+def options(connection: socket.socket) -> int:
     """Bytes that TCP's timestamps take in every packet of a connection, if it has them."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
     return 12 if struct.unpack("8B", info)[5] & 1 else 0
 
 
-def ask_ip(*words):
+def ask_ip(*words: str) -> Any:
     """The first object of what `ip -j ...` prints, empty if it has nothing to say."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     try:
@@ -197,13 +202,13 @@ def ask_ip(*words):
         return {}
 
 
-def route_to(address):
+def route_to(address: str) -> dict[str, Any]:
     """The interface and source address that the kernel takes to reach an address."""
     answer = ask_ip("route", "get", address)
     return {"interface": answer.get("dev", ""), "source": answer.get("prefsrc", "")}
 
 
-def is_up(address, port):
+def is_up(address: str, port: int) -> bool:
     """Whether a host is there at all: its SSH port answers, with yes or with no."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
@@ -214,9 +219,15 @@ def is_up(address, port):
     return True
 
 
-def look_at(way, ports, ssh_port):
+def look_at(way: Way, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
     """Everything about one peer but the rates; `ports` are those it listens on: [{"port", "role"}]."""
-    found = {"route": route_to(way.address), "ports": [], "rtt_ms": None, "mtu": None, "up": None}
+    found: dict[str, Any] = {
+        "route": route_to(way.address),
+        "ports": [],
+        "rtt_ms": None,
+        "mtu": None,
+        "up": None,
+    }
     if ports:
         with ThreadPoolExecutor(len(ports)) as pool:
             results = list(pool.map(lambda each: way.reach(each["port"]), ports))

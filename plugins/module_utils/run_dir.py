@@ -4,10 +4,13 @@
 Read-only, standard library only. Used on the hosts by the module run_state.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import re
+from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     attempt_of,
@@ -16,6 +19,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     tail,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    Unit,
     between_attempts,
     booted,
     is_missing,
@@ -30,7 +34,7 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
-def load_json(path):
+def load_json(path: str) -> dict[str, Any] | None:
     """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
     try:
         with open(path, encoding="utf-8") as file:
@@ -40,7 +44,7 @@ def load_json(path):
     return value if isinstance(value, dict) else None
 
 
-def last_with(path, key):
+def last_with(path: str, key: str) -> dict[str, Any] | None:
     """The last JSON line of a file that holds `key`."""
     for line in reversed(tail(path)):
         try:
@@ -52,7 +56,7 @@ def last_with(path, key):
     return None
 
 
-def attempts(path):
+def attempts(path: str) -> list[dict[str, Any]]:
     """The attempts the trainer has written down, oldest first."""
     found = []
     for line in tail(path)[-ATTEMPTS:]:
@@ -62,13 +66,13 @@ def attempts(path):
     return found
 
 
-def ended_ranks(run_dir):
+def ended_ranks(run_dir: str) -> set[Any]:
     """The ranks whose attempt is over: the next one takes their outcome away as it begins."""
     names = [name for name in os.listdir(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
     return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
 
 
-def heartbeats(run_dir, now, unit):
+def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     found = []
     ended = ended_ranks(run_dir)
     # torchrun may take its time to end after its ranks have.
@@ -86,7 +90,7 @@ def heartbeats(run_dir, now, unit):
     return sorted(found, key=lambda beat: beat.get("rank") or 0)
 
 
-def newest_checkpoint(run_dir):
+def newest_checkpoint(run_dir: str) -> str | None:
     """The newest checkpoint with a meta.json, which is written last."""
     folder = os.path.join(run_dir, "checkpoints")
     try:
@@ -99,7 +103,9 @@ def newest_checkpoint(run_dir):
     return None
 
 
-def rebooted_since(run_dir, unit, beats, outcome, now):
+def rebooted_since(
+    run_dir: str, unit: Unit, beats: list[dict[str, Any]], outcome: dict[str, Any], now: float
+) -> float | None:
     """When the host came up, if the last attempt was before and its unit went with the host, unasked."""
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
     signs = [*(beat.get("time") for beat in beats), outcome.get("time"), *(one.get("began") for one in begun)]
@@ -109,7 +115,7 @@ def rebooted_since(run_dir, unit, beats, outcome, now):
     return up_since if gone and last and up_since and last < up_since else None
 
 
-def links(run_dir):
+def links(run_dir: str) -> dict[str, str]:
     """The links in the run directory and where they lead; a run makes none."""
     found = {}
     for entry in os.scandir(run_dir):
@@ -119,7 +125,7 @@ def links(run_dir):
     return found
 
 
-def modified(path):
+def modified(path: str) -> float | None:
     """When a file was written, or None where it has just been removed."""
     try:
         return os.stat(path).st_mtime
@@ -127,13 +133,13 @@ def modified(path):
         return None
 
 
-def last_sign(run_dir):
+def last_sign(run_dir: str) -> float:
     """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
     names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
     return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
 
 
-def known_runs(runs_dir, active):
+def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
     try:
         names = os.listdir(runs_dir)
@@ -165,7 +171,7 @@ def known_runs(runs_dir, active):
     return runs
 
 
-def read_run(run_dir, unit, now, log_lines):
+def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
     """What the run directory holds."""
     beats = heartbeats(run_dir, now, unit)
     outcome = load_json(os.path.join(run_dir, "outcome.json"))
@@ -198,7 +204,7 @@ def read_run(run_dir, unit, now, log_lines):
     }
 
 
-NOTHING = {
+NOTHING: dict[str, Any] = {
     "failed_unit": False,
     "rebooted": None,
     "stepped": False,

@@ -5,12 +5,15 @@ Below the state directory the service user can put a link in the place of any fi
 own rights such a link leads only to files that it may read or write anyway.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import pwd
+from collections.abc import Iterator
 
 
-def account(user):
+def account(user: str) -> pwd.struct_passwd | None:
     """The user's entry in the password database; None where there is no such user."""
     try:
         return pwd.getpwnam(user)
@@ -18,7 +21,7 @@ def account(user):
         return None
 
 
-def user_name(uid):
+def user_name(uid: int) -> str:
     """A user's name; the number where it has none."""
     try:
         return pwd.getpwuid(uid).pw_name
@@ -27,7 +30,7 @@ def user_name(uid):
 
 
 @contextlib.contextmanager
-def acting_as(user):
+def acting_as(user: str) -> Iterator[None]:
     """Do the file work of the `with` block with the rights of `user`, if this process is root.
 
     An empty name or that of a missing user changes nothing. Ansible's modules must be imported before: only

@@ -108,7 +108,7 @@ def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
 
 def config_problems(values: Mapping[str, Any], config: Any) -> list[tuple[str, str]]:
     """(field, sentence) for each value RunConfig refuses; the sentences are RunConfig's own."""
-    left, problems = dict(values), []
+    left, problems = dict(values), list[tuple[str, str]]()
     while True:
         try:
             config.from_strings(left)
@@ -168,9 +168,9 @@ def check(
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():
         for name, value in values.items():
-            message = None if name in fields else value_problem(name, value, known[name])
-            if message:
-                problems.setdefault((name, message), []).append(host)
+            problem = None if name in fields else value_problem(name, value, known[name])
+            if problem:
+                problems.setdefault((name, problem), []).append(host)
     for host, values in by_host.items():
         of_run = {name: value for name, value in values.items() if name in fields}
         for name, message in config_problems(of_run, config):

@@ -4,20 +4,26 @@
 Read-only, standard library only. Used on the hosts by the modules transient_unit and run_state.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import subprocess
 import time
+from collections.abc import Collection
+from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
 from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
 
+Unit = dict[str, Any]
+Process = dict[str, Any]
 PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,MainPID,ExecMainStatus,StateChangeTimestampMonotonic,NRestarts"
 )
 
 
-def run(argv):
+def run(argv: list[str]) -> tuple[int, str, str]:
     """Run a command in the C locale; returns (exit status, stdout, stderr) as text."""
     environment = dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
     # Where a user's manager is found; sessions have it set, cron jobs and some su shells have not.
@@ -26,22 +32,22 @@ def run(argv):
     return done.returncode, done.stdout, done.stderr.strip()
 
 
-def own_scope():
+def own_scope() -> str:
     """Whose systemd starts a unit for this process: the system's as root, else the user's own."""
     return "system" if os.geteuid() == 0 else "user"
 
 
-def manager(scope):
+def manager(scope: str) -> list[str]:
     """The option by which systemctl and systemd-run reach that systemd."""
     return ["--user"] if scope == "user" else []
 
 
-def unit_name(name):
+def unit_name(name: str) -> str:
     """The unit's full name."""
     return name if name.endswith(".service") else name + ".service"
 
 
-def read_unit(name, now, scope="system"):
+def read_unit(name: str, now: float, scope: str = "system") -> Unit:
     """State of a unit as a dict; a unit systemd does not know is `inactive`. `now` is time.time()."""
     shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
     code, out, err = run([*shows, "--", unit_name(name)])
@@ -63,7 +69,7 @@ def read_unit(name, now, scope="system"):
     }
 
 
-def find_unit(name, now):
+def find_unit(name: str, now: float) -> Unit:
     """read_unit in the systemd that knows the unit: without root both may, the user's own goes first."""
     found = read_unit(name, now)
     if own_scope() == "user":
@@ -74,12 +80,12 @@ def find_unit(name, now):
     return found
 
 
-def is_up(unit):
+def is_up(unit: Unit) -> bool:
     """Whether the unit runs, starts, stops or waits to be restarted."""
     return unit["active_state"] not in ("inactive", "failed")
 
 
-def known_units(pattern):
+def known_units(pattern: str) -> dict[str, str]:
     """{name: active state} of the units that match, those of this user's own systemd among them."""
     found = {}
     for scope in sorted({"system", own_scope()}):
@@ -90,13 +96,13 @@ def known_units(pattern):
     return found
 
 
-def between_attempts(unit):
+def between_attempts(unit: Unit) -> bool:
     """Whether an attempt is over and the unit waits to be started again, or to be told that it is not."""
     waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
     return unit["sub_state"] == "auto-restart" or waits
 
 
-def process_state(pid):
+def process_state(pid: int) -> str:
     """What the kernel says of a process: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("State:"):
@@ -104,12 +110,12 @@ def process_state(pid):
     return ""
 
 
-def is_missing(pid):
+def is_missing(pid: int) -> bool:
     """Whether a process is gone, as far as this user may see who is there."""
     return os.path.isdir("/proc/1") and not os.path.isdir(f"/proc/{pid}")
 
 
-def booted(now):
+def booted(now: float) -> float | None:
     """When this host came up (a container: when it was started): the start of process 1. None if closed."""
     try:
         started = int(_read("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
@@ -118,7 +124,7 @@ def booted(now):
         return None
 
 
-def _read(path):
+def _read(path: str) -> str:
     try:
         with open(path, "rb") as file:
             return file.read().decode("utf-8", "replace")
@@ -126,11 +132,11 @@ def _read(path):
         return ""
 
 
-def _pids():
+def _pids() -> list[int]:
     return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
 
 
-def unit_of(pid):
+def unit_of(pid: int) -> str:
     """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
     for line in _read(f"/proc/{pid}/cgroup").splitlines():
         for part in reversed(line.rstrip().split("/")):
@@ -139,7 +145,7 @@ def unit_of(pid):
     return ""
 
 
-def processes_of(name, scope="system"):
+def processes_of(name: str, scope: str = "system") -> list[int]:
     """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout).
 
     Another user's own systemd may have a unit of that name: only this user's processes count there.
@@ -148,18 +154,18 @@ def processes_of(name, scope="system"):
     return pids if scope == "system" else [pid for pid in pids if _uid_of(pid) == os.geteuid()]
 
 
-def _uid_of(pid):
+def _uid_of(pid: int) -> int | None:
     try:
         return os.stat(f"/proc/{pid}").st_uid
     except OSError:
         return None
 
 
-def _is_zombie(pid):
+def _is_zombie(pid: int) -> bool:
     return ") Z " in _read(f"/proc/{pid}/stat")
 
 
-def describe(pid):
+def describe(pid: int) -> Process | None:
     """A process in words: pid, user, command, unit; None once it has ended."""
     command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or _read(f"/proc/{pid}/comm").strip()
     unit = unit_of(pid)
@@ -170,7 +176,7 @@ def describe(pid):
     return {"pid": pid, "user": user_name(uid), "command": command[:200], "unit": unit}
 
 
-def listeners(ports):
+def listeners(ports: Collection[int]) -> list[Process]:
     """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown.
 
     A process may end while it is looked for, as those of a run between two attempts do: what seems to be
@@ -184,7 +190,7 @@ def listeners(ports):
     return held + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
 
 
-def _listeners(ports):
+def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
     """What is known of each listener, and the ports of those of whom nothing is."""
     sockets = {each.inode: each.port for each in listening(tables()) if each.port in ports}
     held = []
@@ -202,7 +208,7 @@ def _listeners(ports):
     return sorted(held, key=lambda one: (one["port"], one["pid"] or 0)), unknown
 
 
-def _socket_units():
+def _socket_units() -> dict[int, Process]:
     """By `ss`, what made each listening socket, as far as it is a service: inode -> as describe()."""
     try:
         _status, lines, _error = run(["ss", "-Htlne"])
@@ -219,7 +225,7 @@ def _socket_units():
     return found
 
 
-def _links(folder):
+def _links(folder: str) -> list[str]:
     links = []
     try:
         for entry in os.scandir(folder):

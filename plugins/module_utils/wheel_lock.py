@@ -13,7 +13,7 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 REQUIREMENTS = "requirements.lock"  # what a venv holds
 TOOLS = "tools.lock"  # what makes it: uv
@@ -71,7 +71,8 @@ def parse_lock(text: str, name: str) -> list[Wheel]:
         match = _LINE.match(line)
         if match is None:
             raise ValueError(f"{name}, line {number}, is not a locked wheel: {line[:80]!r}")
-        wheels.append(Wheel(**{**match.groupdict(), "bytes": int(match["bytes"])}))
+        named: dict[str, Any] = match.groupdict()
+        wheels.append(Wheel(**{**named, "bytes": int(match["bytes"])}))
     if not wheels:
         raise ValueError(f"{name} is empty")
     return wheels

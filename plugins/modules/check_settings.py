@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 DOCUMENTATION = r"""
-module: preflight_knobs
+module: check_settings
 short_description: Check extra vars and knobs before a host is touched
 description:
   - Refuses C(-e) names that nobody reads, with the nearest known one, and values of the wrong type or range.
-  - Runs on the controller; see action_plugins/preflight_knobs.py.
+  - Runs on the controller and touches no host.
 options:
   hosts:
     description: The hosts whose inventory variables are checked together with the extra vars.
@@ -19,7 +19,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Check the knobs
-  preflight_knobs:
+  nanofleet.fleet.check_settings:
     hosts: [tower, laptop]
 """
 

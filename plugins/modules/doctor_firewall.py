@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: the rules of this host that turn packets away, each with the command that takes it out."""
 
+from __future__ import annotations
+
 import re
 import shlex
 
@@ -20,7 +22,7 @@ options: {}
 
 EXAMPLES = r"""
 - name: List what turns packets away
-  doctor_firewall:
+  nanofleet.fleet.doctor_firewall:
 """
 
 RETURN = r"""
@@ -42,7 +44,7 @@ allows:
 TURNS_AWAY = {"DROP", "REJECT"}
 
 
-def option(words, *names):
+def option(words: list[str], *names: str) -> str:
     """The word behind the first of these options, and whether a `!` stands before it."""
     for name in names:
         if name in words[:-1]:
@@ -51,7 +53,7 @@ def option(words, *names):
     return ""
 
 
-def iptables_rules(saved, command):
+def iptables_rules(saved: str, command: str) -> list[dict[str, str]]:
     """Dropping rules of INPUT and OUTPUT in `iptables-save`; ufw's stand in chains of its own."""
     found = []
     for line in saved.splitlines():
@@ -73,7 +75,7 @@ def iptables_rules(saved, command):
     return found
 
 
-def ufw_rules(added, verbs):
+def ufw_rules(added: str, verbs: set[str]) -> list[dict[str, str]]:
     """The rules in `ufw show added` that do one of `verbs`."""
     found = []
     for line in added.splitlines():
@@ -97,7 +99,7 @@ def ufw_rules(added, verbs):
     return found
 
 
-def nft_rules(listed):
+def nft_rules(listed: str) -> list[dict[str, str]]:
     """Dropping rules in `nft -a list ruleset`, but for the tables that iptables and ufw fill."""
     found, table, chain, hook, is_iptables = [], "", "", "", False
     for raw in listed.splitlines():
@@ -127,15 +129,15 @@ def nft_rules(listed):
     return found
 
 
-def _after(line, word):
+def _after(line: str, word: str) -> str:
     match = re.search(rf"\b{word} (\{{[^}}]*\}}|[<>!=]* ?\S+)", line)
     return match[1].strip("{} ").replace(" ", "") if match else ""
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(argument_spec={}, supports_check_mode=True)
 
-    def said(tool, *words):
+    def said(tool: str, *words: str) -> str | None:
         path = module.get_bin_path(tool, opt_dirs=["/usr/sbin", "/sbin"])
         if path is None:
             return None

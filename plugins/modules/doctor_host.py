@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: what a host says of itself that bears on training: clock, links, disks, cores, memory."""
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
@@ -10,6 +12,7 @@ import socket
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -41,7 +44,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: Read what the host says of itself
-  doctor_host:
+  nanofleet.fleet.doctor_host:
     sent: "{{ now().timestamp() }}"
     paths: [/var/lib/nanofleet]
 """
@@ -63,7 +66,7 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 COPY_SECONDS = 0.25
 
 
-def read(path):
+def read(path: str) -> str:
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -71,14 +74,14 @@ def read(path):
         return ""
 
 
-def number(text):
+def number(text: str) -> int | None:
     try:
         return int(text)
     except ValueError:
         return None
 
 
-def links():
+def links() -> dict[str, dict[str, Any]]:
     """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     try:
@@ -116,7 +119,7 @@ def links():
     return found
 
 
-def disk_of(path):
+def disk_of(path: str) -> dict[str, Any]:
     """Free space where a folder is or will be: {"mount", "free_gib", "inodes_free"}."""
     while not os.path.isdir(path):
         path = os.path.dirname(path) or "/"
@@ -133,15 +136,15 @@ def disk_of(path):
     }
 
 
-def resolves_to(name):
+def resolves_to(name: str) -> list[str]:
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
         return []
-    return sorted({each[4][0] for each in found})
+    return sorted({str(each[4][0]) for each in found})
 
 
-def mark(path):
+def mark(path: str) -> str:
     """What changes when a file or the target of a link does, without reading it."""
     try:
         status = os.stat(path)
@@ -150,11 +153,11 @@ def mark(path):
     return f"{os.path.realpath(path)} {status.st_mtime_ns} {status.st_size}"
 
 
-def copy_rate(mib, threads):
+def copy_rate(mib: int, threads: int) -> float:
     """GB/s that are read and written together when `threads` threads copy blocks of memory."""
     size = mib << 20
 
-    def copy(_index):
+    def copy(_index: int) -> float:
         source, target = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size)
         ctypes.memmove(target, source, size)
         count, started = 0, time.monotonic()
@@ -167,7 +170,7 @@ def copy_rate(mib, threads):
         return round(sum(pool.map(copy, range(threads))) / 1e9, 1)
 
 
-def cpu():
+def cpu() -> tuple[str, list[str]]:
     """Model and the flags that decide how fast matrices are multiplied."""
     lines = [line.partition(":") for line in read("/proc/cpuinfo").splitlines()]
     fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
@@ -175,14 +178,14 @@ def cpu():
     return fields.get("model name", ""), [flag for flag in FLAGS if flag in flags]
 
 
-def memory_gib():
+def memory_gib() -> float | None:
     for line in read("/proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return round(int(line.split()[1]) / 2**20, 1)
     return None
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "sent": {"type": "float", "required": True},

@@ -2,6 +2,8 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: answer the other hosts of the fleet for a minute or so, on the ports a run would use."""
 
+from __future__ import annotations
+
 import errno
 
 from ansible.module_utils.basic import AnsibleModule
@@ -34,7 +36,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: Answer the other hosts
-  doctor_listener:
+  nanofleet.fleet.doctor_listener:
     host: tower
     token: 6f1c0c3d
     address: 192.168.1.10
@@ -60,7 +62,7 @@ interface: {description: As given., type: str, returned: when started}
 """
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "state": {"type": "str", "choices": ["started", "absent"], "default": "started"},

@@ -2,7 +2,10 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: look at the ways from this host to its peers, or measure the rates to one of them."""
 
+from __future__ import annotations
+
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import Way, look_at
@@ -39,7 +42,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: Look at the ways to the peers
-  doctor_peers:
+  nanofleet.fleet.doctor_peers:
     host: tower
     token: 6f1c0c3d
     peers:
@@ -56,14 +59,14 @@ peers:
 """
 
 
-def rates(way, ports, seconds):
+def rates(way: Way, ports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     try:
         return way.stream(ports[0]["port"], seconds)
     except (OSError, ValueError, KeyError) as error:
         return {"error": str(error)}
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "host": {"type": "str", "required": True},
@@ -87,7 +90,7 @@ def main():
     )
     p = module.params
 
-    def way_to(peer):
+    def way_to(peer: dict[str, Any]) -> Way:
         return Way(p["host"], peer["host"], peer["address"], p["token"], p["connect_seconds"])
 
     peers = p["peers"]

@@ -48,7 +48,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Let the kernel take its ports from 20000 to 20999
-  ephemeral_ports:
+  nanofleet.fleet.ephemeral_ports:
     low: 20000
     high: 20999
 """

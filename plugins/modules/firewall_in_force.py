@@ -44,7 +44,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Look for a firewall that keeps the peer out
-  firewall_in_force:
+  nanofleet.fleet.firewall_in_force:
     rules:
       - source: 192.168.1.11
         port: "20000:20999"

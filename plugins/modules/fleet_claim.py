@@ -73,7 +73,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Claim the host
-  fleet_claim:
+  nanofleet.fleet.fleet_claim:
     path: /opt/nanofleet/fleet.json
     state: claimed
     fleet_id: home

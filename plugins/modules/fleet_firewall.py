@@ -65,7 +65,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Let the peer reach the ranks' ports
-  fleet_firewall:
+  nanofleet.fleet.fleet_firewall:
     rules:
       - source: 192.168.1.11
         port: "20000:20999"
@@ -221,7 +221,7 @@ def main() -> None:
     enabled_here = any(of_ssh(its) for its in present.values())
     removing = params["state"] == "absent"
     if removing:
-        add, delete = [], before
+        add, delete = list[str](), before
     else:
         add, delete = plan(present, [as_rule(r["source"], r["port"]) for r in params["rules"]], comment)
     turn_on = params["enable"] and not active and not removing

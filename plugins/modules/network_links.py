@@ -2,12 +2,16 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: what this host's kernel says about its interfaces and its routes. Needs no root."""
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import socket
 import threading
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -33,7 +37,7 @@ author: the nanofleet authors
 
 EXAMPLES = r"""
 - name: Read interfaces and routes
-  network_links:
+  nanofleet.fleet.network_links:
     targets: [192.168.1.11]
 """
 
@@ -52,7 +56,7 @@ slow_names:
 """
 
 
-def parse(text):
+def parse(text: str) -> list[dict[str, Any]]:
     """A list from the JSON that ip prints, empty if it printed none."""
     try:
         return json.loads(text or "[]")
@@ -60,11 +64,11 @@ def parse(text):
         return []
 
 
-def is_wireless(name, root="/sys/class/net"):
+def is_wireless(name: str, root: str = "/sys/class/net") -> bool:
     return any(os.path.exists(os.path.join(root, name, entry)) for entry in ("wireless", "phy80211"))
 
 
-def slow_names(lookups, limit):
+def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
     """Those among {name: function} that are still busy after `limit` seconds; all run at once."""
     threads = {name: threading.Thread(target=call, daemon=True) for name, call in lookups.items()}
     for thread in threads.values():
@@ -75,17 +79,17 @@ def slow_names(lookups, limit):
     return [name for name, thread in threads.items() if thread.is_alive()]
 
 
-def quietly(call, *arguments):
+def quietly(call: Callable[..., object], *arguments: Any) -> Callable[[], None]:
     """A lookup that finds nothing is as good as one that does: what counts is that there is an answer."""
 
-    def attempt():
+    def attempt() -> None:
         with contextlib.suppress(OSError):
             call(*arguments)
 
     return attempt
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "targets": {"type": "list", "elements": "str", "required": True},
@@ -97,7 +101,7 @@ def main():
     if ip is None:
         module.fail_json(msg="The command ip is missing. Type on this host: sudo apt install iproute2")
 
-    def ask(*words):
+    def ask(*words: str) -> tuple[int, str, str]:
         return module.run_command([ip, "-json", *words], environ_update={"LC_ALL": "C"})
 
     _code, out, _error = ask("-details", "address", "show", "up")

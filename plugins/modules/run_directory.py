@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: a run's directory and the files in it that do not come from the trainer."""
 
+from __future__ import annotations
+
 import contextlib
 import os
 import shutil
 import stat
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account, acting_as
@@ -53,14 +56,14 @@ attributes:
 
 EXAMPLES = r"""
 - name: Write the run file
-  run_directory:
+  nanofleet.fleet.run_directory:
     path: /var/lib/nanofleet/runs/d4-1a2b3c4d
     user: nanofleet
     files: {run.json: "{}\n"}
     remove: [outcome.json]
 
 - name: Remove the run's directory
-  run_directory:
+  nanofleet.fleet.run_directory:
     path: /var/lib/nanofleet/runs/d4-1a2b3c4d
     user: nanofleet
     state: absent
@@ -81,7 +84,7 @@ class RefusedError(Exception):
     """The directory is not what it should be; the message is for the person."""
 
 
-def open_folder(path, check):
+def open_folder(path: str, check: bool) -> tuple[int | None, bool]:
     """A descriptor of the folder, which is made if it is missing, and whether that changed anything.
 
     In check mode a missing folder has no descriptor: None.
@@ -105,7 +108,7 @@ def open_folder(path, check):
     return folder, changed or missing
 
 
-def read_file(folder, name):
+def read_file(folder: int, name: str) -> str | None:
     """The text of a file; None where there is none, or something else in its place."""
     try:
         opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
@@ -115,7 +118,7 @@ def read_file(folder, name):
         return file.read() if stat.S_ISREG(os.fstat(opened).st_mode) else None
 
 
-def write_file(folder, name, text):
+def write_file(folder: int, name: str, text: str) -> None:
     """Put a whole file in the place of what is there."""
     temporary = f".{name}.new"
     with contextlib.suppress(FileNotFoundError):
@@ -129,7 +132,7 @@ def write_file(folder, name, text):
     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
 
 
-def make(params, check):
+def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
     """The directory with its files as they should be; returns what changed and a diff."""
     changed, folder = False, None
     for path in (os.path.dirname(params["path"]), params["path"]):
@@ -150,12 +153,12 @@ def make(params, check):
         names.append(name)
         header = os.path.join(params["path"], name)
         diff.append({"before_header": header, "after_header": header, "before": before or "", "after": text})
-        if not check:
+        if folder is not None and not check:
             write_file(folder, name, text)
     return {"changed": changed or bool(names), "changed_files": names, "diff": diff}
 
 
-def remove(params, check):
+def remove(params: dict[str, Any], check: bool) -> dict[str, Any]:
     """Nothing in the directory's place, be it a link."""
     path = params["path"]
     found = os.path.lexists(path)
@@ -167,7 +170,7 @@ def remove(params, check):
     return {"changed": found, "changed_files": []}
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "path": {"type": "path", "required": True},

@@ -2,9 +2,12 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: the files of a run with their sums, on a host; and whether copies of them are whole."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
@@ -41,7 +44,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: List the run's files
-  run_files:
+  nanofleet.fleet.run_files:
     path: /var/lib/nanofleet/runs/d4-1a2b3c4d
     checkpoint: checkpoints/step_000100
 """
@@ -55,7 +58,7 @@ faults: {description: What is wrong with the copies, type: list, elements: str, 
 KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.jsonl", "sample.txt")
 
 
-def sha256_of(path, size=None):
+def sha256_of(path: str, size: int | None = None) -> str:
     """The sum of a file's first `size` bytes, or of all."""
     digest, left = hashlib.sha256(), size
     with open(path, "rb") as file:
@@ -68,7 +71,7 @@ def sha256_of(path, size=None):
     return digest.hexdigest()
 
 
-def listed(folder, name, sha256=None):
+def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:
     path = os.path.join(folder, name)
     if os.path.islink(path):
         raise ValueError(f"{path} is a link; only real files are fetched")
@@ -76,7 +79,7 @@ def listed(folder, name, sha256=None):
     return {"name": name, "size": size, "sha256": sha256 or sha256_of(path, size)}
 
 
-def list_files(folder, checkpoint):
+def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
     """The run's own files, and the checkpoint's with the sums of its meta.json."""
     found = [listed(folder, name) for name in KEPT if os.path.isfile(os.path.join(folder, name))]
     if checkpoint:
@@ -90,7 +93,7 @@ def list_files(folder, checkpoint):
     return found
 
 
-def faults(folder, expected):
+def faults(folder: str, expected: list[dict[str, Any]]) -> list[str]:
     """What is wrong with the copies, a phrase each that begins with the name."""
     found = []
     for file in expected:
@@ -102,7 +105,7 @@ def faults(folder, expected):
     return found
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "path": {"type": "path", "required": True},

@@ -2,10 +2,13 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: what a run's unit has said on this host, from the journal, else from train.log."""
 
+from __future__ import annotations
+
 import json
 import os
 import re
 import time
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
@@ -76,7 +79,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: Read the last hour
-  run_log:
+  nanofleet.fleet.run_log:
     run_id: d4-1a2b3c4d
     run_dir: /var/lib/nanofleet/runs/d4-1a2b3c4d
     since: "-1h"
@@ -100,26 +103,29 @@ ended: {description: Whether the unit is neither up nor about to be, type: bool,
 
 SEARCHED = 2000
 """Lines that are searched for the first error, though fewer may be returned."""
+Line = dict[str, Any]
+Entry = tuple[str, float | None]
+"""A line's text and its time."""
 STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
 """How a rank tells of a step (see trainer.report)."""
 RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
-def line_of(text, moment=None):
+def line_of(text: str, moment: float | None = None) -> Line:
     """A line with its rank, which the trainer puts in front of it."""
     found = RANK.match(text)
     rank = int(found.group(1)) if found else None
     return {"time": moment, "rank": rank, "text": text[found.end() :] if found else text}
 
 
-def message(value):
+def message(value: Any) -> str:
     """The journal gives text that is not plain as a list of bytes."""
     if isinstance(value, list):
         return bytes(value).decode("utf-8", "replace")
     return value or ""
 
 
-def read_journal(params, count):
+def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
     """The unit's entries and the cursor of the last."""
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
@@ -129,7 +135,7 @@ def read_journal(params, count):
     if code and params["since"] and "parse" in err.lower():
         raise ValueError(err)
     entries = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    lines = [
+    lines: list[Entry] = [
         (message(entry.get("MESSAGE")), int(entry["__REALTIME_TIMESTAMP"]) / 1e6)
         for entry in entries
         if entry.get("MESSAGE") is not None
@@ -137,7 +143,7 @@ def read_journal(params, count):
     return lines, entries[-1]["__CURSOR"] if entries else params["cursor"]
 
 
-def read(params):
+def read(params: dict[str, Any]) -> dict[str, Any]:
     """What there is to return, once."""
     count = max(SEARCHED, params["lines"])
     lines, cursor = read_journal(params, count)
@@ -159,7 +165,7 @@ def read(params):
     }
 
 
-def error_of(lines, count):
+def error_of(lines: list[Entry], count: int) -> list[Line]:
     """The first error of the last attempt, with its time; nothing where no line tells of one."""
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
@@ -172,7 +178,7 @@ def error_of(lines, count):
     return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "run_id": {"type": "str", "required": True},

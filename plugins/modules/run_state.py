@@ -2,8 +2,11 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: everything a host knows about a run, read from its unit and its run directory."""
 
+from __future__ import annotations
+
 import os
 import time
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
@@ -65,7 +68,7 @@ attributes:
 
 EXAMPLES = r"""
 - name: Read the newest run
-  run_state:
+  nanofleet.fleet.run_state:
     state_dir: /var/lib/nanofleet
   register: __launch_state
 """
@@ -153,14 +156,14 @@ listeners:
 NOT_A_RUN = (PREFIX + "tracker.service",)
 
 
-def choose(runs, active):
+def choose(runs: list[dict[str, Any]], active: list[str]) -> str:
     """The run meant when none is named: an active one, else the newest."""
     if active:
         return active[0][len(PREFIX) : -len(".service")]
     return runs[0]["run_id"] if runs else ""
 
 
-def read_state(params):
+def read_state(params: dict[str, Any]) -> dict[str, Any]:
     """All that this host knows, once."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
@@ -190,7 +193,7 @@ def read_state(params):
     }
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "state_dir": {"type": "path", "required": True},

@@ -2,11 +2,16 @@
 # SPDX-License-Identifier: MIT
 """Ansible module: a transient systemd service, started by systemd-run, stopped and proven gone."""
 
+from __future__ import annotations
+
 import getpass
 import time
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    Process,
+    Unit,
     describe,
     is_up,
     listeners,
@@ -95,14 +100,14 @@ attributes:
 
 EXAMPLES = r"""
 - name: Start a run
-  transient_unit:
+  nanofleet.fleet.transient_unit:
     name: nanofleet-d4-1a2b3c4d
     argv: [/opt/nanofleet/venv/bin/python, -m, trainer, train]
     user: nanofleet
     properties: {Nice: 5, KillMode: control-group}
 
 - name: End it
-  transient_unit:
+  nanofleet.fleet.transient_unit:
     name: nanofleet-d4-1a2b3c4d
     state: absent
     ports: [29500]
@@ -141,7 +146,7 @@ NEED_ROOT = {
 address filters."""
 
 
-def assignments(properties):
+def assignments(properties: dict[str, Any]) -> list[str]:
     """`--property=` values of a dict of unit properties."""
     made = []
     for name, value in properties.items():
@@ -153,7 +158,7 @@ def assignments(properties):
     return made
 
 
-def command_line(params):
+def command_line(params: dict[str, Any]) -> list[str]:
     """The systemd-run command. `$` is doubled: systemd expands variables, and ours is literal."""
     user = params["scope"] == "user"
     command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
@@ -170,7 +175,7 @@ def command_line(params):
     return [*command, "--", *(word.replace("$", "$$") for word in params["argv"])]
 
 
-def start(module, unit):
+def start(module: AnsibleModule, unit: Unit) -> None:
     name, params = unit["name"], module.params
     if not params["argv"]:
         module.fail_json(msg=f"To start {name}, argv must hold its command.")
@@ -200,7 +205,7 @@ def start(module, unit):
     module.exit_json(changed=True, unit=after, command=command, left_out=left_out, diff=diff)
 
 
-def stop(module, unit):
+def stop(module: AnsibleModule, unit: Unit) -> None:
     name, params = unit["name"], module.params
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
     forget = params["state"] == "absent" and unit["active_state"] == "failed"
@@ -239,7 +244,7 @@ def stop(module, unit):
     module.exit_json(changed=True, unit=after_unit, ended=ended, diff=diff)
 
 
-def kill_after(seconds, name, scope, control):
+def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
     """Ask the unit to end, and kill what is left of it when `seconds` are over."""
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
@@ -249,7 +254,9 @@ def kill_after(seconds, name, scope, control):
         run([*control, "kill", "--signal=KILL", "--", name])
 
 
-def remains(name, pids, ports, timeout, scope):
+def remains(
+    name: str, pids: list[int], ports: list[int], timeout: float, scope: str
+) -> tuple[list[Process], list[Process]]:
     """What is left of the unit once `timeout` seconds have passed, or nothing as soon as all is gone."""
     deadline = time.monotonic() + timeout
     while True:
@@ -260,7 +267,7 @@ def remains(name, pids, ports, timeout, scope):
         time.sleep(0.2)
 
 
-def main():
+def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "name": {"type": "str", "required": True},
