@@ -110,7 +110,7 @@ COLLECTIONS=.ansible/collections
 
 collection() {
     link=$COLLECTIONS/ansible_collections/nanofleet/fleet
-    if [ "$(readlink "$link" || true)" != ../../../.. ]; then
+    if ! [ "$link" -ef . ]; then
         mkdir -p "${link%/*}"
         rm -rf "$link"
         ln -s ../../../.. "$link"

@@ -8,9 +8,27 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_hosts import host_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import link_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
+
 SCHEMA = 1
 Measured = Mapping[str, Mapping[str, Any]]
 Finding = Mapping[str, str]
+
+
+def examined(
+    measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All findings, reported. options: of all three kinds of findings; about: time, seconds, quick, forks."""
+    findings = [
+        *host_findings(measured, hostvars, options),
+        *path_findings(measured, options),
+        *link_findings(measured, options),
+    ]
+    rehearsal = can_rehearse(list(measured), measured, int(about["forks"]))
+    return report(measured, findings, {**about, "rehearsal": rehearsal})
 
 
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:

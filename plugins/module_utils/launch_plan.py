@@ -403,6 +403,6 @@ def launch_count_cpus(cpus: str) -> int:
     return len(named)
 
 
-def trainer_digest(_unused: Any = "") -> str:
+def trainer_digest(ignored: Any = "") -> str:
     """The digest of this release's trainer, which hosts must have installed."""
     return str(trainer.code_digest())

@@ -19,12 +19,26 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.owned_folder impor
 DOCUMENTATION = r"""
 module: data_owner
 short_description: Make a data directory, and give it with what is pushed there to one user
+description:
+  - Makes the directory, and gives it, its manifest, shards and tokenizer to O(user).
+    Other files in it keep their owner.
+  - Works on file descriptors and follows no link.
 options:
   path: {description: The data directory., type: path, required: true}
   user: {description: The user who owns it., type: str, required: true}
   reader: {description: The user whose group reads it., type: str, required: true}
   mode: {description: "Its mode, as 0750; what is in it is reached through it.", type: str, required: true}
+author: the nanofleet authors
 """
+EXAMPLES = r"""
+- name: Give the data to the service user
+  nanofleet.fleet.data_owner:
+    path: /var/lib/nanofleet/data
+    user: nanofleet
+    reader: nanofleet
+    mode: "0750"
+"""
+
 RETURN = r"""
 given: {description: Number of files and folders that belonged to another., type: int, returned: always}
 """

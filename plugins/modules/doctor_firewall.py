@@ -18,6 +18,7 @@ description:
 attributes:
   check_mode: {support: full}
 options: {}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

@@ -40,6 +40,7 @@ options:
   threads: {description: Threads that copy., type: int, default: 1}
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

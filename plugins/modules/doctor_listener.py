@@ -32,6 +32,7 @@ options:
   limit: {description: Seconds after which it ends whatever happens., type: int, default: 120}
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

@@ -38,6 +38,7 @@ options:
       ssh_port: {description: "Its SSH port, to see whether it is there at all.", type: int, default: 22}
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

@@ -30,7 +30,7 @@ options:
   limit: {description: "Seconds after which it ends, whatever it does.", type: int, default: 50}
 attributes:
   check_mode: {support: full}
-author: the nanofleet authors (@nanofleet)
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

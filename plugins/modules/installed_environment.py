@@ -20,7 +20,7 @@ description:
 attributes:
   check_mode: {support: full}
 options: {}
-author: the nanofleet authors (@nanofleet)
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

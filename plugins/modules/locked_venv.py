@@ -45,7 +45,22 @@ options:
   venvs: {description: Folder of the environments., type: path, required: true}
   link: {description: Link to the current one., type: path, required: true}
   imports: {description: Modules to try once after installing., type: list, elements: str}
+author: the nanofleet authors
 """
+
+EXAMPLES = r"""
+- name: Install the environment offline
+  nanofleet.fleet.locked_venv:
+    wheelhouse: /opt/nanofleet/wheelhouse/train
+    digest: "{{ made.digest }}"
+    requirements: "{{ lookup('ansible.builtin.file', 'requirements.lock', rstrip=false) }}"
+    tools: "{{ lookup('ansible.builtin.file', 'tools.lock', rstrip=false) }}"
+    python: python3
+    venvs: /opt/nanofleet/venvs
+    link: /opt/nanofleet/venv
+    imports: [torch]
+"""
+
 RETURN = r"""
 ready: {description: Was it in place before the call?, type: bool, returned: always}
 flaws: {description: Why one that is there is made again., type: list, elements: str, returned: always}

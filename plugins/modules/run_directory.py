@@ -52,6 +52,7 @@ options:
 attributes:
   check_mode: {support: full}
   diff_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

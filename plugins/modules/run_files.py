@@ -40,6 +40,7 @@ options:
     elements: dict
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

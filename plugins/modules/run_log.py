@@ -75,6 +75,7 @@ options:
     default: 20
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

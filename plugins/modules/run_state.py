@@ -64,6 +64,7 @@ options:
     default: []
 attributes:
   check_mode: {support: full}
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

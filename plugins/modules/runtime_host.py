@@ -24,7 +24,7 @@ options:
   folders: {description: Folders whose owner and mode are read., type: list, elements: path, default: []}
 attributes:
   check_mode: {support: full}
-author: the nanofleet authors (@nanofleet)
+author: the nanofleet authors
 """
 
 EXAMPLES = r"""

@@ -22,11 +22,22 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user impor
 DOCUMENTATION = r"""
 module: verify_shards
 short_description: Compare a data directory with its manifest, by sha256
+description:
+  - Compares the shards and the tokenizer that the manifest lists, and names files that it does not list.
+  - Remembers hashes beside the data, except in check mode, so that a second look at gigabytes takes no time.
 options:
   path: {description: The data directory., type: path, required: true}
   manifest_sha256: {description: "The manifest's own sha256; empty for any.", type: str, default: ""}
   user: {description: "Who reads them, where root would; empty for the caller.", type: str, default: ""}
+author: the nanofleet authors
 """
+EXAMPLES = r"""
+- name: Compare the data with their manifest
+  nanofleet.fleet.verify_shards:
+    path: /var/lib/nanofleet/data
+    user: nanofleet
+"""
+
 RETURN = r"""
 findings: {description: "A phrase a file that is missing, extra or altered.", type: list, returned: always}
 manifest_sha256: {description: "sha256 of manifest.json; empty without one.", type: str, returned: always}

@@ -66,7 +66,22 @@ options:
   torch: {description: "Torch's build.", type: str, choices: [cpu, cuda], default: cpu}
   torch_index: {description: "Asked for torch: an index's URL or a folder.", type: str, default: ""}
   offline: {description: Ask no index; name what is missing., type: bool, default: false}
+author: the nanofleet authors
 """
+
+EXAMPLES = r"""
+- name: Make the wheelhouse of the hosts with Python 3.11
+  nanofleet.fleet.wheelhouse:
+    source: .
+    dest: .wheelhouse/3.11-x86_64/train
+    constraints: constraints.txt
+    hashes: requirements/hashes.txt
+    extra: train
+    python_version: "3.11"
+    architecture: x86_64
+  delegate_to: localhost
+"""
+
 RETURN = r"""
 digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
 wheels: {description: Number of wheels., type: int, returned: always}
