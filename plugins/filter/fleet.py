@@ -8,6 +8,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     becoming,
     fleet_id,
+    project_folder,
 )
 
 
@@ -17,5 +18,6 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "fleet_id": fleet_id.fleet_id,
+            "project_folder": project_folder.project_folder,
             "becomes_root": becoming.becomes_root,
         }

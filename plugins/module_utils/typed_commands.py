@@ -2,7 +2,8 @@
 
 A message says `ansible-playbook status.yml`; without the person's own -i that would show another fleet. What
 ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none. setup.yml
-and doctor.yml also get the -e of this command that they depend on.
+and doctor.yml also get the -e of this command that they depend on. Where this command was typed by its full
+name (nanofleet.fleet.status), so are the commands.
 """
 
 from __future__ import annotations
@@ -19,8 +20,13 @@ from ansible.parsing.splitter import parse_kv
 
 SETTINGS = ("data_dir", "store_port")
 """Where the data are and which port the run takes: what the hosts are set up for, not what a run keeps."""
-TOLD = ("setup.yml", "doctor.yml")
-COMMAND = re.compile(r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml)| (?=\S+ -m ))")
+BY_NAME = "nanofleet.fleet."
+"""How a playbook begins that was typed by its full name, as outside of a checkout."""
+TOLD = ("setup.yml", "doctor.yml", f"{BY_NAME}setup", f"{BY_NAME}doctor")
+COMMAND = re.compile(
+    r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml|nanofleet\.fleet\.(?!lab\b)\w)| (?=\S+ -m ))"
+)
+PLAYBOOK = re.compile(r"(\bansible-playbook )(?:playbooks/)?(\w+)\.yml\b")
 
 
 def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, folder: Path) -> str:
@@ -64,6 +70,8 @@ def as_typed(text: Any, data: str = "") -> Any:
     if isinstance(text, list):
         return [as_typed(line, data) for line in text]
     cli = context.CLIARGS
+    if any(str(playbook).startswith(BY_NAME) for playbook in cli.get("args") or ()):
+        text = PLAYBOOK.sub(rf"\1{BY_NAME}\2", str(text))
     needed = options(
         cli.get("inventory") or (),
         constants.DEFAULT_HOST_LIST,

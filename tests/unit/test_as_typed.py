@@ -43,6 +43,28 @@ def test_commands_carry_what_this_one_was_given(options: str) -> None:
 
 
 @pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize(
+    "_given",
+    [
+        {
+            "args": ("nanofleet.fleet.status",),
+            "inventory": ("/else/where",),
+            "extra_vars": ("store_port=29511",),
+        }
+    ],
+    indirect=True,
+)
+def test_a_command_that_was_typed_by_name_names_others_so() -> None:
+    said = plugin.as_typed(f"{SAID} Set it up: ansible-playbook setup.yml. Go on: ansible-playbook lab.yml")
+    assert said == (
+        "See it: ansible-playbook -i /else/where nanofleet.fleet.status. "
+        "Is it on? Try: ansible -i /else/where b -m ping "
+        "Set it up: ansible-playbook -i /else/where -e store_port=29511 nanofleet.fleet.setup. "
+        "Go on: ansible-playbook nanofleet.fleet.lab"
+    )
+
+
+@pytest.mark.usefixtures("_given")
 @pytest.mark.parametrize("_given", [{"inventory": ("/else/where",)}], indirect=True)
 def test_what_is_no_command_on_the_fleet_stays() -> None:
     for text in ("ansible-playbook lab.yml -e lab_state=down", "ansible is needed", "run setup.yml again"):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible_collections.nanofleet.fleet.plugins.module_utils.project_folder import project_folder
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIONS = ROOT / ".ansible" / "collections"
@@ -250,3 +251,12 @@ def test_playbooks_resolve_by_path_and_by_name_with_their_wiring(playbook: str, 
     )  # fmt: skip
     assert done.returncode == 2, done.stdout + done.stderr
     assert "inventory depth of laptop" in done.stdout
+
+
+def test_relative_paths_begin_in_the_checkout_or_where_the_command_is_typed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PWD", "/home/ada")
+    assert project_folder("/src/nanofleet/playbooks") == "/src/nanofleet"
+    installed = "/root/.ansible/collections/ansible_collections/nanofleet/fleet/playbooks"
+    assert project_folder(installed) == "/home/ada"
