@@ -82,5 +82,5 @@ docs: venv ## the documentation as a site, in build/site (needs no network once 
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 .PHONY: clean
-clean: ## caches and build outputs of this checkout (not .venv, data, .lab)
-	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache .ansible build dist artifacts
+clean: ## caches and build outputs of this checkout (not .venv, .ansible, data, .lab)
+	rm -rf .cache .mypy_cache .pytest_cache .ruff_cache build dist artifacts

@@ -1,24 +1,16 @@
 """What is known of a run: its hosts' reports folded into one state. No terminal here."""
 
 import json
-import runpy
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_commands as commands
 
 from fleet.text import Point, number
 
 ENDED = ("finished", "stopped", "retryable", "final")
-
-
-# The words of status.yml, whose role keeps them, with the commands as typed: the console shows the same.
-_ROOT = Path(__file__).resolve().parent.parent
-status = SimpleNamespace(
-    **runpy.run_path(str(_ROOT / "roles" / "launch" / "filter_plugins" / "launch_status.py"))
-)
-commands = SimpleNamespace(**runpy.run_path(str(_ROOT / "plugins" / "filter" / "as_typed.py")))
 
 
 def is_report(result: object) -> bool:

@@ -2,7 +2,8 @@
 # Installs what is missing, and says so before it does.
 #   scripts/bootstrap.sh lab    the system packages a lab needs (Debian, Ubuntu); sudo only if something is missing
 #   scripts/bootstrap.sh noble  the keys of Ubuntu's archive, which a lab of Ubuntu 24.04 hosts needs besides
-#   scripts/bootstrap.sh venv   .venv with all that a controller needs, pinned by constraints.txt
+#   scripts/bootstrap.sh venv   .venv with all that a controller needs, pinned by constraints.txt, and a link by which
+#                               Ansible finds this checkout as the collection nanofleet.fleet
 # Settings: PYTHON (which Python makes the venv), TORCH_INDEX_URL (where torch's CPU build comes from).
 # Done before, it does nothing and takes no time.
 set -eu
@@ -104,10 +105,28 @@ find_python() {
     die "Python 3.11 to 3.13 is needed, and ${PYTHON:-python3} is not here; on Debian and Ubuntu: apt-get install python3 python3-venv"
 }
 
+# The checkout is the collection nanofleet.fleet: ansible.cfg looks for it here, and so do the console and the tests.
+COLLECTIONS=.ansible/collections
+
+collection() {
+    link=$COLLECTIONS/ansible_collections/nanofleet/fleet
+    if ! [ "$link" -ef . ]; then
+        mkdir -p "${link%/*}"
+        rm -rf "$link"
+        ln -s ../../../.. "$link"
+    fi
+    for packages in .venv/lib/python3*/site-packages; do
+        path=$packages/nanofleet_collection.pth
+        [ ! -d "$packages" ] || [ "$(cat "$path" 2>/dev/null || true)" = "$PWD/$COLLECTIONS" ] ||
+            printf '%s\n' "$PWD/$COLLECTIONS" >"$path"
+    done
+}
+
 venv() {
     stamp=.venv/.nanofleet
     digest=$(cat pyproject.toml constraints.txt | cksum)
     if [ -x .venv/bin/python ] && [ "$(cat "$stamp" 2>/dev/null || true)" = "$digest" ]; then
+        collection
         return
     fi
     python=$(find_python)
@@ -137,6 +156,7 @@ venv() {
     fi
     echo "bootstrap: installing the controller's packages into .venv (a few minutes, once)"
     .venv/bin/python -m pip install "$@" || die "pip could not install the packages; its last lines above say which and why"
+    collection
     printf '%s\n' "$digest" >"$stamp"
 }
 

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 def ports_of(words: Iterable[str]) -> list[int]:
     """`22`, `20000-20999` -> the ports."""
-    ports = []
+    ports: list[int] = []
     for word in words:
         low, _, high = word.partition("-")
         ports += range(int(low), int(high or low) + 1)

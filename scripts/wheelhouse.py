@@ -11,33 +11,21 @@ fetched again.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 import platform
 import sys
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
-import ansible.module_utils
+from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import runtime_kind
+from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
 
 ROOT = Path(__file__).resolve().parents[1]
-ROLE = ROOT / "roles" / "runtime"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 SETS = {
     "train": True,
     "tracker": False,
 }  # extras that setup.yml installs, with the project's own wheel or without
-
-
-def load(path: Path) -> ModuleType:
-    """A module or plugin of the role, which lies on no import path."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{path} cannot be loaded")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -60,16 +48,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = parse(argv)
-    ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
-    wheelhouse, filters = (
-        load(ROLE / "library" / "wheelhouse.py"),
-        load(ROLE / "filter_plugins" / "runtime.py"),
-    )
     index = args.torch_index or (CPU_INDEX if args.torch == "cpu" else "")
     for extra, project in SETS.items():
         # The tracker has no torch, and so its kind is that of a CPU host.
         torch = {"torch": args.torch, "index": index} if project else {"torch": "cpu", "index": CPU_INDEX}
-        kind = filters.runtime_kind({"python": args.python, "machine": args.machine, **torch})
+        kind = runtime_kind({"python": args.python, "machine": args.machine, **torch})
         wanted: dict[str, Any] = {
             "source": str(ROOT),
             "dest": str(args.out.resolve() / kind / extra),

@@ -4,6 +4,13 @@
 # does so when it is first needed): so it comes first, whichever test a worker begins with.
 import torch._dynamo  # noqa: F401  isort: skip
 
-from e2e.lab import dataset as dataset
-from e2e.lab import fleet as fleet
-from wheels import house as house
+from pathlib import Path
+
+from ansible.plugins.loader import init_plugin_loader
+
+# As in ansible-playbook, Ansible's own loader imports the collection, for filters in templates.
+init_plugin_loader([str(Path(__file__).resolve().parents[1] / ".ansible" / "collections")])
+
+from e2e.lab import dataset as dataset  # noqa: E402
+from e2e.lab import fleet as fleet  # noqa: E402
+from wheels import house as house  # noqa: E402

@@ -5,26 +5,16 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_plan as launch
+from ansible_collections.nanofleet.fleet.plugins.modules import (
+    run_state,
+)
 
 from trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE = ROOT / "roles" / "launch"
 
-unit_facts = load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
-log = load(ROLE / "module_utils" / "nanofleet_log.py", "ansible.module_utils.nanofleet_log")
-user_facts = load(ROLE / "module_utils" / "nanofleet_user.py", "ansible.module_utils.nanofleet_user")
-run_dir_facts = load(ROLE / "module_utils" / "nanofleet_run.py", "ansible.module_utils.nanofleet_run")
-transient_unit = load(ROLE / "library" / "transient_unit.py")
-run_state = load(ROLE / "library" / "run_state.py")
-run_directory = load(ROLE / "library" / "run_directory.py")
-run_files = load(ROLE / "library" / "run_files.py")
-launch = load(ROLE / "filter_plugins" / "launch.py")
-alone = load(ROLE / "filter_plugins" / "launch_alone.py")
-installed = load(ROLE / "filter_plugins" / "launch_installed.py")
-report = load(ROLE / "filter_plugins" / "launch_report.py")
-status = load(ROLE / "filter_plugins" / "launch_status.py")
 
 HOSTS = ["tower", "laptop"]
 

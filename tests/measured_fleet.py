@@ -6,16 +6,12 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_hosts as hosts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_links as links
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_paths as paths
 
 ROLE = Path(__file__).resolve().parents[1] / "roles" / "doctor"
 
-
-doctor = load(ROLE / "filter_plugins" / "doctor.py")
-ways = load(ROLE / "filter_plugins" / "doctor_ways.py")
-links = load(ROLE / "filter_plugins" / "doctor_links.py")
-hosts = load(ROLE / "filter_plugins" / "doctor_hosts.py")
-report = load(ROLE / "filter_plugins" / "doctor_report.py")
 
 OPTIONS = {
     "port_low": 20000, "port_high": 20999, "store_port": 29500, "slow_mbit": 300.0, "slow_rtt_ms": 10.0,
@@ -94,7 +90,7 @@ def all_findings(measured: Measured, hostvars: dict[str, Any] | None = None) -> 
     variables = hostvars or {name: {} for name in measured}
     return [
         *hosts.host_findings(measured, variables, OPTIONS),
-        *ways.way_findings(measured, OPTIONS),
+        *paths.path_findings(measured, OPTIONS),
         *links.link_findings(measured, OPTIONS),
     ]
 

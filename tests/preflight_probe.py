@@ -3,16 +3,11 @@
 from pathlib import Path
 from typing import Any
 
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_hosts as hosts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_run as run
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_use as use
 
 ROOT = Path(__file__).resolve().parents[1]
-PLUGINS = ROOT / "roles" / "preflight" / "filter_plugins"
-
-
-preflight = load(PLUGINS / "preflight.py")
-hosts = load(PLUGINS / "preflight_hosts.py")
-run = load(PLUGINS / "preflight_run.py")
-use = load(PLUGINS / "preflight_use.py")
 
 LIMITS: dict[str, Any] = {
     "free_gb": 3,

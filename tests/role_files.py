@@ -1,9 +1,8 @@
-"""Plugins and modules of the roles, which are files and no package, for the tests."""
+"""What tests of the collection's modules share."""
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,16 +11,12 @@ import pytest
 from ansible.module_utils import basic
 from ansible.module_utils.testing import patch_module_args
 
+ROOT = Path(__file__).resolve().parents[1]
 
-def load(path: Path, name: str = "") -> ModuleType:
-    """The module of a file; named, so that others may import it, as Ansible's module_utils are."""
-    spec = importlib.util.spec_from_file_location(name or f"tested_{path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+
+def with_collection() -> dict[str, str]:
+    """This process's environment, for a Python that imports the collection."""
+    return {**os.environ, "PYTHONPATH": str(ROOT / ".ansible" / "collections")}
 
 
 class LeftError(Exception):

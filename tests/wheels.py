@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import importlib
-import sys
 import zipfile
 from pathlib import Path
 from typing import Any
 
-import ansible.module_utils
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE = ROOT / "roles" / "runtime"
-sys.path.insert(0, str(ROLE / "module_utils"))
-ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
-
-
-wheelhouse = load(ROLE / "library" / "wheelhouse.py")
-locked_venv = load(ROLE / "library" / "locked_venv.py")
-filters = load(ROLE / "filter_plugins" / "runtime.py")
-locks = importlib.import_module("ansible.module_utils.nanofleet_lock")
-pins = importlib.import_module("ansible.module_utils.nanofleet_pins")
-hashes = importlib.import_module("ansible.module_utils.nanofleet_hashes")
-pip = importlib.import_module("ansible.module_utils.nanofleet_pip")
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), body: str = "") -> Path:

@@ -273,7 +273,6 @@ def test_the_sender_goes_with_rank_0(server: StandIn, tmp_path: Path, track: Tra
     """Killed without a word, rank 0 leaves nothing behind that holds the run; its last lines arrive."""
     program = f"""
 import os, signal, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
 from trainer.tracking.tracker import Tracker
 from trainer.tracking.files import Facts
 from pathlib import Path

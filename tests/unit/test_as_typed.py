@@ -7,10 +7,9 @@ import pytest
 import yaml
 from ansible import constants, context
 from ansible.module_utils.common.collections import ImmutableDict
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_commands as plugin
 
 ROOT = Path(__file__).resolve().parents[2]
-plugin = load(ROOT / "plugins" / "filter" / "as_typed.py")
 
 SAID = "See it: ansible-playbook status.yml. Is it on? Try: ansible b -m ping"
 
@@ -41,6 +40,28 @@ def test_commands_carry_what_this_one_was_given(options: str) -> None:
         f"See it: ansible-playbook {options}status.yml. Is it on? Try: ansible {options}b -m ping"
     )
     assert plugin.as_typed(["", SAID]) == ["", plugin.as_typed(SAID)]
+
+
+@pytest.mark.usefixtures("_given")
+@pytest.mark.parametrize(
+    "_given",
+    [
+        {
+            "args": ("nanofleet.fleet.status",),
+            "inventory": ("/else/where",),
+            "extra_vars": ("store_port=29511",),
+        }
+    ],
+    indirect=True,
+)
+def test_a_command_that_was_typed_by_name_names_others_so() -> None:
+    said = plugin.as_typed(f"{SAID} Set it up: ansible-playbook setup.yml. Go on: ansible-playbook lab.yml")
+    assert said == (
+        "See it: ansible-playbook -i /else/where nanofleet.fleet.status. "
+        "Is it on? Try: ansible -i /else/where b -m ping "
+        "Set it up: ansible-playbook -i /else/where -e store_port=29511 nanofleet.fleet.setup. "
+        "Go on: ansible-playbook nanofleet.fleet.lab"
+    )
 
 
 @pytest.mark.usefixtures("_given")
@@ -78,7 +99,9 @@ def test_setup_is_not_sent_to_a_folder_without_data(tmp_path: Path) -> None:
 def test_every_command_in_a_message_of_a_task_goes_through_it() -> None:
     for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
         for said in _messages(yaml.safe_load(path.read_text())):
-            left = re.sub(r"\{\{(?:(?!\}\}).)*\| as_typed(?:\(\w+\))? \}\}", "", said, flags=re.DOTALL)
+            left = re.sub(
+                r"\{\{(?:(?!\}\}).)*\| nanofleet\.fleet\.as_typed(?:\(\w+\))? \}\}", "", said, flags=re.DOTALL
+            )
             assert not plugin.COMMAND.search(left), f"{path}: {said}"
 
 

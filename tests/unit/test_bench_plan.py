@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import bench_plan as filters
 
 from benchmarks import bars, lab
 from benchmarks.stages import GROUPS, Group
@@ -17,9 +17,6 @@ from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-filters = load(ROOT / "roles/bench/filter_plugins/bench.py")
 
 
 def plan(asked: str = "", hosts: tuple[str, ...] = ("a", "b"), **config: Any) -> list[dict[str, Any]]:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from role_files import call, load
+from ansible_collections.nanofleet.fleet.plugins.module_utils.fleet_id import fleet_id
+from ansible_collections.nanofleet.fleet.plugins.modules import fleet_claim
+from role_files import call
 
 ROOT = Path(__file__).resolve().parents[2]
-fleet_claim = load(ROOT / "roles" / "claim" / "library" / "fleet_claim.py")
-fleet_id = load(ROOT / "plugins" / "filter" / "fleet_id.py").fleet_id
 HOSTS = {"tower": "10.0.0.1", "laptop": "10.0.0.2"}
 
 

@@ -6,14 +6,11 @@ import os
 import pwd
 from pathlib import Path
 
-import ansible.module_utils
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import service_user
+from ansible_collections.nanofleet.fleet.plugins.modules import data_owner as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
-ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
-module = load(ROLE / "library" / "data_owner.py")
-owner = load(ROLE / "module_utils" / "nanofleet_owner.py")
 
 ME, OTHER = pwd.getpwuid(os.getuid()).pw_name, "nobody"
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
@@ -86,10 +83,10 @@ def test_data_are_read_as_their_owner_and_not_as_root(data: Path) -> None:
     """Else a link to a file that only root reads would be read, and remembered, for whoever planted it."""
     (data / "secret").touch(mode=0o600)
     (data / "link").symlink_to(data / "secret")
-    with owner.acting_as(OTHER):
+    with service_user.acting_as(OTHER):
         assert (os.geteuid(), os.getegid()) == pwd.getpwnam(OTHER)[2:4]
         with pytest.raises(PermissionError):
             (data / "link").read_bytes()
-    with owner.acting_as("no-such-user"):
+    with service_user.acting_as("no-such-user"):
         assert os.geteuid() == 0
     assert (os.geteuid(), os.getegid()) == (0, os.getgid())

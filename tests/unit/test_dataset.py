@@ -9,13 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import dataset_findings as filters
+from ansible_collections.nanofleet.fleet.plugins.modules import verify_shards as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
-
-
-module = load(ROLE / "library" / "verify_shards.py")
-filters = load(ROLE / "filter_plugins" / "dataset.py")
 
 
 def sha(data: bytes) -> str:

@@ -8,11 +8,8 @@ import json
 from typing import Any
 
 import pytest
-from measured_fleet import (
-    doctor,
-    fleet,
-    shut,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
+from measured_fleet import fleet, shut
 
 # -- who does what -----------------------------------------------------------------------------------------
 
@@ -87,8 +84,8 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
             },
             "__doctor_ways": {"peers": {"laptop": {"ports": []}}},
             "__doctor_rates": [{"peers": {"laptop": {"sent_mbit": 1.0}}}, {"skipped": True}],
-            "__doctor_installed": {"rc": 0, "stdout": 'warning\n{"torch": "2.13"}'},
-            "__doctor_rehearsed": {"rc": 1, "stdout": "", "stderr": "x"},
+            "__doctor_installed": {"installed": {"torch": "2.13"}},
+            "__doctor_rehearsed": {"failed": True, "msg": "x"},
         },
         "laptop": {"__launch_held": {"unreachable": True, "msg": "timed out"}},
     }  # fmt: skip

@@ -5,12 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from measured_fleet import (
-    all_findings,
-    doctor,
-    fleet,
-    only,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
+from measured_fleet import all_findings, fleet, only
 
 
 @pytest.mark.parametrize(

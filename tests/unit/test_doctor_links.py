@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from measured_fleet import (
-    DROP,
-    a_link,
-    all_findings,
-    fleet,
-    only,
-    shut,
-)
+from measured_fleet import DROP, a_link, all_findings, fleet, only, shut
 
 
 def test_a_forced_interface_is_told_once_and_not_its_consequences() -> None:

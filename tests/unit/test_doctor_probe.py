@@ -16,16 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import peer_listener as listening
+from ansible_collections.nanofleet.fleet.plugins.module_utils import peer_prober as probing
+from ansible_collections.nanofleet.fleet.plugins.modules import doctor_firewall as firewall
+from ansible_collections.nanofleet.fleet.plugins.modules import doctor_host as host
+from role_files import with_collection
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "doctor"
 TOKEN = secrets.token_hex(16)  # its control socket has one name on this machine
-
-
-listening = load(ROLE / "module_utils" / "nanofleet_listener.py", "ansible.module_utils.nanofleet_listener")
-probing = load(ROLE / "module_utils" / "nanofleet_prober.py", "ansible.module_utils.nanofleet_prober")
-firewall = load(ROLE / "library" / "doctor_firewall.py", "doctor_firewall")
-host = load(ROLE / "library" / "doctor_host.py", "doctor_host")
 
 
 @pytest.fixture
@@ -175,9 +173,7 @@ def test_a_connection_that_breaks_off_is_told(
 # -- the listener's end --------------------------------------------------------------------------------------
 
 DETACHED = """
-import sys
-sys.path.insert(0, {folder!r})
-import nanofleet_listener as n
+from ansible_collections.nanofleet.fleet.plugins.module_utils import peer_listener as n
 listener = n.Listener("laptop", {token!r}, limit={limit}, idle={idle})
 port = listener.open("127.0.0.1", 0)
 listener.open_control()
@@ -187,9 +183,14 @@ print(port, n.detach(listener, {limit}), flush=True)
 
 def detached(token: str, limit: float, idle: float) -> tuple[int, int]:
     """(port, pid) of a listener in a process of its own, whose parent has ended."""
-    code = DETACHED.format(folder=str(ROLE / "module_utils"), token=token, limit=limit, idle=idle)
+    code = DETACHED.format(token=token, limit=limit, idle=idle)
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=20
+        [sys.executable, "-c", code],
+        env=with_collection(),
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=20,
     )
     port, pid = done.stdout.split()
     return int(port), int(pid)
@@ -345,26 +346,23 @@ def test_links_have_addresses_and_a_kind() -> None:
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
+REHEARSAL = """
+import json, sys
+from ansible_collections.nanofleet.fleet.plugins.module_utils.rehearsal import rehearse_in_child
+print(json.dumps(rehearse_in_child(json.loads(sys.argv[1]))))
+"""
+
+
 def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
+    """What the module doctor_rehearsal returns for each part, all of them at the same time."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-", json.dumps(part)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-c", REHEARSAL, json.dumps(part)], stdout=subprocess.PIPE, text=True,
+            env={**with_collection(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
         for part in parts
     ]  # fmt: skip
-    code = (ROLE / "files" / "rehearse.py").read_text()
-    outputs = []
-    for process in running:
-        assert process.stdin is not None
-        process.stdin.write(code)
-        process.stdin.close()
-    for process in running:
-        assert process.stdout is not None
-        outputs.append(json.loads(process.stdout.read().splitlines()[-1]))
-        process.wait(60)
-    return outputs
+    return [json.loads(process.communicate(timeout=60)[0]) for process in running]
 
 
 @pytest.mark.processes

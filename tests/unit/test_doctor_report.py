@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import json
 
-from measured_fleet import (
-    all_findings,
-    doctor,
-    fleet,
-    report,
-    shut,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
+from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_report as report
+from measured_fleet import all_findings, fleet, shut
 
 ABOUT = {"time": 1.0, "seconds": 12.34, "quick": False, "rehearsal": {"hosts": [], "why": ""}}
 

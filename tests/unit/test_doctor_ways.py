@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from measured_fleet import (
-    DROP,
-    all_findings,
-    fleet,
-    only,
-    shut,
-)
+from measured_fleet import DROP, all_findings, fleet, only, shut
 
 
 @pytest.mark.parametrize("names", [("tower",), ("tower", "laptop"), ("tower", "laptop", "attic")])

@@ -14,15 +14,14 @@ import yaml
 from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
+from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check as knobs
 
 from trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ROOT / "roles"
 PREFLIGHT = ROLES / "preflight"
-knobs = load(PREFLIGHT / "action_plugins" / "preflight_knobs.py")
-preflight = load(PREFLIGHT / "filter_plugins" / "preflight.py")
 KNOWN = knobs.known_names(
     ROLES, ROOT / "playbooks" / "group_vars" / "all.yml", PREFLIGHT / "vars" / "knobs.yml"
 )
@@ -153,7 +152,8 @@ def test_no_value_is_a_command_in_the_probe_as_root(value: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", MEAN)
 def test_no_value_is_a_second_line_of_an_environment_file(value: str) -> None:
-    quote = load(ROOT / "plugins" / "filter" / "systemd_quote.py").systemd_env
+    from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_quote import systemd_env as quote
+
     if "\n" in value:
         with pytest.raises(AnsibleError, match="line break"):
             quote(value)
@@ -225,8 +225,8 @@ def dict_of(unit: str, name: str, setting: str) -> str:
 
 
 def test_a_unit_s_properties_take_one_line(tmp_path: Path) -> None:
-    load(ROLES / "launch" / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
-    transient_unit = load(ROLES / "launch" / "library" / "transient_unit.py", "transient_unit")
+    from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
+
     with pytest.raises(RuntimeError, match=r"MemoryMax.* has a line break"):
         transient_unit.assignments({"MemoryMax": "8G\nExecStart=/bin/x"})
 

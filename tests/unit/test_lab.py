@@ -11,14 +11,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import lab_plan as lab
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "lab"
 BOOTSTRAP = ROOT / "scripts" / "bootstrap.sh"
-
-
-lab = load(ROLE / "filter_plugins" / "lab.py")
 
 
 # The subnet
@@ -324,8 +321,31 @@ def test_a_venv_that_fits_is_left_alone(tmp_path):
         "cat pyproject.toml constraints.txt | cksum", shell=True, cwd=here, capture_output=True, text=True
     )
     (here / ".venv/.nanofleet").write_text(sums.stdout)
-    done = bootstrap("venv", tools(tmp_path, *BARE), cwd=here)
+    packages = here / ".venv/lib/python3.12/site-packages"
+    packages.mkdir(parents=True)
+    done = bootstrap("venv", tools(tmp_path, *BARE, "mkdir", "rm", "ln"), cwd=here)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    link = here / ".ansible/collections/ansible_collections/nanofleet/fleet"
+    assert link.resolve() == here.resolve()
+    assert (packages / "nanofleet_collection.pth").read_text() == f"{here}/.ansible/collections\n"
+    again = tmp_path / "again"
+    again.mkdir()
+    assert bootstrap("venv", tools(again, *BARE), cwd=here).returncode == 0, "nothing is left to be made"
+
+
+def test_a_link_to_another_checkout_is_replaced(tmp_path):
+    here, link = checkout(tmp_path), ".ansible/collections/ansible_collections/nanofleet/fleet"
+    (here / link).parent.mkdir(parents=True)
+    (here / link).symlink_to(tmp_path)
+    (here / ".venv/bin").mkdir(parents=True)
+    (here / ".venv/bin/python").symlink_to("/bin/true")
+    sums = subprocess.run(
+        "cat pyproject.toml constraints.txt | cksum", shell=True, cwd=here, capture_output=True
+    )
+    (here / ".venv/.nanofleet").write_bytes(sums.stdout)
+    assert bootstrap("venv", tools(tmp_path, *BARE, "mkdir", "rm", "ln"), cwd=here).returncode == 0
+    assert (here / link).resolve() == here.resolve()
+    assert (tmp_path / "checkout").exists(), "the other one is left as it is"
 
 
 def checkout(folder: Path) -> Path:

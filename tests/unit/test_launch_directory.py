@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_role import ROLE, ROOT, run_dir_facts, run_directory, run_files, run_state, user_facts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import service_user as user_facts
+from ansible_collections.nanofleet.fleet.plugins.modules import run_directory, run_files, run_state
+from launch_role import ROLE, ROOT
 from role_files import call
 
 USER = "nobody"

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import yaml
 from ansible.errors import AnsibleFilterError
-from launch_role import ROLE, ROOT
-from role_files import call, load
-
-run_log = load(ROLE / "library" / "run_log.py")
-run_files = load(ROLE / "library" / "run_files.py")
-logs = load(ROLE / "filter_plugins" / "launch_logs.py")
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_logs as logs
+from ansible_collections.nanofleet.fleet.plugins.modules import run_files, run_log
+from launch_role import ROOT
+from role_files import call
 
 
 @pytest.fixture

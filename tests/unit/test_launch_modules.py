@@ -11,16 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_role import (
-    beat,
-    log,
-    report,
-    run_dir_facts,
-    run_state,
-    status,
-    transient_unit,
-    unit_facts,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_report as report
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import log_lines as log
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
+from ansible_collections.nanofleet.fleet.plugins.modules import run_state, transient_unit
+from launch_role import beat
 from role_files import call
 
 # -- transient_unit, over fake systemctl and systemd-run -------------------------------------------------

@@ -9,18 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from launch_role import (
-    HOSTS,
-    ROLE,
-    ROOT,
-    alone,
-    beat,
-    installed,
-    launch,
-    plan,
-    state,
-    stored,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_installed as installed
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_plan as launch
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_transfer as alone
+from launch_role import HOSTS, ROLE, ROOT, beat, plan, state, stored
 
 from trainer.config import SCHEMA, RunConfig, code_digest
 

@@ -10,16 +10,10 @@ import time
 from typing import Any
 
 import pytest
-from launch_role import (
-    HOSTS,
-    beat,
-    plan,
-    report,
-    state,
-    status,
-    stored,
-    unit_facts,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_report as report
+from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
+from launch_role import HOSTS, beat, plan, state, stored
 
 
 def test_status_of_a_live_run_with_a_lost_host() -> None:

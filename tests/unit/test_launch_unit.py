@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from ansible.parsing.dataloader import DataLoader
-from ansible.plugins.loader import filter_loader
 from ansible.template import Templar
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils.launch_allowed import allowed
+from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 from trainer.outcome import SIGTERM_WRITE_SECONDS
 
@@ -22,12 +22,6 @@ HOSTS = {
     "launch_plan": {"run_id": "a", "file": {"hosts": ["tower", "laptop"]}},
 }
 PLACE = {"launch_interface": "eno1", "launch_threads": 4, "launch_nproc_per_node": 2}
-
-
-load(ROLE / "module_utils" / "nanofleet_unit.py", "ansible.module_utils.nanofleet_unit")
-transient_unit = load(ROLE / "library" / "transient_unit.py", "transient_unit")
-allowed = load(ROLE / "filter_plugins" / "launch_allowed.py").allowed
-filter_loader.add_directory(str(ROLE / "filter_plugins"))
 
 
 def rendered(name: str, **given: Any) -> Any:

@@ -5,13 +5,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import network_interfaces as network
+from ansible_collections.nanofleet.fleet.plugins.modules import network_links as links_module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
-
-
-network = load(ROLE / "filter_plugins" / "network.py")
-links_module = load(ROLE / "library" / "network_links.py")
 
 
 def link(name: str, *addresses: str, kind: str = "", **flags: bool) -> dict[str, object]:

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-import ansible.module_utils
 import pytest
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import network_rules as rules
+from ansible_collections.nanofleet.fleet.plugins.modules import ephemeral_ports as ports
+from ansible_collections.nanofleet.fleet.plugins.modules import firewall_in_force as in_force
+from ansible_collections.nanofleet.fleet.plugins.modules import fleet_firewall as firewall
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
-ansible.module_utils.__path__.append(str(ROLE / "module_utils"))
-sys.path.insert(0, str(ROLE / "module_utils"))
 
 
-rules = load(ROLE / "filter_plugins" / "network_rules.py")
-firewall = load(ROLE / "library" / "fleet_firewall.py")
-ports = load(ROLE / "library" / "ephemeral_ports.py")
-in_force = load(ROLE / "library" / "firewall_in_force.py")
 PEERS = {"laptop": "10.0.0.11", "attic": "10.0.0.12"}
 
 

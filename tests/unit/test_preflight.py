@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import yaml
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
+from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check as knobs
 
 from trainer.config import RunConfig
 
@@ -14,8 +15,6 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
 
 
-knobs = load(ROLE / "action_plugins" / "preflight_knobs.py")
-preflight = load(ROLE / "filter_plugins" / "preflight.py")
 KNOWN = knobs.known_names(
     ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "knobs.yml"
 )

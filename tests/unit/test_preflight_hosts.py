@@ -3,18 +3,10 @@
 import re
 
 import pytest
-from preflight_probe import (
-    AWAKE,
-    GOOD,
-    LIMITS,
-    ROOT,
-    ROOT_OK,
-    host,
-    hosts,
-    preflight,
-    put,
-    told,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_hosts as hosts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
+from preflight_probe import AWAKE, GOOD, LIMITS, ROOT, ROOT_OK, host, put, told
 
 
 def test_a_fit_host_has_no_finding() -> None:
@@ -166,7 +158,7 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
         "__preflight_root": {"msg": "Missing sudo"},
     }
     found = hosts.host_findings(["a", "laptop"], {"a": down, "laptop": old}, LIMITS)
-    lines = preflight.table(found).splitlines()
+    lines = findings.table(found).splitlines()
     assert lines[0] == "3 findings; nothing was changed."
     assert [line.split("  ")[0] for line in lines[1::2]] == ["a", "laptop", "laptop"]
     assert all(line.strip().startswith("Type: ") for line in lines[2::2])
@@ -174,11 +166,11 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
 
 def test_warnings_follow_what_stops() -> None:
     found = told(put(AWAKE, machine="riscv64"))
-    assert preflight.table(found).splitlines()[::2] == [
+    assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "        Type: remove laptop from the inventory",
         "laptop  It falls asleep when its lid is closed; a run holds that back while it computes, but not "
         "between two attempts.",
     ]
-    assert preflight.refusals(found) == found[:1]
-    assert preflight.table(found[1:]).startswith("1 warning; nothing stops for it.\n")
+    assert findings.refusals(found) == found[:1]
+    assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")

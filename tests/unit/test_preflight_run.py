@@ -3,15 +3,8 @@
 import json
 
 import pytest
-from preflight_probe import (
-    GOOD,
-    ROOT_OK,
-    host,
-    put,
-    run,
-    severity,
-    told,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_run as run
+from preflight_probe import GOOD, ROOT_OK, host, put, severity, told
 
 
 def test_a_run_that_fits_has_no_finding() -> None:

@@ -1,14 +1,7 @@
 """What preflight says of how a host is used: other work, sleep, battery, ports in other hands."""
 
 import pytest
-from preflight_probe import (
-    AWAKE,
-    GOOD,
-    ROOT_OK,
-    host,
-    put,
-    told,
-)
+from preflight_probe import AWAKE, GOOD, ROOT_OK, host, put, told
 
 
 def test_other_work_is_named_with_its_owner() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import yaml
-from preflight_probe import GOOD, hosts, preflight, put
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_hosts as hosts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
+from ansible_collections.nanofleet.fleet.plugins.module_utils import reset_report as reset
+from preflight_probe import GOOD, put
 
 ROOT = Path(__file__).resolve().parents[2]
-reset = load(ROOT / "roles" / "reset" / "filter_plugins" / "reset.py")
 ADDRESSES = {"tower": "192.0.2.1", "laptop": "192.0.2.2", "old": "192.0.2.3", "localhost": "127.0.0.1"}
 FLEET = {"coordinator": ["tower"], "workers": ["laptop"]}
 

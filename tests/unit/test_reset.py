@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from role_files import load
+from ansible_collections.nanofleet.fleet.plugins.module_utils import reset_report as reset
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "reset"
-reset = load(ROLE / "filter_plugins" / "reset.py")
 
 HOSTVARS = {
     "tower": {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -11,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import filters, locked_venv, locks, make_wheel
+from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as filters
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
+from ansible_collections.nanofleet.fleet.plugins.modules import locked_venv
+from wheels import make_wheel
 
 
 def sent(wheels: Path) -> dict[str, Any]:
@@ -174,7 +176,7 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
         python, torch, index = [*kind.split("/", 2), "", ""][:3]
         seen = {"python": python, "machine": "x86_64"}
         found[name] = {
-            "__runtime_probe": {"stdout": json.dumps(seen)},
+            "__runtime_probe": {"host": seen},
             "__runtime_build": {"torch": torch or "cpu", "index": index},
             "__runtime_asked": {
                 "ready": True,

@@ -13,9 +13,17 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as filters
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_hashes as hashes
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pins as pins
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pip as pip
+from ansible_collections.nanofleet.fleet.plugins.modules import runtime_host, wheelhouse
 from packaging.version import Version
-from role_files import load
-from wheels import INDEX, ROLE, ROOT, filters, hashes, locks, make_wheel, pins, pip, wheelhouse
+from role_files import call
+from wheels import INDEX, ROLE, ROOT, make_wheel
+
+from scripts import lock
 
 HASHES = ROOT / "requirements" / "hashes.txt"
 SECRET = "https://me:secret@index.example/simple"
@@ -164,16 +172,17 @@ def test_an_index_with_a_password_is_on_no_command_line(
     assert mode == 0o600
 
 
-def test_an_index_with_a_password_is_sent_to_no_host_and_shown_nowhere() -> None:
+def test_an_index_with_a_password_is_sent_to_no_host_and_shown_nowhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     [look, note] = yaml.safe_load((ROLE / "tasks" / "look.yml").read_text())
     assert "index" not in json.dumps(look), "the arguments of a process on a host are everybody's to read"
     assert note["no_log"] is True
-    said = subprocess.run(
-        [sys.executable, "-I", str(ROLE / "files" / "probe.py"), "root", "/"], capture_output=True, text=True
-    )
-    assert json.loads(said.stdout)["account"]["home"] == "/root"
+    seen = call(runtime_host, monkeypatch, python=sys.executable, user="root", folders=["/"])["host"]
+    assert seen["account"]["home"] == "/root"
+    assert seen["python"] == ".".join(map(str, sys.version_info[:2]))
     host = {
-        "__runtime_probe": {"stdout": '{"python": "3.11", "machine": "x86_64"}'},
+        "__runtime_probe": {"host": {"python": "3.11", "machine": "x86_64"}},
         "__runtime_build": {"torch": "cuda", "index": "https://me:secret@index.example"},
     }
     assert filters.runtime_kinds(["a"], {"a": host}) == [
@@ -185,7 +194,6 @@ def test_the_scripts_put_no_index_on_a_command_line_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """make venv with TORCH_INDEX_URL, and make lock; a stand-in for Python keeps what it was called with."""
-    lock = load(ROOT / "scripts" / "lock.py")
     seen: list[list[str]] = []
 
     def run(command: list[str], **settings: Any) -> subprocess.CompletedProcess[str]:

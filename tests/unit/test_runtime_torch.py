@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from wheels import ROOT, locks, make_wheel, pins, wheelhouse
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pins as pins
+from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
+from wheels import ROOT, make_wheel
 
 # Requires-Dist of torch 2.13.0's CUDA build, as the index has it, and part of its cuda-toolkit's.
 TORCH_CUDA = (

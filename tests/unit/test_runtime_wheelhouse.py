@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from role_files import load
-from wheels import ROLE, ROOT, locks, names, pins, pip, wheelhouse
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pins as pins
+from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pip as pip
+from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
+from wheels import ROLE, ROOT, names
+
+from scripts.wheelhouse import CPU_INDEX
 
 
 def test_requirements_follow_the_hosts_markers_and_extras(house: dict[str, Any]) -> None:
@@ -145,4 +150,4 @@ def test_an_index_is_a_url_or_a_folder(tmp_path: Path) -> None:
 
 def test_the_wheelhouse_script_asks_the_index_that_setup_asks() -> None:
     defaults = (ROLE / "defaults" / "main.yml").read_text()
-    assert f"'{load(ROOT / 'scripts' / 'wheelhouse.py').CPU_INDEX}'" in defaults
+    assert f"'{CPU_INDEX}'" in defaults

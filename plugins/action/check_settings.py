@@ -1,0 +1,46 @@
+"""Check the settings a person asked for, on the controller. See the module's docs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible.utils.vars import load_extra_vars
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import (
+    check,
+    known_names,
+    read_yaml,
+    role_names,
+)
+from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
+
+COLLECTION = Path(__file__).resolve().parents[2]
+ROLES = COLLECTION / "roles"
+KNOBS = ROLES / "preflight" / "vars" / "knobs.yml"
+WIRING = COLLECTION / "playbooks" / "group_vars" / "all.yml"
+
+
+class ActionModule(ActionBase):
+    """Compares extra vars and the hosts' inventory variables with the names that are known."""
+
+    _requires_connection = False
+    _supports_check_mode = True
+    _VALID_ARGS = frozenset({"hosts"})
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        known = known_names(ROLES, WIRING, KNOBS)
+        internal = role_names(ROLES, WIRING).keys() - known.keys()
+        # What the wiring sets is made of other variables, and is not the inventory's.
+        wired = {*read_yaml(WIRING)} - {*read_yaml(KNOBS)["preflight_known_knobs"]}
+        wanted = {*known, *RunConfig.field_names()} - wired
+        hostvars = (task_vars or {}).get("hostvars", {})
+        inventory = {
+            host: {name: hostvars[host][name] for name in wanted if name in hostvars[host]}
+            for host in self._task.args.get("hosts") or []
+            if host in hostvars
+        }
+        asked = dict(load_extra_vars(self._loader))
+        result.update(changed=False, findings=check(asked, inventory, known, RunConfig, internal))
+        return result

@@ -1,0 +1,146 @@
+"""What bench.yml measures: stages from their names, and the stages that tell something about a fleet."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible_collections.nanofleet.fleet.trainer import bench
+from ansible_collections.nanofleet.fleet.trainer import config as trainer
+
+ALONE = ("solo", "gpu", "ranks")
+FORMATS = ("float32", "bfloat16")
+RANKS_ON_A_HOST = 2
+NAME = re.compile(
+    r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
+)
+Stage = dict[str, Any]
+
+
+def bench_plan(
+    asked: str,
+    hosts: Sequence[str],
+    gpu_hosts: Sequence[str],
+    config: Mapping[str, Any],
+    tokens: int,
+    steps: int,
+) -> list[Stage]:
+    """The stages asked for by name, else all: name, hosts, nproc, config, shares of each.
+
+    Raises AnsibleFilterError for a name that says nothing, or a run that cannot be.
+    """
+    names = [name.strip() for name in asked.split(",") if name.strip()]
+    names = names or default_stages(hosts, gpu_hosts, tokens, trainer.SYNC_MODES)
+    problems, stages = [], []
+    for name in names:
+        try:
+            stages.append(_stage(name, hosts, config, steps))
+        except (ValueError, trainer.ConfigError) as error:
+            problems.append(f"{name}: {error}")
+    if problems:
+        raise AnsibleFilterError("bench_stages: " + " ".join(problems))
+    return stages
+
+
+def default_stages(
+    hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int, modes: Sequence[str]
+) -> list[str]:
+    """Each host alone, ranks on one host, a GPU where there is one, the fleet in every sync mode.
+
+    The coordinator alone at a rank's share tells what bounds the fleet; in local each rank has a whole step.
+    """
+    share = tokens // len(hosts)
+    names = [f"solo-{tokens}-on-{host}" for host in hosts]
+    names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
+    if len(hosts) > 1:
+        names.append(f"solo-{share}-on-{hosts[0]}")
+    names.append(f"ranks-{tokens}-on-{hosts[0]}")
+    if len(hosts) > 1:
+        names += [f"{mode}-{tokens * len(hosts) if mode == 'local' else tokens}" for mode in modes]
+    return names
+
+
+def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int) -> Stage:
+    match = NAME.fullmatch(name)
+    if not match:
+        raise ValueError("a stage is KIND-TOKENS[-FORMAT][-SHARES][-on-HOST], such as exact-4096-float32.")
+    kind, shares = match["kind"], match["shares"]
+    if kind not in (*ALONE, *trainer.SYNC_MODES):
+        raise ValueError(f"its kind is {' or '.join((*ALONE, *trainer.SYNC_MODES))}.")
+    if match["host"] and match["host"] not in hosts:
+        raise ValueError(f"there is no host {match['host']}, only {', '.join(hosts)}.")
+    if kind not in ALONE and (match["host"] or len(hosts) < 2):
+        raise ValueError("a sync mode is measured on all hosts of a fleet, two or more.")
+    knobs = {
+        **config,
+        "num_iterations": bench.WARM_STEPS + steps,
+        "total_batch_size": int(match["tokens"]),
+    }
+    knobs |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
+    if match["format"]:
+        knobs["dtype"] = match["format"]
+    if kind == "solo":
+        knobs["device"] = "cpu"
+    elif kind == "gpu":
+        knobs["device"] = "cuda"
+    else:
+        knobs["sync"] = "exact" if kind == "ranks" else kind
+    trainer.RunConfig.from_strings(knobs)
+    return {
+        "name": name,
+        "hosts": [match["host"] or hosts[0]] if kind in ALONE else list(hosts),
+        "nproc": RANKS_ON_A_HOST if kind == "ranks" else 1,
+        "config": knobs,
+        "shares": shares.replace(".", ",") if shares else "equal",
+    }
+
+
+def bench_measured(plan: Sequence[Stage], paths: Sequence[str]) -> list[str]:
+    """Names of the stages that these files have: of the same hosts, depth, context and micro-batch.
+
+    And over as many steps or more. Of a link, data or other knobs that have changed since, the files know
+    nothing: -e bench_again=true.
+    """
+    results = {Path(path).stem: _result(Path(path)) for path in paths}
+    return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
+
+
+def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
+    if result.get("schema") != bench.SCHEMA or set(result["hosts"]) != set(stage["hosts"]):
+        return False
+    config = trainer.RunConfig.from_strings(stage["config"])
+    same = all(
+        result[name] == getattr(config, name) for name in ("depth", "sequence_len", "device_batch_size")
+    )
+    return same and bool(result["steps"] >= config.num_iterations - bench.WARM_STEPS)
+
+
+def _result(path: Path) -> dict[str, Any]:
+    """What a stage's file says; nothing where it is not one."""
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return result if isinstance(result, dict) else {}
+
+
+def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
+    """What is measured, and what was before."""
+    names = ", ".join(stage["name"] for stage in left) or "nothing"
+    kept = len(plan) - len(left)
+    before = (
+        f"; {kept} of {len(plan)} stages were measured before (-e bench_again=true: again)" if kept else ""
+    )
+    return f"Measured now: {names}{before}."
+
+
+def bench_line(result: Mapping[str, Any], name: str) -> str:
+    """One stage in a line."""
+    return (
+        f"{name}: {result['tok_per_s']:,.0f} tok/s, {result['step_seconds']:.2f} s a step, of which sync "
+        f"{result['split']['sync']:.2f} s"
+    )

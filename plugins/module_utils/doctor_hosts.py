@@ -1,0 +1,189 @@
+"""What is wrong on a host by itself: findings from what was measured (see doctor_measured)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
+    holder,
+    unreachable_finding,
+)
+
+Measured = Mapping[str, Mapping[str, Any]]
+SETUP = "ansible-playbook setup.yml"
+LOOPBACK = ("127.", "::1")
+MIN_INODES = 1000
+
+
+def host_findings(
+    measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Finding]:
+    """All findings about hosts by themselves.
+
+    options: min_free_gib, max_skew_s, and trainer, this folder's digest of it.
+    """
+    found: list[Finding] = []
+    for host, of_host in measured.items():
+        if not of_host["reachable"]:
+            found.append(_unreachable(measured, host, hostvars[host]))
+        elif not of_host["facts"]:
+            found.append(_cannot_look(host, of_host["why"]))
+        else:
+            found += [*_clock(host, of_host, options), *_disks(host, of_host, options), *_name(host, of_host)]
+            found += [*_store(host, of_host), *_load(host, of_host)]
+    return [*found, *_data(measured, options), *_installed(measured, options), *_rehearsal(measured)]
+
+
+def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
+    """With what the others see of it: whether it is down, or only the controller's way to it."""
+    told = unreachable_finding(host, variables, measured[host]["why"])
+    views = {peer: (of_peer["ways"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
+    seen = [peer for peer, up in views.items() if up]
+    blind = [peer for peer, up in views.items() if up is False]
+    also = f" {', '.join(seen)} can see it: only the controller's way is cut." if seen else ""
+    also = also or (
+        f" Nor does it answer {', '.join(blind)}: it is off, asleep or unplugged." if blind else ""
+    )
+    return finding("unreachable", host, told["problem"] + also, told["remedy"])
+
+
+def _cannot_look(host: str, why: str) -> Finding:
+    if "not found" in why or "No such file" in why or "discovered_interpreter" in why:
+        return finding(
+            "python",
+            host,
+            "It has no python3 that Ansible can use.",
+            f"sudo apt install python3  (on {host})",
+        )
+    return finding(
+        "look",
+        host,
+        f"It could not be looked at: {(why or 'no reason was given')[:200]}",
+        f"ansible {host} -m ping",
+    )
+
+
+def _clock(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
+    skew, allowed = of_host["facts"]["skew_s"], options["max_skew_s"]
+    if abs(skew) > allowed:
+        way = "ahead of" if skew > 0 else "behind"
+        problem = f"Its clock is {abs(skew):.0f} s {way} the controller's (allowed: {allowed:g})."
+        yield finding("clock", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
+
+
+def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
+    told = set()
+    for path, disk in of_host["facts"]["disks"].items():
+        mount, needed = disk["mount"], options["min_free_gib"]
+        what = f"{mount}, which holds {path}," if mount != path else mount
+        see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+        if not disk["writable"]:
+            problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
+        elif disk["free_gib"] < needed:
+            problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
+        elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
+            problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
+        else:
+            continue
+        if mount not in told:
+            told.add(mount)
+            yield finding("disk", host, problem, see)
+
+
+def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
+    name, addresses = of_host["facts"]["hostname"], of_host["facts"]["resolves_to"]
+    own = of_host["address"]
+    if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
+        yield finding(
+            "loopback-name", host,
+            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet's runs are told the "
+            "interface and do not mind; a torchrun started by hand would meet nobody.",
+            f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})",
+            severity="warning",
+        )  # fmt: skip
+
+
+def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
+    """The rendezvous port in other hands than a run's."""
+    for held in of_host["held"]:
+        if held["role"] != "store" or held.get("unit") in of_host["active"]:
+            continue
+        port = held["port"]
+        if held["reason"] != "held":
+            problem = f"The store's port {port} cannot be opened: {held['reason']}."
+            yield finding("store-port", host, problem, "add -e store_port=PORT to take another port")
+            continue
+        who, end = holder(held, port)
+        if not held.get("pid"):
+            who += " (an interrupted doctor's listener would be gone in 30 s)"
+        problem = f"The store's port {port} is held by {who}: no run can meet there."
+        yield finding(
+            "held-port", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)"
+        )
+
+
+def _load(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
+    load, cores = of_host["facts"]["load"], of_host["facts"]["machine_cores"]
+    if load > cores and not of_host["active"]:
+        problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: rates are low for it."
+        yield finding("load", host, problem, f"top  (on {host})", severity="warning")
+
+
+def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
+    """Shards that are not the manifest's; that a host has no data yet is told elsewhere."""
+    found = []
+    for host, of_host in measured.items():
+        said = (of_host["data"] or {}).get("findings") or []
+        if not said or "manifest.json is missing" in said:
+            continue
+        problem = f"Its data are not the controller's: {'; '.join(said)}."
+        found.append(finding("data", host, problem, SETUP))
+    return found
+
+
+def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
+    """Hosts whose environment is not that of most; where two differ, the first is taken to be right."""
+    found: list[Finding] = []
+    installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
+    digest = options["trainer"]
+    if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
+        problem = "The hosts hold another trainer than this folder: train.yml would refuse."
+        found.append(finding("versions", ", ".join(installed), problem, SETUP))
+    for field in ("torch", "trainer", "environment"):
+        # One environment is one lock's, and there is one for each Python, architecture and build of torch.
+        kinds: dict[tuple[str, ...], dict[str, str]] = {}
+        odd = {each["host"] for each in found}
+        for host, each in installed.items():
+            if host in odd:
+                continue
+            machine, build = (
+                str(measured[host]["facts"].get("machine")),
+                str(each.get("torch")).partition("+")[2],
+            )
+            python = str(each.get("python")).rsplit(".", 1)[0]
+            kind = (python, machine, build) if field == "environment" else ()
+            kinds.setdefault(kind, {})[host] = str(each.get(field)).split("+")[0][:12]
+        for values in kinds.values():
+            usual = Counter(values.values()).most_common(1)[0][0]
+            others = ", ".join(host for host, value in values.items() if value == usual)
+            for host, value in values.items():
+                if value != usual:
+                    problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
+                    found.append(finding("versions", host, problem, SETUP))
+    return found
+
+
+def _rehearsal(measured: Measured) -> list[Finding]:
+    """An all-reduce that failed though every port was open."""
+    rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
+    failed = {host: each["error"] for host, each in rehearsals.items() if each.get("error")}
+    if not failed:
+        return []
+    host, error = next(iter(failed.items()))
+    others = ", ".join(peer for peer in rehearsals if peer != host)
+    problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
+    return [finding("all-reduce", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")]

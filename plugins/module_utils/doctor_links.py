@@ -1,0 +1,103 @@
+"""How fast the links are: findings from what was measured (see doctor_measured), each with its remedy.
+
+A slow link is a warning, for it prevents nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, doctor_finding
+
+Measured = Mapping[str, Mapping[str, Any]]
+DENSE_MB = 503
+"""What a rank sends a step at depth 8 in sync=dense."""
+
+
+finding = partial(doctor_finding, severity="warning")
+
+
+def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
+    """Hosts that send or receive slowly, the interface named where it explains that. options: slow_mbit."""
+    found = [each for host in measured for each in _link(measured, host)]
+    explained = {each["host"] for each in found}
+    directed = directed_rates(measured)
+    slow = {
+        way: mbit for way, mbit in directed.items() if mbit < options["slow_mbit"] and not explained & {*way}
+    }
+    for end, verb in ((0, "sends"), (1, "receives")):
+        for host in measured:
+            ways = [way for way in directed if way[end] == host]
+            # With two hosts both ends look alike: the sender is named, and the peer with it.
+            if len(ways) > 1 and all(way in slow for way in ways):
+                worst = max(slow.pop(way) for way in ways)
+                found.append(
+                    finding(
+                        "slow-link", host, f"It {verb} at {worst:.0f} Mbit/s at most, whoever the peer is.",
+                        _see_link(measured, host),
+                    )
+                )  # fmt: skip
+    for (sender, receiver), mbit in slow.items():
+        back = directed.get((receiver, sender))
+        other = f" ({back:.0f} the other way)" if back else ""
+        step = DENSE_MB * 8 / max(mbit, 0.1)
+        found.append(
+            finding(
+                "slow-link", sender,
+                f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
+                f"({DENSE_MB} MB in sync=dense) take {step:.0f} s.",
+                _see_link(measured, sender), receiver,
+            )
+        )  # fmt: skip
+    return found
+
+
+def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
+    """Mbit/s by (sender, receiver)."""
+    found = {}
+    for host, of_host in measured.items():
+        for peer, rates in of_host["rates"].items():
+            if "error" not in rates:
+                found[host, peer] = float(rates["sent_mbit"])
+                found[peer, host] = float(rates["received_mbit"])
+    return found
+
+
+def _see_link(measured: Measured, host: str) -> str:
+    interface = measured[host]["interface"]
+    see = f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
+    return f"{see}  (on {host}; then cable, port and switch)"
+
+
+def _link(measured: Measured, host: str) -> Iterator[Finding]:
+    """What the chosen interface itself says: 100 Mbit, half duplex, WiFi beside a cable."""
+    links, name = measured[host]["facts"].get("links") or {}, measured[host]["interface"]
+    link = links.get(name)
+    if not link:
+        return
+    cables = [
+        (other, each["addresses"][0].split("/")[0])
+        for other, each in links.items()
+        if each["physical"] and each["carrier"] and not each["wireless"] and each["addresses"]
+    ]
+    if link["wireless"] and cables:
+        other, address = cables[0]
+        yield finding(
+            "wifi", host,
+            f"It reaches its peers over WiFi ({name}), though a cable is plugged in ({other}, {address}).",
+            f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml",
+        )  # fmt: skip
+    elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:
+        yield finding(
+            "slow-link", host,
+            f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port.",
+            f"sudo ethtool {name}  (on {host}; try another cable and port)",
+        )  # fmt: skip
+    elif link["duplex"] == "half":
+        yield finding(
+            "slow-link", host,
+            f"{name} runs at half duplex: it cannot send and receive at once.",
+            f"sudo ethtool -s {name} autoneg on  (on {host})",
+        )  # fmt: skip

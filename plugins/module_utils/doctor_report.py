@@ -1,0 +1,242 @@
+"""What doctor says: the matrix and the verdict lines as text, and as one JSON object (schema in the README).
+
+Pure functions of what was measured (see doctor_measured) and of the findings (see doctor_paths, for one).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_hosts import host_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import link_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
+
+SCHEMA = 1
+Measured = Mapping[str, Mapping[str, Any]]
+Finding = Mapping[str, str]
+
+
+def examined(
+    measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any], about: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All findings, reported. options: of all three kinds of findings; about: time, seconds, quick, forks."""
+    findings = [
+        *host_findings(measured, hostvars, options),
+        *path_findings(measured, options),
+        *link_findings(measured, options),
+    ]
+    rehearsal = can_rehearse(list(measured), measured, int(about["forks"]))
+    return report(measured, findings, {**about, "rehearsal": rehearsal})
+
+
+def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The report as JSON can hold it. about: time, seconds, quick, rehearsal (of doctor_can_rehearse)."""
+    errors = [each for each in findings if each["severity"] == "error"]
+    active = {host: of_host["active"] for host, of_host in measured.items() if of_host["active"]}
+    return {
+        "schema": SCHEMA,
+        "time": about["time"],
+        "seconds": round(float(about["seconds"]), 1),
+        "quick": bool(about["quick"]),
+        "good": not errors,
+        "active_runs": active,
+        "allreduce_mbit": _together(measured),
+        "hosts": {host: _host(of_host) for host, of_host in measured.items()},
+        "pairs": [_pair(measured, host, peer) for host in measured for peer in measured if host != peer],
+        "findings": [dict(each) for each in sorted(findings, key=lambda each: each["severity"] != "error")],
+        "not_measured": _not_measured(measured, active, about),
+    }
+
+
+def _host(of_host: Mapping[str, Any]) -> dict[str, Any]:
+    facts, rehearsal = of_host["facts"], of_host["rehearsal"] or {}
+    link = (facts.get("links") or {}).get(of_host["interface"]) or {}
+    gemm = rehearsal.get("gemm_gflops") or {}
+    names = (
+        "cores",
+        "cpu",
+        "flags",
+        "memory_gib",
+        "copy_gb_s",
+        "skew_s",
+        "load",
+        "python",
+        "machine",
+        "port_range",
+        "disks",
+    )
+    return {
+        "reachable": of_host["reachable"],
+        "interface": of_host["interface"],
+        "address": of_host["address"],
+        "link": {name: link.get(name) for name in ("mtu", "speed_mbit", "duplex", "wireless")},
+        **{name: facts.get(name) for name in names},
+        "gemm_gflops": {"float32": gemm.get("float32"), "bfloat16": gemm.get("bfloat16")},
+        "torch": (of_host["installed"] or {}).get("torch"),
+    }
+
+
+def _pair(measured: Measured, host: str, peer: str) -> dict[str, Any]:
+    way = measured[host]["ways"].get(peer) or {}
+    states = {port["state"] for port in way.get("ports") or []}
+    return {
+        "from": host,
+        "to": peer,
+        "route": way.get("route"),
+        "ports": way.get("ports") or [],
+        "open": states == {"open"},
+        "rtt_ms": way.get("rtt_ms"),
+        "mtu": way.get("mtu"),
+        "mbit": _mbit(measured, host, peer),
+        "allreduce_mbit": _allreduce(measured, host, peer),
+    }
+
+
+def _mbit(measured: Measured, host: str, peer: str) -> float | None:
+    """What was measured from `host` to `peer`, whoever of them called."""
+    for caller, called, name in ((host, peer, "sent_mbit"), (peer, host, "received_mbit")):
+        rates = measured[caller]["rates"].get(called) or {}
+        if name in rates:
+            return float(rates[name])
+    return None
+
+
+def _allreduce(measured: Measured, host: str, peer: str) -> float | None:
+    for of_host in (each for name, each in measured.items() if name in (host, peer)):
+        rehearsal = of_host["rehearsal"] or {}
+        together = rehearsal.get("hosts") or []
+        if host in together and peer in together:
+            a, b = sorted((together.index(host), together.index(peer)))
+            if f"{a}-{b}" in (rehearsal.get("pairs") or {}):
+                return float(rehearsal["pairs"][f"{a}-{b}"])
+    return None
+
+
+def _together(measured: Measured) -> float | None:
+    rates = [(of_host["rehearsal"] or {}).get("allreduce_mbit") for of_host in measured.values()]
+    return min((float(rate) for rate in rates if rate), default=None)
+
+
+def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
+    if about["quick"]:
+        return ["rates, the all-reduce, GEMM and data (quick form; all of it: ansible-playbook doctor.yml)"]
+    said = []
+    if active:
+        unit = next(iter(active.values()))[0]
+        said.append(f"rates, memory, GEMM and the all-reduce, for {unit} is active and was left in peace")
+    elif about["rehearsal"].get("why"):
+        what = (
+            "the all-reduce"
+            if any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
+            else "GEMM and the all-reduce"
+        )
+        said.append(f"{what} with every host: {about['rehearsal']['why']}")
+    bare = [
+        host
+        for host, each in measured.items()
+        if "manifest.json is missing" in ((each["data"] or {}).get("findings") or [])
+    ]
+    if bare:
+        said.append(f"the data of {', '.join(bare)}: none are there yet (ansible-playbook setup.yml)")
+    return said
+
+
+# -- as text -------------------------------------------------------------------------------------------------
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """The matrix and one verdict line a finding."""
+    findings = report["findings"]
+    errors = sum(each["severity"] == "error" for each in findings)
+    warnings = len(findings) - errors
+    lines = [*matrix(report), ""]
+    if report["not_measured"]:
+        lines += [*(f"Not measured: {each}." for each in report["not_measured"]), ""]
+    lines += [verdict(each) for each in findings]
+    end = (
+        "Nothing prevents"
+        if report["good"]
+        else f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}"
+    )
+    also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
+    lines.append(f"{end} training{also}. Looked for {report['seconds']:.0f} s; nothing was changed.")
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def verdict(each: Finding) -> str:
+    label = "FAULT" if each["severity"] == "error" else "warning"
+    return f"{label}  {each['host']}: {each['problem']} Type: {each['remedy']}"
+
+
+def matrix(report: Mapping[str, Any]) -> list[str]:
+    """Hosts by hosts: a cell is the way from the row's host to the column's, the diagonal the host itself."""
+    hosts = list(report["hosts"])
+    pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
+    cells = {
+        (row, column): _own_cell(report["hosts"][row])
+        if row == column
+        else _way_cell(report, pairs[row, column])
+        for row in hosts
+        for column in hosts
+    }
+    first = max(len("from \\ to"), *(len(host) for host in hosts))
+    widths = {
+        column: max(len(column), *(len(line) for row in hosts for line in cells[row, column]))
+        for column in hosts
+    }
+    lines = ["  ".join(["from \\ to".ljust(first), *(column.ljust(widths[column]) for column in hosts)])]
+    lines.append("  ".join(["-" * first, *("-" * widths[column] for column in hosts)]))
+    for row in hosts:
+        height = max(len(cells[row, column]) for column in hosts)
+        for index in range(height):
+            label = row if index == 0 else ""
+            parts = [
+                (cells[row, c][index] if index < len(cells[row, c]) else "").ljust(widths[c]) for c in hosts
+            ]
+            lines.append("  ".join([label.ljust(first), *parts]).rstrip())
+    return lines
+
+
+def _own_cell(host: Mapping[str, Any]) -> list[str]:
+    if not host["reachable"]:
+        return ["does not answer"]
+    if not host["cores"]:
+        return ["not looked at"]
+    cores = f"{host['cores']} core{'s' if host['cores'] > 1 else ''}"
+    memory = f", copies {host['copy_gb_s']:g} GB/s" if host["copy_gb_s"] else ""
+    lines = [f"{host['interface'] or 'no interface'}: {cores}{memory}"]
+    gemm = host["gemm_gflops"]
+    if gemm["float32"]:
+        lines.append(f"fp32 {gemm['float32']:.0f}, bf16 {gemm['bfloat16'] or 0:.0f} GFLOP/s")
+    return lines
+
+
+def _way_cell(report: Mapping[str, Any], pair: Mapping[str, Any]) -> list[str]:
+    if not report["hosts"][pair["from"]]["reachable"] or not report["hosts"][pair["to"]]["reachable"]:
+        return ["-"]
+    if not pair["ports"]:
+        return ["not probed"]
+    lines = []
+    shut: dict[str, list[str]] = {}
+    for port in pair["ports"]:
+        if port["state"] != "open":
+            shut.setdefault(port["state"], []).append("store" if port["role"] == "store" else "Gloo")
+    for state, roles in shut.items():
+        lines.append(f"{' and '.join(dict.fromkeys(roles))} ports {state}")
+    if pair["rtt_ms"]:
+        mtu = pair["mtu"] or {}
+        size = f", packets to {mtu['passes']}" if mtu else ""
+        lines.append(f"{pair['rtt_ms']['median']:.2f} ms{size}")
+    rates = [
+        f"{_bits(pair['mbit'])}" if pair["mbit"] else "",
+        f"all-reduce {_bits(pair['allreduce_mbit'])}" if pair["allreduce_mbit"] else "",
+    ]
+    if any(rates):
+        lines.append(", ".join(each for each in rates if each))
+    return lines
+
+
+def _bits(mbit: float) -> str:
+    return f"{mbit / 1000:.1f} Gbit/s" if mbit >= 10_000 else f"{mbit:.0f} Mbit/s"

@@ -1,0 +1,256 @@
+"""Which network interface leads to the other hosts, and what about it would stand in a run's way.
+
+All functions are pure but `resolve`, which asks the controller's resolver.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
+
+Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+
+# Interfaces that programs make: no cable ends in them. A bridge of another name may be the LAN itself.
+BRIDGE = re.compile(r"^(docker|br-[0-9a-f]{12}$|virbr|podman|cni|lxcbr|lxdbr|vboxnet|vmnet|veth)")
+TUNNEL = re.compile(r"^(tun|tap|wg|tailscale|zt|ppp|utun|nordlynx)")
+TUNNEL_KINDS = {"tun", "wireguard", "ipip", "sit", "gre", "ip6tnl", "vti", "vxlan"}
+KINDS = {
+    "wifi": "WiFi",
+    "tunnel": "a tunnel",
+    "bridge": "a bridge of containers or virtual machines",
+}
+
+
+def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
+    """Findings as sentences, each once."""
+    return list(dict.fromkeys(f"{f['host']}: {f['problem']} Type: {f['remedy']}" for f in findings))
+
+
+def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
+    """IP address by host name: IPv4 first; loopback and link-local ones only if nothing else is known."""
+    resolved = {}
+    for host, name in addresses.items():
+        try:
+            found = socket.getaddrinfo(str(name), None, proto=socket.IPPROTO_TCP)
+        except OSError:
+            resolved[host] = str(name)  # left as it is: preflight and the route say what is wrong with it
+            continue
+        found.sort(key=lambda i: (is_loopback(i[4][0]), is_link_local(i[4][0]), i[0] != socket.AF_INET))
+        resolved[host] = str(found[0][4][0])
+    return resolved
+
+
+def parse_ip(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(str(text))
+    except ValueError:
+        return None
+
+
+def is_loopback(address: Any) -> bool:
+    parsed = parse_ip(address)
+    return parsed is not None and parsed.is_loopback
+
+
+def is_link_local(address: Any) -> bool:
+    """An IPv6 address that means something only together with one host's name of an interface."""
+    parsed = parse_ip(str(address).partition("%")[0])
+    return parsed is not None and parsed.version == 6 and parsed.is_link_local
+
+
+def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
+    """Addresses of an interface that others can reach, in the order in which Gloo looks: IPv4 first."""
+    inet = [entry for entry in link.get("addr_info", []) if entry.get("local")]
+    inet.sort(key=lambda entry: entry.get("family") != "inet")
+    found = [ipaddress.ip_interface(f"{e['local']}/{e.get('prefixlen', 32)}") for e in inet]
+    return [address for address in found if not is_loopback(address.ip) and not is_link_local(address.ip)]
+
+
+def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
+    """cable, wifi, tunnel or bridge."""
+    name = link["ifname"]
+    made_as = (link.get("linkinfo") or {}).get("info_kind", "")
+    if name in wireless:
+        return "wifi"
+    if TUNNEL.match(name) or made_as in TUNNEL_KINDS:
+        return "tunnel"
+    return "bridge" if BRIDGE.match(name) else "cable"
+
+
+def reaches(addresses: Iterable[Interface], target: str) -> bool:
+    """Whether one of these addresses is on the target's own network."""
+    parsed = parse_ip(target)
+    return any(parsed is not None and parsed in address.network for address in addresses)
+
+
+def choose(
+    host: str, peers: Mapping[str, str], seen: Mapping[str, Any], override: str = ""
+) -> dict[str, Any]:
+    """The interface and address with which `host` reaches its peers.
+
+    peers: address by name of the other hosts. seen: what the module network_links returned on `host`, with a
+    route to each peer, or one to the outside world if there is no peer.
+    Returns interface; address (this host's own on the way to the peers); listen (the address Gloo announces:
+    the interface's first); networks (of the interface); problem, a sentence with its remedy, empty if all is
+    well; findings.
+    """
+    links = {link["ifname"]: link for link in seen["links"] if link["ifname"] != "lo"}
+    owned = {name: found for name, link in links.items() if (found := addresses_of(link))}
+    listed = ", ".join(f"{name} ({found[0].ip})" for name, found in owned.items()) or "none"
+
+    def verdict(interface: str = "", address: str = "", problem: str = "") -> dict[str, Any]:
+        found = owned.get(interface, [])
+        return {
+            "interface": interface,
+            "address": address,
+            "listen": str(found[0].ip) if found else address,
+            "networks": [str(own.network) for own in found],
+            "problem": problem,
+            "findings": [] if problem else _findings(host, peers, seen, interface, address),
+        }
+
+    if override and override not in owned:
+        return verdict(
+            problem=f"{host} has no interface {override} with an address; it has {listed}. "
+            f"Set fleet_interface of {host} in the inventory to one of them, or leave it out."
+        )
+    if override:
+        near = [own for own in owned[override] if any(reaches([own], target) for target in peers.values())]
+        return verdict(override, str((near or owned[override])[0].ip))
+    names = {address: name for name, address in peers.items()}
+    chosen: dict[str, tuple[str, str]] = {}  # interface -> (own address, peer)
+    for target, route in seen["routes"].items():
+        peer = f"{names[target]} ({target})" if target in names else target
+        device, source = route.get("dev", ""), route.get("prefsrc", "")
+        if is_loopback(target) or device == "lo":
+            return verdict(
+                problem=f"{host} would reach {peer} through loopback: that is {host} itself. "
+                f"Set fleet_address of {names.get(target, target)} in the inventory to the address "
+                "the other hosts reach it at."
+            )
+        if is_link_local(target):
+            return verdict(
+                problem=f"The address of {peer} is link-local: it means something only with the name of an "
+                "interface, which differs by host, so a run cannot use it. Set fleet_address of "
+                f"{names.get(target, target)} to an IPv4 or a global IPv6 address; to make one, type on it: "
+                "sudo ip address add fd42::1/64 dev INTERFACE (another number on each host)."
+            )
+        if not device:
+            if not peers and owned:  # alone and without a default route: any interface will do
+                first = next(iter(owned))
+                return verdict(first, str(owned[first][0].ip))
+            said = str(route.get("error") or "ip route gave no answer").strip(" .\n")
+            return verdict(
+                problem=f"{host} has no route to {peer}: {said}. On {host}: ip route get {target}. "
+                "Put both on one network, or set fleet_address of the peer to an address that is."
+            )
+        own = owned.get(device)
+        chosen.setdefault(device, (source or (str(own[0].ip) if own else ""), peer))
+    if len(chosen) > 1:
+        ways = " but ".join(f"{peer} over {device}" for device, (_, peer) in chosen.items())
+        return verdict(
+            problem=f"{host} reaches {ways}; a rank uses one interface. "
+            "Set fleet_address of these peers to addresses of one network, "
+            f"or fleet_interface of {host} to one of {listed}."
+        )
+    if not chosen:
+        return verdict(problem=f"{host} has no network interface with an address: ip address show")
+    device, (source, _) = next(iter(chosen.items()))
+    return verdict(device, source)
+
+
+def _findings(
+    host: str, peers: Mapping[str, str], seen: Mapping[str, Any], interface: str, address: str
+) -> list[Finding]:
+    """What works, but worse than it could, or not for long."""
+    links = {link["ifname"]: link for link in seen["links"]}
+    found = [
+        warning(host, *said)
+        for name, target in peers.items()
+        for said in _way(host, f"{name} ({target})", target, seen, interface)
+    ]
+    entries = links.get(interface, {}).get("addr_info", [])
+    if any(entry.get("temporary") and entry["local"] == address for entry in entries):
+        setting = f"net.ipv6.conf.{interface}.use_tempaddr=0"
+        found.append(
+            warning(
+                host,
+                f"Its address {address} on {interface} is a temporary one (IPv6 privacy): "
+                "it changes, and firewall rules do not follow.",
+                f"sudo sysctl {setting}  (on {host}; in /etc/sysctl.d to keep it), or give the hosts IPv4",
+            )
+        )
+    found += [
+        warning(
+            host,
+            f"Looking up {name} takes seconds on it, and the start of a run does so several times: a name "
+            "server does not answer.",
+            f"cat /etc/resolv.conf  (on {host}), and take out the server that does not answer",
+        )
+        for name in seen.get("slow_names", [])
+    ]
+    return found
+
+
+def _way(
+    host: str, peer: str, target: str, seen: Mapping[str, Any], interface: str
+) -> Iterable[tuple[str, str]]:
+    """(problem, remedy) of the way to one peer, if there is a better one or another was asked for."""
+    links = {link["ifname"]: link for link in seen["links"]}
+    wireless = seen.get("wireless", [])
+    way = seen["routes"].get(target, {}).get("dev") or interface
+    kind = kind_of(links.get(way, {"ifname": way}), wireless)
+    cables = [
+        name
+        for name, link in links.items()
+        if name not in ("lo", way)
+        and kind_of(link, wireless) == "cable"
+        and reaches(addresses_of(link), target)
+    ]
+    if kind in KINDS and cables:
+        yield (
+            f"It reaches {peer} over {way}, which is {KINDS[kind]}, though the cable {cables[0]} is on the "
+            "same network: the kernel's route decides.",
+            f"sudo ip link set {way} down  (on {host}), or give its route a higher metric than {cables[0]}'s",
+        )
+    elif way != interface:
+        yield (
+            f"fleet_interface is {interface}, but what it sends to {peer} leaves by {way}.",
+            f"ip route get {target}  (on {host}); route it over {interface}, or leave fleet_interface out",
+        )
+
+
+def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) -> list[Finding]:
+    """Whether the addresses that Gloo announces on `host` and on each peer can meet.
+
+    Gloo takes the first address of the interface, IPv4 before IPv6, whatever address the hosts are known by,
+    and two of different families do not connect.
+    """
+    found = []
+    own = hostvars[host]
+    for peer in peers:
+        its = hostvars[peer]
+        here, there = own["network_listen_address"], its.get("network_listen_address", "")
+        if not there:
+            continue
+        one, other = ipaddress.ip_address(here), ipaddress.ip_address(there)
+        meets = one.version == other.version and (
+            there == its["network_address"]  # to which there is a route
+            or any(other in ipaddress.ip_network(network) for network in own["network_networks"])
+        )
+        if not meets:
+            found.append(
+                warning(
+                    host,
+                    f"Gloo announces {here} here and {there} on {peer}, the first addresses of "
+                    f"{own['network_interface']} and of {its['network_interface']} there, and these do not "
+                    "meet: ranks would wait in vain.",
+                    "ip address show  (on both), and let both begin with an address of one network",
+                )
+            )
+    return found

@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: MIT
+"""What a host serves while doctor looks at its network: answers that name the host, echoes, streams.
+
+A connection begins with one JSON line, {"token", "do", ...}, and the answer with one, {"host", "token",
+"seen"}: who answers, and the address the caller was seen at. Then, by `do`:
+
+    hello   nothing more
+    echo    every byte comes back
+    take    the caller says {"bytes"} in a second line, and hears the same once so many have come
+    sink    bytes until the caller's end of file, then {"bytes", "seconds"}
+    source  bytes for `seconds` seconds
+
+A caller without the token gets no answer. The process ends when it is told to, and by itself when nobody has
+called for a while, or after its limit whatever happens; it writes no file. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any
+
+CHUNK = 1 << 18
+LINE_LIMIT = 4096
+IDLE_SECONDS = 10.0
+"""How long one connection may stay silent."""
+IDLE_LIMIT = 30.0
+"""How long all may stay silent: the one who asked for this listener is gone then."""
+
+
+def read_line(connection: socket.socket) -> dict[str, Any]:
+    """The JSON object in the first line of a stream, byte by byte so that nothing behind it is swallowed."""
+    line = b""
+    while not line.endswith(b"\n"):
+        byte = connection.recv(1)
+        if not byte or len(line) > LINE_LIMIT:
+            raise ValueError("no line came")
+        line += byte
+    value = json.loads(line)
+    if not isinstance(value, dict):
+        raise ValueError("the line is no object")
+    return value
+
+
+def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
+    connection.sendall(json.dumps(value).encode() + b"\n")
+
+
+def family_of(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def plain(address: str) -> str:
+    """An address without the prefix that IPv4 gets on a socket of both families."""
+    return address[7:] if address.startswith("::ffff:") else address
+
+
+def control_name(token: str) -> str:
+    """Name of the local socket at which the process is told to end; it lies in no folder."""
+    return "\0nanofleet-doctor-" + token[:16]
+
+
+class Listener:
+    """Sockets on which one host answers the others."""
+
+    def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
+        self.host, self.token = host, token
+        self.ends, self.idle = time.monotonic() + limit, idle
+        self.sockets: list[socket.socket] = []
+
+    def open(self, address: str, port: int) -> int:
+        """Listen on a port (0: the kernel picks one) of an address ("": all); returns the port.
+
+        Raises OSError, EADDRINUSE where another process has the port.
+        """
+        everywhere = address == "" and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if everywhere else family_of(address)
+        opened = socket.socket(family, socket.SOCK_STREAM)
+        try:
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if everywhere:
+                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+            opened.bind((address, port))
+            opened.listen(64)
+        except OSError:
+            opened.close()
+            raise
+        opened.setblocking(False)
+        self.sockets.append(opened)
+        return opened.getsockname()[1]
+
+    def open_control(self) -> None:
+        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        control.bind(control_name(self.token))
+        control.listen(4)
+        control.setblocking(False)
+        self.sockets.append(control)
+
+    def serve(self) -> None:
+        """Answer until told to stop, until nobody calls, or until the limit; then close all sockets."""
+        called = time.monotonic()
+        with contextlib.ExitStack() as closing:
+            ready = closing.enter_context(selectors.DefaultSelector())
+            for opened in self.sockets:
+                ready.register(closing.enter_context(opened), selectors.EVENT_READ, opened)
+            while time.monotonic() < min(self.ends, called + self.idle):
+                for key, _events in ready.select(timeout=0.5):
+                    called = time.monotonic()
+                    with contextlib.suppress(BlockingIOError):
+                        opened = key.data
+                        connection, peer = opened.accept()
+                        if opened.family == socket.AF_UNIX:
+                            if self._is_told_to_stop(connection):
+                                return
+                        else:
+                            threading.Thread(
+                                target=self._answer, args=(connection, peer), daemon=True
+                            ).start()
+
+    def _is_told_to_stop(self, connection: socket.socket) -> bool:
+        connection.settimeout(2.0)
+        with connection, contextlib.suppress(OSError, ValueError):
+            told = read_line(connection)
+            if told.get("token") == self.token and told.get("do") == "stop":
+                send_line(connection, {"pid": os.getpid()})
+                return True
+        return False
+
+    def _answer(self, connection: socket.socket, peer: Any) -> None:
+        connection.settimeout(IDLE_SECONDS)
+        with connection, contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            asked = read_line(connection)
+            if asked.get("token") != self.token:
+                return
+            send_line(connection, {"host": self.host, "token": self.token, "seen": plain(peer[0])})
+            serve = {"echo": echo, "take": take, "sink": sink, "source": source}.get(str(asked.get("do")))
+            if serve:
+                serve(connection, asked)
+
+
+def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
+    while True:
+        data = connection.recv(CHUNK)
+        if not data:
+            return
+        connection.sendall(data)
+
+
+def take(connection: socket.socket, _asked: dict[str, Any]) -> None:
+    wanted = missing = int(read_line(connection)["bytes"])
+    while missing > 0:
+        data = connection.recv(min(missing, CHUNK))
+        if not data:
+            return
+        missing -= len(data)
+    send_line(connection, {"bytes": wanted})
+
+
+def drain(connection: socket.socket) -> tuple[int, float]:
+    """Read to the end of the stream; (bytes, seconds from the first byte to the last)."""
+    buffer = memoryview(bytearray(CHUNK))
+    count, first, last = 0, None, 0.0
+    while True:
+        got = connection.recv_into(buffer)
+        last = time.monotonic()
+        if not got:
+            return count, (last - first if first is not None else 0.0)
+        first = last if first is None else first
+        count += got
+
+
+def pour(connection: socket.socket, seconds: float) -> None:
+    """Send for so many seconds."""
+    block, ends = bytes(CHUNK), time.monotonic() + seconds
+    while time.monotonic() < ends:
+        connection.sendall(block)
+    connection.shutdown(socket.SHUT_WR)
+
+
+def sink(connection: socket.socket, _asked: dict[str, Any]) -> None:
+    count, seconds = drain(connection)
+    send_line(connection, {"bytes": count, "seconds": seconds})
+
+
+def source(connection: socket.socket, asked: dict[str, Any]) -> None:
+    pour(connection, min(float(asked["seconds"]), IDLE_SECONDS))
+
+
+def detach(listener: Listener, limit: float) -> int:
+    """Serve in a process of its own that outlives this one but not `limit` seconds; returns its pid."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        _serve_apart(listener, limit, reader, writer)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as said:
+        return int(said.read() or 0)
+
+
+def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> None:
+    """The child: its own child, in a session of its own, serves; neither comes back."""
+    try:
+        os.close(reader)
+        os.setsid()
+        server = os.fork()
+        if server:
+            os.write(writer, str(server).encode())
+            return
+        os.close(writer)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(int(limit) + 1)
+        os.chdir("/")
+        null = os.open(os.devnull, os.O_RDWR)
+        for descriptor in (0, 1, 2):
+            os.dup2(null, descriptor)
+        listener.serve()
+    finally:
+        os._exit(0)
+
+
+def stop(token: str) -> bool:
+    """Tell this host's listener to end; returns whether there was one."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
+        control.settimeout(3.0)
+        try:
+            control.connect(control_name(token))
+        except OSError:
+            return False
+        with contextlib.suppress(OSError, ValueError):
+            send_line(control, {"token": token, "do": "stop"})
+            read_line(control)
+    return True

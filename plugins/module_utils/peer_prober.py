@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: MIT
+"""What a host finds out about the way to a peer: open ports, who answers, how fast, how large a packet.
+
+The peer runs peer_listener. Everything goes over TCP to the ports that a run uses, for firewalls and
+broken paths treat other traffic otherwise. Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import statistics
+import struct
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
+    drain,
+    family_of,
+    pour,
+    read_line,
+    send_line,
+)
+
+CONNECT_SECONDS = 3.5
+"""Longer than the kernel takes to find that nobody on the link has the address (3 s)."""
+ANSWER_SECONDS = 2.0
+SEGMENT_SECONDS = 1.5
+"""Room for two losses in a row before a packet counts as swallowed."""
+ROUND_TRIPS = 30
+PACKETS = (8000, 4000, 1500, 1492, 1480, 1450, 1420, 1400, 1380, 1340, 1300, 1280, 1200, 1000, 576)
+"""Sizes of IP packets that are tried where a whole one does not come through."""
+UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENONET)
+
+
+class Way:
+    """From this host (`me`) to one address of a peer that listens."""
+
+    def __init__(
+        self, me: str, host: str, address: str, token: str, connect_seconds: float = CONNECT_SECONDS
+    ) -> None:
+        self.me, self.host, self.address, self.token = me, host, address, token
+        self.connect_seconds = connect_seconds
+
+    def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
+        """A connection to the peer's listener and its answer; `packet` bounds the packets' size both ways.
+
+        Raises OSError, and ValueError where something else answers.
+        """
+        connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
+        try:
+            if packet:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, packet - headers(self.address))
+            connection.settimeout(self.connect_seconds)
+            connection.connect((self.address, port))
+            connection.settimeout(ANSWER_SECONDS)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            send_line(connection, {"token": self.token, "from": self.me, **asked})
+            answer = read_line(connection)
+            if answer.get("token") != self.token:
+                raise ValueError("another program")
+        except BaseException:
+            connection.close()
+            raise
+        return connection, answer
+
+    def reach(self, port: int) -> dict[str, Any]:
+        """{"state", "detail", "ms", "seen"} of one port.
+
+        state: open; refused (something there says no); filtered (no answer at all); unreachable (the network
+        says so); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
+        """
+        started = time.monotonic()
+        found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
+        try:
+            connection, answer = self.call(port, do="hello")
+            connection.close()
+            found["seen"] = answer.get("seen", "")
+            if answer.get("host") != self.host:
+                found.update(state="misrouted", detail=str(answer.get("host")))
+        except ConnectionRefusedError:
+            found["state"] = "refused"
+        except TimeoutError:
+            # The connection was made within its time if only the answer stays out.
+            late = time.monotonic() - started < self.connect_seconds
+            found["state"] = "silent" if late else "filtered"
+        except ConnectionError as error:
+            found.update(state="silent", detail=error.strerror or "the connection was cut")
+        except ValueError as error:
+            found.update(state="foreign", detail=str(error))
+        except OSError as error:
+            state = "unreachable" if error.errno in UNREACHABLE else "filtered"
+            found.update(state=state, detail=error.strerror or str(error))
+        found["ms"] = round(1000 * (time.monotonic() - started), 1)
+        return found
+
+    def round_trip(self, port: int) -> dict[str, float]:
+        """Milliseconds that a small message takes there and back: {"min", "median"}."""
+        took = []
+        connection, _answer = self.call(port, do="echo")
+        with connection:
+            for _ in range(ROUND_TRIPS):
+                started = time.monotonic()
+                connection.sendall(b"x" * 64)
+                missing = 64
+                while missing:
+                    got = len(connection.recv(missing))
+                    if not got:
+                        raise ConnectionError("the echo ended")
+                    missing -= got
+                took.append(1000 * (time.monotonic() - started))
+        return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
+
+    def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
+        """Send one packet as large as the connection allows: (size, did it arrive, path's MTU after it).
+
+        `packet` bounds the size; 0 leaves it to the interface and the path.
+        """
+        connection, _answer = self.call(port, packet=packet, do="take")
+        with connection:
+            overhead = options(connection) + headers(self.address)
+            segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+            connection.settimeout(SEGMENT_SECONDS)
+            send_line(connection, {"bytes": segment})
+            try:
+                connection.sendall(bytes(segment))
+                arrived = read_line(connection).get("bytes") == segment
+            except (OSError, ValueError):
+                arrived = False
+            after = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
+        return segment + overhead, arrived, after + overhead
+
+    def path_mtu(self, port: int) -> dict[str, Any]:
+        """{"sent", "passes", "swallowed"}: size of a whole packet, of the largest that arrives (0: none).
+
+        A path that says "fragmentation needed" is no fault: the kernel then sends smaller packets. One that
+        swallows large packets without a word (`swallowed`) leaves a run hanging.
+        """
+        sent, arrived, after = self.packet_passes(port)
+        if arrived:
+            return {"sent": sent, "passes": min(sent, after), "swallowed": False}
+        smaller = [size for size in PACKETS if size < sent]
+        with ThreadPoolExecutor(len(smaller)) as pool:
+            results = list(pool.map(lambda size: self._try_packet(port, size), smaller))
+        return {"sent": sent, "passes": max(results, default=0), "swallowed": True}
+
+    def _try_packet(self, port: int, packet: int) -> Any:
+        try:
+            size, arrived, _after = self.packet_passes(port, packet)
+        except (OSError, ValueError):
+            return 0
+        return size if arrived else 0
+
+    def stream(self, port: int, seconds: float) -> dict[str, Any]:
+        """Mbit/s this host sends to the peer and then receives from it, each for so many seconds."""
+        connection, _answer = self.call(port, do="sink")
+        with connection:
+            connection.settimeout(seconds + ANSWER_SECONDS)
+            pour(connection, seconds)
+            told = read_line(connection)
+            sent = rate(told["bytes"], told["seconds"])
+        connection, _answer = self.call(port, do="source", seconds=seconds)
+        with connection:
+            connection.settimeout(seconds + ANSWER_SECONDS)
+            received = rate(*drain(connection))
+        return {"sent_mbit": sent, "received_mbit": received}
+
+
+def rate(count: float, seconds: float) -> float:
+    return round(8e-6 * count / seconds, 1) if seconds > 0 else 0.0
+
+
+def headers(address: str) -> int:
+    """Bytes of the IP and TCP headers of a packet, without options."""
+    return 60 if ":" in address else 40
+
+
+def options(connection: socket.socket) -> int:
+    """Bytes that TCP's timestamps take in every packet of a connection, if it has them."""
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
+    return 12 if struct.unpack("8B", info)[5] & 1 else 0
+
+
+def ask_ip(*words: str) -> Any:
+    """The first object of what `ip -j ...` prints, empty if it has nothing to say."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    try:
+        done = subprocess.run(
+            ["ip", "-j", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5,
+            env={**os.environ, "PATH": path},
+        )
+        return (json.loads(done.stdout or "[]") or [{}])[0]
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+
+
+def route_to(address: str) -> dict[str, Any]:
+    """The interface and source address that the kernel takes to reach an address."""
+    answer = ask_ip("route", "get", address)
+    return {"interface": answer.get("dev", ""), "source": answer.get("prefsrc", "")}
+
+
+def is_up(address: str, port: int) -> bool:
+    """Whether a host is there at all: its SSH port answers, with yes or with no."""
+    try:
+        socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def look_at(way: Way, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
+    """Everything about one peer but the rates; `ports` are those it listens on: [{"port", "role"}]."""
+    found: dict[str, Any] = {
+        "route": route_to(way.address),
+        "ports": [],
+        "rtt_ms": None,
+        "mtu": None,
+        "up": None,
+    }
+    if ports:
+        with ThreadPoolExecutor(len(ports)) as pool:
+            results = list(pool.map(lambda each: way.reach(each["port"]), ports))
+        found["ports"] = [dict(each, **result) for each, result in zip(ports, results, strict=True)]
+    good = [each["port"] for each in found["ports"] if each["state"] == "open"]
+    if not good:
+        found["up"] = is_up(way.address, ssh_port)
+        return found
+    found["up"] = True
+    try:
+        found["rtt_ms"] = way.round_trip(good[0])
+        found["mtu"] = way.path_mtu(good[0])
+    except (OSError, ValueError) as error:
+        found["cut"] = str(error)
+    return found

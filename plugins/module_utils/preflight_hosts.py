@@ -1,0 +1,164 @@
+"""What a host is: whether it is reached, its system, disks, root and clock; and the facts all others read.
+
+Facts are a dict of the key=value lines that templates/probe.sh.j2 and root.sh.j2 print on a host.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.becoming import may_become_root
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
+    release,
+    unreachable_finding,
+)
+
+PACKAGES = {"ip": "iproute2", "sysctl": "procps"}
+MIN_SYSTEMD = 247
+"""ProtectProc= and ProcSubset= of the tracker; a run's youngest, ProtectClock=, is of 245."""
+SEVERAL = ("python", "missing", "busy", "active", "battery", "mains", "port")
+"""Keys of which there may be several lines: their facts are lists."""
+Facts = Mapping[str, Any]
+
+
+def parse_probe(text: str) -> dict[str, Any]:
+    """The `key=value` lines of a probe; what a host did not say is left out."""
+    facts: dict[str, Any] = {key: [] for key in SEVERAL} | {"disks": {}}
+    for line in text.replace("\r", "").splitlines():
+        key, _, value = line.partition("=")
+        value = value.strip()
+        if key in SEVERAL and value:
+            facts[key].append(value)
+        elif key == "disk":
+            parts = value.split()
+            if len(parts) == 3 and parts[1].isdigit():
+                facts["disks"][parts[0]] = {"free_kb": int(parts[1]), "mount": parts[2]}
+        elif value:
+            facts[key] = value
+    return facts
+
+
+def number(facts: Facts, key: str) -> float | None:
+    try:
+        return float(facts[key])
+    except (KeyError, ValueError):
+        return None
+
+
+def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The facts of every host by name: of both probes, and `unreachable`, why SSH does not reach it."""
+    found = {}
+    for host in hosts:
+        probe, root = hostvars[host]["__preflight_probe"], hostvars[host].get("__preflight_root") or {}
+        if probe.get("unreachable"):
+            found[host] = {"unreachable": str(probe.get("msg", ""))}
+            continue
+        # What the second is sure of goes before what an ordinary user saw.
+        outputs = [str(result.get("stdout") or "") for result in (probe, root)]
+        found[host] = parse_probe("\n".join(outputs)) | {"becomes": may_become_root(hostvars[host])}
+    return found
+
+
+def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping[str, Any]) -> list[Finding]:
+    """What stops on every host by itself, from the results that tasks/hosts.yml registered."""
+    findings = []
+    for host, facts in facts_of(hosts, hostvars).items():
+        if "unreachable" in facts:
+            findings.append(unreachable_finding(host, hostvars[host], facts["unreachable"]))
+            continue
+        if host == hosts[0]:
+            findings += former_findings(host, facts, limits.get("addresses") or {})
+        system = system_findings(host, facts, limits)
+        result = hostvars[host].get("__preflight_root") or {}
+        findings += [*system, *root_findings(host, hostvars[host], result, facts, limits["skew_s"])]
+    return findings
+
+
+def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> list[Finding]:
+    """Hosts that the coordinator's claim names, since the last setup.yml, and the inventory does not."""
+    try:
+        before = json.loads(facts.get("claim", ""))["hosts"]
+    except (ValueError, KeyError, TypeError):
+        return []
+    if not isinstance(before, dict) or host not in before:
+        return []
+    problem = (
+        "It was in the fleet at the last setup.yml and is not in the inventory any more. What was installed "
+        "there stays, and the unit of a run may restart, until the host is released."
+    )
+    return [
+        warning(name, problem, release(str(address), outside=True))
+        for name, address in before.items()
+        if name not in addresses and address not in addresses.values()
+    ]
+
+
+def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> list[Finding]:
+    """Whether system, processor, Python, commands and disks are what setup and runs need."""
+    on, remove = f"(on {host})", f"remove {host} from the inventory"
+    if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
+        problem = (
+            f"It runs {facts.get('kernel') or 'an unknown system'} without systemd; runs are systemd units."
+        )
+        return [finding(host, problem, f"{remove}, or use Debian 12+ or Ubuntu 24.04+ on it")]
+    findings = []
+    system = facts.get("distribution") or "unknown system"
+    version = number(facts, "systemd_version")
+    if version is not None and version < MIN_SYSTEMD:
+        problem = f"Its systemd {version:.0f} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
+        findings.append(finding(host, problem, f"upgrade it to Debian 12+ or Ubuntu 24.04+, or {remove}"))
+    if facts.get("machine") not in limits["architectures"]:
+        at_hand = " and ".join(limits["architectures"])
+        problem = f"Its processor is {facts.get('machine')}; torch is at hand for {at_hand}."
+        findings.append(finding(host, problem, remove))
+    pythons = list(limits["pythons"])
+    if facts.get("python3") != "yes":
+        problem = f"No python3 is installed; Ansible and the trainer need Python {' or '.join(pythons)}."
+        findings.append(finding(host, problem, f"sudo apt install python3 python3-venv  {on}"))
+    elif not set(facts["python"]) & set(pythons):
+        has = ", ".join(sorted(set(facts["python"]))) or "none"
+        problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
+        findings.append(finding(host, problem, f"sudo apt install python{pythons[0]}  {on}, or upgrade it"))
+    for command in facts["missing"]:
+        typed = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
+        findings.append(finding(host, f"The command {command} is missing.", typed))
+    return [*findings, *_disk_findings(host, facts, float(limits["free_gb"]))]
+
+
+def _disk_findings(host: str, facts: Facts, free_gb: float) -> list[Finding]:
+    # A host that is set up has its environment already; what is left to grow are runs and the odd upgrade.
+    needed = min(1.0, free_gb) if facts.get("installed") == "yes" else free_gb
+    full: dict[str, list[str]] = {}
+    for path, disk in facts["disks"].items():
+        if disk["free_kb"] < needed * 2**20:
+            full.setdefault(disk["mount"], []).append(path)
+    findings = []
+    for mount, paths in full.items():
+        free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
+        problem = f"{free:.1f} GiB are free on {mount} for {' and '.join(paths)}; {needed:g} are needed."
+        typed = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+        findings.append(finding(host, problem, typed))
+    return findings
+
+
+def root_findings(
+    host: str, variables: Mapping[str, Any], result: Mapping[str, Any], facts: Facts, skew_s: float
+) -> list[Finding]:
+    """Whether sudo works without asking, and whether the clocks agree. result: of the second probe."""
+    if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
+        said = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
+        user = variables.get("ansible_user") or "the SSH user"
+        if "incorrect" in said.lower():
+            problem = f"sudo refuses the password of {user}."
+            return [finding(host, problem, "add -K and type the password again")]
+        problem = f"sudo asks for a password of {user}."
+        return [finding(host, problem, "add -K (--ask-become-pass) to the same command")]
+    skew = int(facts["time"]) - int(facts["sent"])
+    if abs(skew) > float(skew_s):
+        way = "ahead of" if skew > 0 else "behind"
+        problem = f"Its clock is {abs(skew)} s {way} the controller's."
+        return [finding(host, problem, f"sudo timedatectl set-ntp true  (on {host})")]
+    return []

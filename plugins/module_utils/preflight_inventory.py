@@ -1,0 +1,170 @@
+"""Findings about an inventory, and how messages name a host, its SSH login and the holder of a port.
+
+Findings about hosts: preflight_hosts, preflight_run, preflight_use.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import socket
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import finding
+
+HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+SAMPLE = (
+    "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
+    "or, for two hosts on this machine: ansible-playbook lab.yml"
+)
+# What ssh says -> (what it means, what to type). The first match counts.
+SSH_ERRORS = (
+    (
+        "host key verification failed",
+        "its host key is not known here or has changed",
+        "{ssh}  (compare the key)",
+    ),
+    ("permission denied", "it refuses this user or key", "ssh-copy-id{options} {target}"),
+    (
+        "could not resolve hostname",
+        "its name does not resolve on this machine",
+        "set its ansible_host to an address",
+    ),
+    (
+        "connection refused",
+        "it is up, but no SSH server answers",
+        "sudo apt install openssh-server  (on {host})",
+    ),
+    ("no route to host", "it is down or on another network", "{ssh}"),
+    ("network is unreachable", "this machine has no route to it", "{ssh}"),
+    ("timed out", "it is down, asleep or behind a firewall", "{ssh}"),
+)
+
+
+def is_resolvable(address: str) -> bool:
+    try:
+        return bool(socket.getaddrinfo(address, None, proto=socket.IPPROTO_TCP))
+    except OSError:
+        return False
+
+
+def inventory_findings(
+    addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
+) -> list[dict[str, str]]:
+    """A fleet has exactly one coordinator, no host twice, and an address for each.
+
+    members: the group fleet, which the plays run on; it has to be coordinator and workers together.
+    """
+    hosts = [*coordinators, *workers]
+    if not hosts:
+        return [finding("inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)]
+    findings = [*_name_findings(hosts), *_member_findings(hosts, members)]
+    if len(coordinators) != 1:
+        listed = ", ".join(coordinators) or "none"
+        problem = f"The group coordinator must hold exactly one host; it holds {listed}."
+        example = coordinators[0] if coordinators else hosts[0]
+        findings.append(
+            finding(
+                "inventory",
+                problem,
+                f"keep {example} in coordinator, the others in workers (inventory/sample)",
+            )
+        )
+    for host, times in Counter(hosts).items():
+        if times > 1:
+            findings.append(
+                finding(
+                    host, "It is listed both as coordinator and as worker.", f"remove {host} from one group"
+                )
+            )
+    owners: dict[str, str] = {}
+    for host, address in addresses.items():
+        if address in owners:
+            problem = f"It has the same address as {owners[address]}, {address}."
+            findings.append(finding(host, problem, f"give {host} an ansible_host of its own, or remove it"))
+        elif not is_resolvable(address):
+            problem = f"Its address {address} does not resolve on this machine."
+            findings.append(
+                finding(host, problem, f"set ansible_host of {host} to its IP address in the inventory")
+            )
+        owners.setdefault(address, host)
+    return findings
+
+
+def _name_findings(hosts: list[str]) -> list[dict[str, str]]:
+    """Names stand in unit files, environment files and messages."""
+    takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
+    return [
+        finding("inventory", f"The host name {host!r} cannot be used: a name has {takes}.", "rename it there")
+        for host in hosts
+        if not HOST_NAME.fullmatch(host)
+    ]
+
+
+def _member_findings(hosts: list[str], members: list[str]) -> list[dict[str, str]]:
+    """Hosts that plays would pass over, and hosts that plays would change though no run uses them."""
+    left_out = [host for host in dict.fromkeys(hosts) if host not in members]
+    findings = []
+    if left_out and not members:
+        problem = "It has no group fleet, which every playbook runs on."
+        typed = "add the group fleet with the children coordinator and workers (inventory/sample)"
+        findings.append(finding("inventory", problem, typed))
+    elif left_out:
+        problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
+        typed = "make coordinator and workers the children of fleet (inventory/sample)"
+        findings.append(finding("inventory", problem, typed))
+    for host in members:
+        if host not in hosts:
+            problem = "It is in the group fleet, but neither in coordinator nor in workers."
+            typed = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
+            findings.append(finding(host, problem, typed))
+    return findings
+
+
+def release(host: str, outside: bool = False) -> str:
+    """The command that removes what setup.yml installed from one host; outside: which is in no inventory."""
+    name = shlex.quote(host)
+    where = f"-i {name}, -u USER " if outside else ""
+    return f"ansible-playbook reset.yml {where}--limit {name} -e reset_confirm=true"
+
+
+def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
+    """What a person types to reach the host the way Ansible does."""
+    address = str(variables.get("ansible_host") or host)
+    user = variables.get("ansible_user") or variables.get("ansible_ssh_user")
+    port = variables.get("ansible_port") or variables.get("ansible_ssh_port")
+    key = variables.get("ansible_ssh_private_key_file") or variables.get("ansible_private_key_file")
+    target = f"{user}@{address}" if user else address
+    given = " ".join(str(variables.get("ansible_ssh_common_args") or "").split())
+    options = (f" -p {port}" if port else "") + (f" {given}" if given else "")
+    ssh = f"ssh{options}" + (f" -i {key}" if key else "") + f" {target}"
+    return {"host": host, "ssh": ssh, "options": options, "target": target}
+
+
+def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> dict[str, str]:
+    words = ssh_target(host, variables)
+    for pattern, meaning, remedy in SSH_ERRORS:
+        if pattern in message.lower():
+            problem = f"Cannot be reached at {words['target']}: {meaning}."
+            return finding(host, problem, remedy.format(**words))
+    detail = message.strip().splitlines()[-1] if message.strip() else "no reason given"
+    return finding(host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
+
+
+def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
+    """Who has a port, in words, and the command that ends it.
+
+    held: pid, user, command, unit; nothing where it is unknown.
+    """
+    if not held.get("pid") and held.get("unit"):
+        return f"{held['unit']} of {held['user']}", f"sudo systemctl stop {held['unit']}"
+    if not held.get("pid"):
+        return "a process that only root can name", f"sudo ss -Hltnp sport = :{port}"
+    if int(held["pid"]) == 1:
+        return "systemd itself, for a socket unit", f"systemctl list-sockets | grep :{port}"
+    who = f"process {held['pid']} of {held['user']} ({held['command']})"
+    if held.get("unit"):
+        return f"{who}, unit {held['unit']}", f"sudo systemctl stop {held['unit']}"
+    return who, f"sudo kill {held['pid']}"

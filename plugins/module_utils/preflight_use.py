@@ -1,0 +1,140 @@
+"""How a host is used beside the run: its load, its sleep and power, and who holds what the run needs.
+
+Facts are those of preflight_hosts.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
+
+# Chassis types of the SMBIOS specification, and hostnamectl's names: what has a lid or is carried about.
+LAPTOPS = {"8", "9", "10", "11", "14", "30", "31", "32", "laptop", "convertible", "tablet"}
+SLEEPS = {"suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate", "sleep", "poweroff", "halt"}
+FULL = 0.9  # of the range of ports: ranks may then find none
+LOGIND = "/etc/systemd/logind.conf.d/awake.conf"
+Facts = Mapping[str, Any]
+
+
+def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
+    """All findings of all hosts. options: holds_sleep, whether a run keeps its host awake where it may."""
+    findings: list[Finding] = []
+    for host, facts in facts_by_host.items():
+        if "unreachable" not in facts:
+            findings += _ports(host, facts)
+            findings += _unit(host, facts)
+            findings += _load(host, facts)
+            findings += _sleep(host, facts, bool(options["holds_sleep"]))
+            findings += _battery(host, facts)
+    return findings
+
+
+def holder_of(text: str) -> dict[str, str]:
+    """`PID USER UNIT COMMAND`, as root.sh.j2 describes a process; empty where it is not known."""
+    pid, user, unit, command = [*text.split(" ", 3), "", "", "", ""][:4]
+    pid, unit = ("" if word == "-" else word for word in (pid, unit))
+    return {"pid": pid, "user": user, "unit": unit, "command": command.strip()}
+
+
+def is_ours(unit: str) -> bool:
+    """Whether a unit is the fleet's own: what becomes of a run that is up, the role launch says."""
+    return unit.startswith("nanofleet-")
+
+
+def _ports(host: str, facts: Facts) -> Iterator[Finding]:
+    for held in facts["port"]:
+        name, port, *rest = held.split(" ", 2)
+        by = holder_of(" ".join(rest))
+        if not is_ours(by["unit"]):
+            who, end = holder(by, int(port))
+            problem = f"The {name}'s port {port} is held by {who}."
+            typed = f"{end}  (on {host}; or take another port: -e {name}_port=PORT)"
+            yield finding(host, problem, typed)
+    if facts.get("range"):
+        span, used, most, *rest = facts["range"].split(" ", 3)
+        low, high = map(int, span.split("-"))
+        if int(used) >= FULL * (high - low + 1):
+            who, end = holder(holder_of(" ".join(rest)), low)
+            problem = (
+                f"{used} of the {high - low + 1} ports {span} are taken, {most} of them by {who}: "
+                "ranks may find none to listen on."
+            )
+            yield warning(host, problem, f"{end}  (on {host})")
+
+
+def _unit(host: str, facts: Facts) -> Iterator[Finding]:
+    """A unit file of the run's name: systemd starts no transient unit in its place."""
+    path = str(facts.get("unit", ""))
+    if path and "/transient/" not in path:
+        problem = (
+            f"The run's unit {Path(path).name} is there already, from {path}: a run cannot have its name."
+        )
+        typed = (
+            f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
+        )
+        yield finding(host, problem, typed)
+
+
+def _load(host: str, facts: Facts) -> Iterator[Finding]:
+    """More work than cores, which is not a run's of ours."""
+    load, cores = float(facts.get("load", 0)), int(facts.get("cores", 0))
+    if facts["active"] or not cores or load <= cores:
+        return
+    busy = [line.split(" ", 3) for line in facts["busy"] if line.count(" ") == 3]
+    who = ", ".join(f"{command} ({share} %, PID {pid} of {user})" for share, pid, user, command in busy)
+    problem = f"Other work keeps it busy, a load of {load:g} on {cores} core{'s' if cores > 1 else ''}"
+    typed = f"sudo renice -n 19 -p {busy[0][1]}  (on {host}), or end it" if busy else f"top  (on {host})"
+    yield warning(host, f"{problem}{f': {who}' if who else ''}.", typed)
+
+
+def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
+    """What puts the host to sleep; a run holds that back while it computes, if its unit is root's."""
+    if "masked" in (facts.get("sleep"), facts.get("suspend")):
+        return
+    lid = facts.get("HandleLidSwitch", "")
+    if _on_mains(facts):
+        lid = facts.get("HandleLidSwitchExternalPower") or lid
+    by_lid = lid in SLEEPS and (facts.get("chassis") in LAPTOPS or bool(facts["battery"]))
+    by_idling = facts.get("IdleAction") in SLEEPS
+    by_desktop = facts.get("desktop_idle") in SLEEPS
+    causes = [
+        *(["its lid is closed"] if by_lid else []),
+        *(["nobody uses it for a while"] if by_idling or by_desktop else []),
+    ]
+    if not causes:
+        return
+    if not holds_sleep:
+        then = "and no run holds that back."
+    elif facts.get("becomes"):
+        then = "a run holds that back while it computes, but not between two attempts."
+    else:
+        then = "and a run without root cannot hold that back."
+    keys = ["HandleLidSwitch", "HandleLidSwitchExternalPower"] if by_lid else []
+    keys += ["IdleAction"] if by_idling else []
+    lines = "".join(f"{key}=ignore\\n" for key in keys)
+    typed = []
+    if keys:
+        typed.append(
+            f"printf '[Login]\\n{lines}' | sudo install -D -m 644 /dev/stdin {LOGIND} && "
+            "sudo systemctl kill -s HUP systemd-logind"
+        )
+    if by_desktop:
+        typed.append("gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing")
+    problem = f"It falls asleep when {' or '.join(causes)}; {then}"
+    yield warning(host, problem, f"{' && '.join(typed)}  (on {host})")
+
+
+def _on_mains(facts: Facts) -> bool:
+    return "1" in facts["mains"] or not facts["battery"]
+
+
+def _battery(host: str, facts: Facts) -> Iterator[Finding]:
+    if facts["battery"] and not _on_mains(facts) and "Discharging" in facts["battery"][0]:
+        percent = facts["battery"][0].split()[-1]
+        left = f", {percent} % full" if percent.isdigit() else ""
+        problem = f"It runs on its battery{left}."
+        yield warning(host, problem, f"plug {host} in, or leave it out of the inventory")

@@ -1,0 +1,197 @@
+"""Check the knobs a person asked for, before a host is touched.
+
+Ansible ignores a misspelt `-e` name without a word and hands every `-e` value on as text. This plugin reads
+the extra vars themselves (from `-e @file` and ansible-runner too) and every host's inventory variables, and
+returns `findings`: names nobody knows, with the nearest known one, and values of the wrong type or range.
+What is known comes from where it is defined: the trainer's RunConfig, vars/knobs.yml, and for the names in
+vars/settings.yml the roles' argument specs and the wiring, playbooks/group_vars/all.yml.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
+TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+FOREIGN = ("ansible_", "awx_", "tower_")
+"""How names begin that Ansible itself, AWX and Ansible Automation Platform set."""
+# What a person types where the default would tell him nothing.
+EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+
+
+def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
+    """Every variable of the roles and of the wiring, with its type and choices where they are described."""
+    found: dict[str, dict[str, Any]] = {}
+    if wiring.exists():
+        found.update({name: {} for name in read_yaml(wiring)})
+    for specs in sorted(roles.glob("*/meta/argument_specs.yml")):
+        for entry in read_yaml(specs).get("argument_specs", {}).values():
+            found.update({name: spec or {} for name, spec in (entry.get("options") or {}).items()})
+    return found
+
+
+def known_names(roles: Path, wiring: Path, knobs: Path) -> dict[str, dict[str, Any]]:
+    """Every name that `-e` may set: the variables of vars/settings.yml and the knobs.
+
+    The other variables are internal: one play sets them for one role. A value given with `-e` has the highest
+    precedence and would hold for all roles.
+    """
+    found = role_names(roles, wiring)
+    known = {name: found[name] for name in read_yaml(knobs.with_name("settings.yml"))["preflight_settings"]}
+    return known | read_yaml(knobs)["preflight_known_knobs"]
+
+
+def internal_finding(name: str, value: Any) -> Finding:
+    """A variable that only the playbooks set."""
+    problem = "no setting but a variable that the playbooks set themselves."
+    remedy = f"the same without -e {name}; inventory/sample/group_vars/fleet.yml lists the settings"
+    return finding(f"-e {name}={value}", problem, remedy)
+
+
+def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
+    """A name nobody reads: almost always a typing error."""
+    if name == "_raw_params":
+        word = str(value).split()[0]
+        return finding(
+            f"-e {word}",
+            "a knob needs a value.",
+            f"the same with -e {word}=VALUE  (no blanks around =; around a value that has some, "
+            "quotes of its own: -e 'NAME=\"a b\"')",
+        )
+    lower = {known.lower(): known for known in names}
+    near = difflib.get_close_matches(name.lower(), list(lower), n=1)
+    if not near:
+        return finding(
+            f"-e {name}={value}", "no such knob.", "inventory/sample/group_vars/fleet.yml lists them all"
+        )
+    nearest = lower[near[0]]
+    return finding(
+        f"-e {name}={value}",
+        f"no such knob; did you mean {nearest}?",
+        f"the same with -e {nearest}={value} instead of -e {name}={value}",
+    )
+
+
+def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
+    """One sentence if `value` is not what `spec` (type, choices, min, max, pattern) allows."""
+    text, kind = str(value).strip(), spec.get("type", "str")
+    choices = [str(choice) for choice in spec.get("choices") or []]
+    if choices and text not in choices:
+        return f"{name} is '{text}': it takes {' or '.join(choices)}."
+    if kind == "bool" and text.lower() not in TRUTHS:
+        return f"{name} is '{text}': it takes {KINDS[kind]}."
+    if kind in ("int", "float"):
+        try:
+            number = float(text) if kind == "float" else int(text)
+        except ValueError:
+            return f"{name} is '{text}': it takes {KINDS[kind]}."
+        low, high = spec.get("min"), spec.get("max")
+        if (low is not None and number < low) or (high is not None and number > high):
+            bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
+            return f"{name} is {text}: it takes {KINDS[kind]} {bounds}."
+    pattern = spec.get("pattern")
+    if pattern and text and not re.fullmatch(pattern, str(value), re.ASCII):
+        return f"{name} is {str(value)!r}: it takes {spec['takes']}."
+    return None
+
+
+def config_problems(values: Mapping[str, Any], config: Any) -> list[tuple[str, str]]:
+    """(field, sentence) for each value RunConfig refuses; the sentences are RunConfig's own."""
+    left, problems = dict(values), list[tuple[str, str]]()
+    while True:
+        try:
+            config.from_strings(left)
+            return problems
+        except ValueError as error:
+            name = str(error).split()[0]
+            problems.append((name, str(error)))
+            if (
+                left.pop(name, None) is None
+            ):  # a default clashes with what was asked: nothing left to leave out
+                return problems
+
+
+def check(
+    asked: Mapping[str, Any],
+    inventory: Mapping[str, Mapping[str, Any]],
+    known: Mapping[str, Mapping[str, Any]],
+    config: Any,
+    internal: Collection[str] = (),
+) -> list[Finding]:
+    """All findings about `asked` (extra vars, which win) and `inventory` (each host's variables, by host)."""
+    fields = config.field_names()
+    names = sorted({*known, *fields})
+    findings = [
+        internal_finding(name, value) if name in internal else unknown_finding(name, value, names)
+        for name, value in asked.items()
+        if name not in names and not name.startswith(FOREIGN)
+    ]
+    # A template in -e has a value only on a host.
+    plain = {name: value for name, value in asked.items() if "{{" not in str(value)}
+    by_host = {
+        host: {
+            name: value
+            for name, value in {**variables, **plain}.items()
+            if name in names and value is not None
+        }
+        for host, variables in (inventory or {"": {}}).items()
+    }
+
+    def label(name: str, hosts: list[str]) -> str:
+        if name in asked:
+            return f"-e {name}={asked[name]}"
+        return f"inventory {name}" + ("" if len(hosts) == len(by_host) else f" of {', '.join(hosts)}")
+
+    def remedy(name: str, message: str = "") -> str:
+        proposed = re.search(r"; use (\d+)", message)
+        example = EXAMPLES.get(name, known.get(name, {}).get("default", getattr(config, name, "VALUE")))
+        example = proposed.group(1) if proposed else example
+        instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
+        return f"the same with -e {name}={example}{instead}"
+
+    if "num_iterations" in asked and any("steps" in values for values in by_host.values()):
+        message = "steps and num_iterations are the same knob; give one of them."
+        hosts = [host for host, values in by_host.items() if "steps" in values]
+        typed = f"the same without -e num_iterations={asked['num_iterations']}"
+        findings.append(finding(label("steps", hosts), message, typed))
+    problems: dict[tuple[str, str], list[str]] = {}
+    for host, values in by_host.items():
+        for name, value in values.items():
+            problem = None if name in fields else value_problem(name, value, known[name])
+            if problem:
+                problems.setdefault((name, problem), []).append(host)
+    for host, values in by_host.items():
+        of_run = {name: value for name, value in values.items() if name in fields}
+        for name, message in config_problems(of_run, config):
+            problems.setdefault((name, message), []).append(host)
+    for (name, message), hosts in problems.items():
+        given = any(name in by_host[host] for host in hosts)
+        findings.append(finding(label(name, hosts) if given else "-e", message, remedy(name, message)))
+    of_fleet = [name for name in names if name in fields or known[name].get("of_fleet")]
+    return findings + uneven_findings(by_host, of_fleet)
+
+
+def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[Finding]:
+    """Settings that hold for all hosts together, and that hosts have different values of."""
+    findings = []
+    for name in names:
+        values: dict[str, list[str]] = {}
+        for host, variables in by_host.items():
+            values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
+        if len(values) > 1:
+            told = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
+            problem = f"{name} differs between the hosts ({told}); all of them need the same value."
+            remedy = f"set {name} once, in group_vars/fleet.yml of the inventory"
+            findings.append(finding(f"inventory {name}", problem, remedy))
+    return findings

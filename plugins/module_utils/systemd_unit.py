@@ -1,0 +1,237 @@
+# SPDX-License-Identifier: MIT
+"""What systemd and /proc say about a run's unit: its state, its processes, who listens on a port.
+
+Read-only, standard library only. Used on the hosts by the modules transient_unit and run_state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import time
+from collections.abc import Collection
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
+from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
+
+Unit = dict[str, Any]
+Process = dict[str, Any]
+PROPERTIES = (
+    "Id,LoadState,ActiveState,SubState,Result,MainPID,ExecMainStatus,StateChangeTimestampMonotonic,NRestarts"
+)
+
+
+def run(argv: list[str]) -> tuple[int, str, str]:
+    """Run a command in the C locale; returns (exit status, stdout, stderr) as text."""
+    environment = dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
+    # Where a user's manager is found; sessions have it set, cron jobs and some su shells have not.
+    environment.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+    return done.returncode, done.stdout, done.stderr.strip()
+
+
+def own_scope() -> str:
+    """Whose systemd starts a unit for this process: the system's as root, else the user's own."""
+    return "system" if os.geteuid() == 0 else "user"
+
+
+def manager(scope: str) -> list[str]:
+    """The option by which systemctl and systemd-run reach that systemd."""
+    return ["--user"] if scope == "user" else []
+
+
+def unit_name(name: str) -> str:
+    """The unit's full name."""
+    return name if name.endswith(".service") else name + ".service"
+
+
+def read_unit(name: str, now: float, scope: str = "system") -> Unit:
+    """State of a unit as a dict; a unit systemd does not know is `inactive`. `now` is time.time()."""
+    shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
+    code, out, err = run([*shows, "--", unit_name(name)])
+    if code:
+        raise RuntimeError(err or "systemctl show failed")
+    shown = dict(line.split("=", 1) for line in out.splitlines() if "=" in line)
+    changed = int(shown.get("StateChangeTimestampMonotonic") or 0)
+    return {
+        "name": unit_name(name),
+        "load_state": shown.get("LoadState", ""),
+        "active_state": shown.get("ActiveState", "inactive"),
+        "sub_state": shown.get("SubState", "dead"),
+        "result": shown.get("Result", ""),
+        "main_pid": int(shown.get("MainPID") or 0),
+        "exit_status": int(shown.get("ExecMainStatus") or 0),
+        "restarts": int(shown.get("NRestarts") or 0),
+        "since": round(now - time.monotonic() + changed / 1e6, 1) if changed else None,
+        "scope": scope,
+    }
+
+
+def find_unit(name: str, now: float) -> Unit:
+    """read_unit in the systemd that knows the unit: without root both may, the user's own goes first."""
+    found = read_unit(name, now)
+    if own_scope() == "user":
+        # A host without a user's systemd has no units in it.
+        with contextlib.suppress(RuntimeError):
+            own = read_unit(name, now, "user")
+            found = own if own["load_state"] != "not-found" or is_up(own) else found
+    return found
+
+
+def is_up(unit: Unit) -> bool:
+    """Whether the unit runs, starts, stops or waits to be restarted."""
+    return unit["active_state"] not in ("inactive", "failed")
+
+
+def known_units(pattern: str) -> dict[str, str]:
+    """{name: active state} of the units that match, those of this user's own systemd among them."""
+    found = {}
+    for scope in sorted({"system", own_scope()}):
+        lists = ["systemctl", *manager(scope), "list-units", "--all", "--plain", "--no-legend", "--full"]
+        _code, out, _err = run([*lists, pattern])
+        rows = [line.split() for line in out.splitlines()]
+        found.update({row[0]: row[2] for row in rows if len(row) > 2})
+    return found
+
+
+def between_attempts(unit: Unit) -> bool:
+    """Whether an attempt is over and the unit waits to be started again, or to be told that it is not."""
+    waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
+    return unit["sub_state"] == "auto-restart" or waits
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says of a process: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
+    for line in _read(f"/proc/{pid}/status").splitlines():
+        if line.startswith("State:"):
+            return line.partition("(")[2].rstrip(")")
+    return ""
+
+
+def is_missing(pid: int) -> bool:
+    """Whether a process is gone, as far as this user may see who is there."""
+    return os.path.isdir("/proc/1") and not os.path.isdir(f"/proc/{pid}")
+
+
+def booted(now: float) -> float | None:
+    """When this host came up (a container: when it was started): the start of process 1. None if closed."""
+    try:
+        started = int(_read("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return round(now - float(_read("/proc/uptime").split()[0]) + started, 1)
+    except (IndexError, ValueError):
+        return None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, "rb") as file:
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def _pids() -> list[int]:
+    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+
+
+def unit_of(pid: int) -> str:
+    """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
+    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+        for part in reversed(line.rstrip().split("/")):
+            if part.endswith(".service") and not part.startswith("user@"):
+                return part
+    return ""
+
+
+def processes_of(name: str, scope: str = "system") -> list[int]:
+    """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout).
+
+    Another user's own systemd may have a unit of that name: only this user's processes count there.
+    """
+    pids = [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
+    return pids if scope == "system" else [pid for pid in pids if _uid_of(pid) == os.geteuid()]
+
+
+def _uid_of(pid: int) -> int | None:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+
+
+def _is_zombie(pid: int) -> bool:
+    return ") Z " in _read(f"/proc/{pid}/stat")
+
+
+def describe(pid: int) -> Process | None:
+    """A process in words: pid, user, command, unit; None once it has ended."""
+    command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or _read(f"/proc/{pid}/comm").strip()
+    unit = unit_of(pid)
+    try:
+        uid = os.stat(f"/proc/{pid}").st_uid
+    except OSError:
+        return None
+    return {"pid": pid, "user": user_name(uid), "command": command[:200], "unit": unit}
+
+
+def listeners(ports: Collection[int]) -> list[Process]:
+    """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown.
+
+    A process may end while it is looked for, as those of a run between two attempts do: what seems to be
+    in nobody's hands is looked at again.
+    """
+    for wait in (0.2, 0.5, 1.0, 0.0):
+        held, unknown = _listeners(ports)
+        if not unknown:
+            break
+        time.sleep(wait)
+    return held + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
+
+
+def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
+    """What is known of each listener, and the ports of those of whom nothing is."""
+    sockets = {each.inode: each.port for each in listening(tables()) if each.port in ports}
+    held = []
+    for pid in _pids() if sockets else []:
+        for link in _links(f"/proc/{pid}/fd"):
+            inode = int(link[8:-1]) if link.startswith("socket:[") else 0
+            if inode in sockets:
+                holder = describe(pid)
+                if holder:
+                    held.append(dict(holder, port=sockets.pop(inode)))
+    # Root in a container may not look into the processes of others; what made a socket is known all the same.
+    units = _socket_units() if sockets else {}
+    held += [dict(units[inode], port=port) for inode, port in sockets.items() if inode in units]
+    unknown = sorted({port for inode, port in sockets.items() if inode not in units})
+    return sorted(held, key=lambda one: (one["port"], one["pid"] or 0)), unknown
+
+
+def _socket_units() -> dict[int, Process]:
+    """By `ss`, what made each listening socket, as far as it is a service: inode -> as describe()."""
+    try:
+        _status, lines, _error = run(["ss", "-Htlne"])
+    except OSError:
+        return {}
+    found = {}
+    for line in lines.splitlines():
+        about = dict(part.split(":", 1) for part in line.split() if ":" in part)
+        groups = about.get("cgroup", "").split("/")
+        services = [name for name in groups if name.endswith(".service") and not name.startswith("user@")]
+        if services and "ino" in about:
+            user = user_name(int(about.get("uid", "0")))
+            found[int(about["ino"])] = {"pid": None, "user": user, "command": "", "unit": services[-1]}
+    return found
+
+
+def _links(folder: str) -> list[str]:
+    links = []
+    try:
+        for entry in os.scandir(folder):
+            # A descriptor may be closed while the folder is read.
+            with contextlib.suppress(OSError):
+                links.append(os.readlink(entry.path))
+    except OSError:
+        pass
+    return links

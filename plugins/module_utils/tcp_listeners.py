@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: MIT
+"""The listening TCP sockets of this host, from /proc/net/tcp and tcp6. Standard library only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+LISTEN = "0A"
+"""TCP_LISTEN in the fourth column."""
+LOOPBACK6 = "0" * 24 + "01000000"
+"""::1 as tcp6 writes it."""
+
+
+@dataclass(frozen=True)
+class Socket:
+    """A listening socket."""
+
+    port: int
+    uid: int
+    inode: int
+    loopback: bool
+
+
+def tables() -> list[str]:
+    """The text of both tables, as far as this kernel has them."""
+    texts = []
+    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            texts.append(Path(name).read_text())
+        except OSError:
+            continue
+    return texts
+
+
+def listening(texts: list[str]) -> list[Socket]:
+    """The listening sockets in these tables."""
+    found = []
+    for line in (line for text in texts for line in text.splitlines()[1:]):
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == LISTEN:
+            address, _, port = fields[1].rpartition(":")
+            loopback = address == LOOPBACK6 or (len(address) == 8 and address.endswith("7F"))
+            found.append(Socket(int(port, 16), int(fields[7]), int(fields[9]), loopback))
+    return found

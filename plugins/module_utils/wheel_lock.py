@@ -1,0 +1,109 @@
+"""Wheels and the lock beside them: written on the controller, checked there and again on every host.
+
+A lock line is what pip and uv read; its comment lets `faults` name a file and say what is wrong with it:
+
+    numpy==2.4.6 --hash=sha256:4f0c...  # numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl 16873291
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REQUIREMENTS = "requirements.lock"  # what a venv holds
+TOOLS = "tools.lock"  # what makes it: uv
+
+_LINE = re.compile(
+    r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
+    r"  # (?P<file>[^/\s]+\.whl) (?P<bytes>\d+)$"
+)
+
+
+class Wheel(NamedTuple):
+    name: str
+    version: str
+    sha256: str
+    file: str
+    bytes: int
+
+    def line(self) -> str:
+        return f"{self.name}=={self.version} --hash=sha256:{self.sha256}  # {self.file} {self.bytes}"
+
+
+def normal(name: str) -> str:
+    """A project's name as indexes compare it (PEP 503)."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def wheel_of(path: Path) -> Wheel:
+    """Name and version out of a wheel's file name, size and hash out of its bytes."""
+    name, version = path.name.split("-")[:2]
+    return Wheel(normal(name), version, sha256_of(path), path.name, path.stat().st_size)
+
+
+def write_lock(path: Path, wheels: list[Wheel]) -> None:
+    path.write_text("".join(wheel.line() + "\n" for wheel in sorted(wheels)), encoding="utf-8")
+
+
+def read_lock(path: Path) -> list[Wheel]:
+    """Every line of a lock; ValueError naming the line that is not one, or why there is none."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from None
+    return parse_lock(text, str(path))
+
+
+def parse_lock(text: str, name: str) -> list[Wheel]:
+    """The same of a lock's text, which has come from `name`."""
+    wheels = []
+    for number, line in enumerate(text.splitlines(), 1):
+        match = _LINE.match(line)
+        if match is None:
+            raise ValueError(f"{name}, line {number}, is not a locked wheel: {line[:80]!r}")
+        named: dict[str, Any] = match.groupdict()
+        wheels.append(Wheel(**{**named, "bytes": int(match["bytes"])}))
+    if not wheels:
+        raise ValueError(f"{name} is empty")
+    return wheels
+
+
+def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
+    """What is wrong with the wheels of a wheelhouse, a phrase a wheel, beginning with its name.
+
+    `wheels` are those that there have to be; without them the folder's own locks name them.
+    """
+    found = []
+    if wheels is None:
+        wheels = read_lock(folder / REQUIREMENTS) + read_lock(folder / TOOLS)
+    for wheel in wheels:
+        path = folder / wheel.file
+        if not path.is_file():
+            found.append(f"{wheel.file} is missing")
+        elif path.stat().st_size != wheel.bytes:
+            found.append(f"{wheel.file} has {path.stat().st_size} bytes instead of {wheel.bytes}")
+        elif sha256_of(path) != wheel.sha256:
+            found.append(f"{wheel.file} was altered: its sha256 is not the locked one")
+    return found
+
+
+def copy_wheel(source: Path, target: Path) -> None:
+    """Copy a file that another user may replace meanwhile: regular, and no link. Without one, make none."""
+    try:
+        descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return
+    with open(descriptor, "rb") as file:
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            with target.open("xb") as copy:
+                shutil.copyfileobj(file, copy, 1 << 20)

@@ -1,0 +1,32 @@
+"""Documentation of the action of the same name, which runs on the controller."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: check_settings
+short_description: Check extra vars and knobs before a host is touched
+description:
+  - Refuses C(-e) names that nobody reads, with the nearest known one, and values of the wrong type or range.
+  - Runs on the controller and touches no host.
+options:
+  hosts:
+    description: The hosts whose inventory variables are checked together with the extra vars.
+    type: list
+    elements: str
+    default: []
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Check the knobs
+  nanofleet.fleet.check_settings:
+    hosts: [tower, laptop]
+"""
+
+RETURN = r"""
+findings:
+  description: One entry a finding, with what was typed, what is wrong and what to type instead.
+  returned: always
+  type: list
+  elements: dict
+"""

@@ -1,0 +1,91 @@
+#!/usr/bin/python
+"""Set the owner of a data directory: the login user while rsync writes to it, else the service user.
+
+The service user can put a link in the place of what is in the directory: so root works on file descriptors
+here and follows no link. What is in the directory beside PUSHED keeps its owner.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.owned_folder import give, open_folder
+
+DOCUMENTATION = r"""
+module: data_owner
+short_description: Make a data directory, and give it with what is pushed there to one user
+description:
+  - Makes the directory, and gives it, its manifest, shards and tokenizer to O(user).
+    Other files in it keep their owner.
+  - Works on file descriptors and follows no link.
+options:
+  path: {description: The data directory., type: path, required: true}
+  user: {description: The user who owns it., type: str, required: true}
+  reader: {description: The user whose group reads it., type: str, required: true}
+  mode: {description: "Its mode, as 0750; what is in it is reached through it.", type: str, required: true}
+author: the nanofleet authors
+"""
+EXAMPLES = r"""
+- name: Give the data to the service user
+  nanofleet.fleet.data_owner:
+    path: /var/lib/nanofleet/data
+    user: nanofleet
+    reader: nanofleet
+    mode: "0750"
+"""
+
+RETURN = r"""
+given: {description: Number of files and folders that belonged to another., type: int, returned: always}
+"""
+
+PUSHED = ("manifest.json", "shards", "tokenizer")
+
+
+def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str, Any]:
+    try:
+        uid, gid = pwd.getpwnam(user).pw_uid, pwd.getpwnam(reader).pw_gid
+    except KeyError as missing:
+        if check:  # a dry run before the first setup
+            return {"changed": True, "given": 0}
+        raise ValueError(f"{path} cannot be given to its user: {missing.args[0]}. Run setup.yml.") from None
+    made = not os.path.lexists(path)
+    if made and check:
+        return {"changed": True, "given": 0}
+    if made:
+        path.mkdir(mode=0o700)
+    folder = open_folder(path)
+    try:
+        given = give(folder, path, uid, gid, PUSHED, check)
+        moded = stat.S_IMODE(os.fstat(folder).st_mode) != mode
+        if moded and not check:
+            os.fchmod(folder, mode)
+    finally:
+        os.close(folder)
+    return {"changed": bool(made or given or moded), "given": given}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            "user": {"type": "str", "required": True},
+            "reader": {"type": "str", "required": True},
+            "mode": {"type": "str", "required": True},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    try:
+        result = own(Path(p["path"]), p["user"], p["reader"], int(p["mode"], 8), module.check_mode)
+    except (OSError, ValueError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: what a host says of itself that bears on training: clock, links, disks, cores, memory."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import platform
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = r"""
+module: doctor_host
+short_description: Read what bears on training on this host
+description:
+  - Reads the clock, what the host's own name resolves to, interfaces, disks, cores and load.
+  - Needs no privileges and changes nothing.
+options:
+  sent:
+    description: The controller's clock when the task was made, in seconds since 1970; returned as it came.
+    type: float
+    required: true
+  paths: {description: Folders whose disks are looked at., type: list, elements: path, default: []}
+  marks:
+    description: Files and links whose change may change what doctor found.
+    type: list
+    elements: path
+    default: []
+  copy_mib:
+    description: Size of the blocks that are copied to measure memory; 0 measures nothing.
+    type: int
+    default: 0
+  threads: {description: Threads that copy., type: int, default: 1}
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Read what the host says of itself
+  nanofleet.fleet.doctor_host:
+    sent: "{{ now().timestamp() }}"
+    paths: [/var/lib/nanofleet]
+"""
+
+RETURN = r"""
+facts:
+  description: >-
+    sent, time, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib,
+    copy_gb_s, port_range, links, disks.
+  type: dict
+  returned: always
+marks:
+  description: What identifies the state of each of O(marks), and this boot.
+  type: dict
+  returned: always
+"""
+
+FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+COPY_SECONDS = 0.25
+
+
+def read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def number(text: str) -> int | None:
+    try:
+        return int(text)
+    except ValueError:
+        return None
+
+
+def links() -> dict[str, dict[str, Any]]:
+    """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    try:
+        done = subprocess.run(
+            ["ip", "-j", "address"],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5,
+            env={**os.environ, "PATH": path},
+        )
+        entries = json.loads(done.stdout or "[]")
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    found = {}
+    for entry in entries:
+        name = entry.get("ifname")
+        if not name or name == "lo":
+            continue
+        folder = f"/sys/class/net/{name}"
+        speed = number(read(f"{folder}/speed"))
+        found[name] = {
+            "addresses": [
+                f"{each['local']}/{each['prefixlen']}"
+                for each in entry.get("addr_info", [])
+                if each.get("scope") == "global" and each.get("local")
+            ],
+            "mtu": entry.get("mtu"),
+            "speed_mbit": speed if speed and speed > 0 else None,
+            "duplex": read(f"{folder}/duplex"),
+            "wireless": os.path.exists(f"{folder}/wireless") or os.path.exists(f"{folder}/phy80211"),
+            "physical": os.path.exists(f"{folder}/device"),
+            "carrier": read(f"{folder}/carrier") == "1",
+        }
+    return found
+
+
+def disk_of(path: str) -> dict[str, Any]:
+    """Free space where a folder is or will be: {"mount", "free_gib", "inodes_free"}."""
+    while not os.path.isdir(path):
+        path = os.path.dirname(path) or "/"
+    status = os.statvfs(path)
+    mount = path
+    while not os.path.ismount(mount):
+        mount = os.path.dirname(mount)
+    return {
+        "mount": mount,
+        "free_gib": round(status.f_bavail * status.f_frsize / 2**30, 2),
+        # Some file systems count none.
+        "inodes_free": status.f_favail if status.f_files else None,
+        "writable": not status.f_flag & os.ST_RDONLY,
+    }
+
+
+def resolves_to(name: str) -> list[str]:
+    try:
+        found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
+    except OSError:
+        return []
+    return sorted({str(each[4][0]) for each in found})
+
+
+def mark(path: str) -> str:
+    """What changes when a file or the target of a link does, without reading it."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return ""
+    return f"{os.path.realpath(path)} {status.st_mtime_ns} {status.st_size}"
+
+
+def copy_rate(mib: int, threads: int) -> float:
+    """GB/s that are read and written together when `threads` threads copy blocks of memory."""
+    size = mib << 20
+
+    def copy(_index: int) -> float:
+        source, target = ctypes.create_string_buffer(size), ctypes.create_string_buffer(size)
+        ctypes.memmove(target, source, size)
+        count, started = 0, time.monotonic()
+        while time.monotonic() - started < COPY_SECONDS:
+            ctypes.memmove(target, source, size)
+            count += 1
+        return 2 * count * size / (time.monotonic() - started)
+
+    with ThreadPoolExecutor(threads) as pool:
+        return round(sum(pool.map(copy, range(threads))) / 1e9, 1)
+
+
+def cpu() -> tuple[str, list[str]]:
+    """Model and the flags that decide how fast matrices are multiplied."""
+    lines = [line.partition(":") for line in read("/proc/cpuinfo").splitlines()]
+    fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
+    flags = set((fields.get("flags") or fields.get("Features") or "").split())
+    return fields.get("model name", ""), [flag for flag in FLAGS if flag in flags]
+
+
+def memory_gib() -> float | None:
+    for line in read("/proc/meminfo").splitlines():
+        if line.startswith("MemTotal:"):
+            return round(int(line.split()[1]) / 2**20, 1)
+    return None
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "sent": {"type": "float", "required": True},
+            "paths": {"type": "list", "elements": "path", "default": []},
+            "marks": {"type": "list", "elements": "path", "default": []},
+            "copy_mib": {"type": "int", "default": 0},
+            "threads": {"type": "int", "default": 1},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    now = time.time()
+    model, flags = cpu()
+    cores = len(os.sched_getaffinity(0))
+    facts = {
+        "sent": p["sent"],
+        "time": now,
+        "hostname": socket.gethostname(),
+        "resolves_to": resolves_to(socket.gethostname()),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "cpu": model,
+        "flags": flags,
+        "cores": cores,
+        "machine_cores": os.cpu_count(),
+        "load": round(os.getloadavg()[0], 2),
+        "memory_gib": memory_gib(),
+        "copy_gb_s": copy_rate(p["copy_mib"], max(1, p["threads"])) if p["copy_mib"] else None,
+        "port_range": [int(word) for word in read("/proc/sys/net/ipv4/ip_local_port_range").split()],
+        "links": links(),
+        "disks": {path: disk_of(path) for path in p["paths"]},
+    }
+    marks = {path: mark(path) for path in p["marks"]}
+    module.exit_json(
+        changed=False, facts=facts, marks=dict(marks, boot=read("/proc/sys/kernel/random/boot_id"))
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: answer the other hosts of the fleet for a minute or so, on the ports a run would use."""
+
+from __future__ import annotations
+
+import errno
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import Listener, detach, stop
+
+DOCUMENTATION = r"""
+module: doctor_listener
+short_description: Start or stop the listener that doctor's probes talk to
+description:
+  - Starts a process of the login user that listens on ports as a run would - the store's port on all
+    addresses, and ports of Gloo's range on the address of the chosen interface, one picked by the kernel.
+  - It writes no file, answers only who knows the token, and ends by itself when nobody calls for 30 s.
+  - A port that another process holds is reported, not fought for.
+options:
+  state:
+    description: V(started) or V(absent).
+    type: str
+    choices: [started, absent]
+    default: started
+  host: {description: The name that it answers with., type: str, required: true}
+  token: {description: "Secret of this examination, the same on all hosts.", type: str, required: true}
+  address: {description: The address of the chosen interface., type: str, default: ""}
+  interface: {description: "The chosen interface, only reported.", type: str, default: ""}
+  store_port: {description: The rendezvous store's port; 0 for none., type: int, default: 0}
+  ports: {description: Further ports of Gloo's range., type: list, elements: int, default: []}
+  limit: {description: Seconds after which it ends whatever happens., type: int, default: 120}
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Answer the other hosts
+  nanofleet.fleet.doctor_listener:
+    host: tower
+    token: 6f1c0c3d
+    address: 192.168.1.10
+    store_port: 29500
+    ports: [20000, 20500, 20999]
+"""
+
+RETURN = r"""
+ports:
+  description: What it listens on - port, and role (store, gloo).
+  type: list
+  elements: dict
+  returned: when started
+held:
+  description: Ports that could not be had - port, role, reason (held, or the kernel's words).
+  type: list
+  elements: dict
+  returned: when started
+pid: {description: The process., type: int, returned: when started}
+found: {description: Whether there was one to stop., type: bool, returned: when absent}
+address: {description: As given., type: str, returned: when started}
+interface: {description: As given., type: str, returned: when started}
+"""
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["started", "absent"], "default": "started"},
+            "host": {"type": "str", "required": True},
+            "token": {"type": "str", "required": True, "no_log": True},
+            "address": {"type": "str", "default": ""},
+            "interface": {"type": "str", "default": ""},
+            "store_port": {"type": "int", "default": 0},
+            "ports": {"type": "list", "elements": "int", "default": []},
+            "limit": {"type": "int", "default": 120},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    if p["state"] == "absent":
+        module.exit_json(changed=False, found=stop(p["token"]))
+    listener = Listener(p["host"], p["token"], p["limit"])
+    wanted = [(0, "gloo", p["address"]), *((port, "gloo", p["address"]) for port in p["ports"])]
+    if p["store_port"]:
+        # torch's store listens on all addresses.
+        wanted.insert(0, (p["store_port"], "store", ""))
+    opened, held = [], []
+    for port, role, address in wanted:
+        try:
+            opened.append({"port": listener.open(address, port), "role": role, "picked": port == 0})
+        except OSError as error:
+            reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            held.append({"port": port, "role": role, "reason": reason})
+    try:
+        listener.open_control()
+        pid = detach(listener, p["limit"])
+    except OSError as error:
+        module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
+    module.exit_json(
+        changed=False, ports=opened, held=held, pid=pid, address=p["address"], interface=p["interface"]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: look at the ways from this host to its peers, or measure the rates to one of them."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import Way, look_at
+
+DOCUMENTATION = r"""
+module: doctor_peers
+short_description: Probe the listeners of the other hosts
+description:
+  - With O(measure=ways) it looks at all peers at once - route, each port, round-trip time, path MTU.
+  - With O(measure=rates) it streams to and from them, one after the other.
+options:
+  host: {description: This host's name., type: str, required: true}
+  token: {description: Secret of this examination., type: str, required: true}
+  measure: {description: What to measure., type: str, choices: [ways, rates], default: ways}
+  seconds: {description: "How long to stream, each way.", type: float, default: 0.8}
+  connect_seconds: {description: How long a connection may take., type: float, default: 3.5}
+  peers:
+    description: The peers.
+    type: list
+    elements: dict
+    required: true
+    suboptions:
+      host: {description: Its name., type: str, required: true}
+      address: {description: Where it listens., type: str, required: true}
+      ports:
+        description: What it listens on, as doctor_listener returned it.
+        type: list
+        elements: dict
+        required: true
+      ssh_port: {description: "Its SSH port, to see whether it is there at all.", type: int, default: 22}
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Look at the ways to the peers
+  nanofleet.fleet.doctor_peers:
+    host: tower
+    token: 6f1c0c3d
+    peers:
+      - {host: laptop, address: 192.168.1.11, ports: [{port: 20311, role: gloo}]}
+"""
+
+RETURN = r"""
+peers:
+  description: >-
+    By name. With ways - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min,
+    median), mtu (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
+  type: dict
+  returned: always
+"""
+
+
+def rates(way: Way, ports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+    try:
+        return way.stream(ports[0]["port"], seconds)
+    except (OSError, ValueError, KeyError) as error:
+        return {"error": str(error)}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "host": {"type": "str", "required": True},
+            "token": {"type": "str", "required": True, "no_log": True},
+            "measure": {"type": "str", "choices": ["ways", "rates"], "default": "ways"},
+            "seconds": {"type": "float", "default": 0.8},
+            "connect_seconds": {"type": "float", "default": 3.5},
+            "peers": {
+                "type": "list",
+                "elements": "dict",
+                "required": True,
+                "options": {
+                    "host": {"type": "str", "required": True},
+                    "address": {"type": "str", "required": True},
+                    "ports": {"type": "list", "elements": "dict", "required": True},
+                    "ssh_port": {"type": "int", "default": 22},
+                },
+            },
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+
+    def way_to(peer: dict[str, Any]) -> Way:
+        return Way(p["host"], peer["host"], peer["address"], p["token"], p["connect_seconds"])
+
+    peers = p["peers"]
+    if p["measure"] == "rates":
+        results = [rates(way_to(peer), peer["ports"], p["seconds"]) for peer in peers]
+    else:
+        with ThreadPoolExecutor(max(1, len(peers))) as pool:
+            results = list(
+                pool.map(lambda peer: look_at(way_to(peer), peer["ports"], peer["ssh_port"]), peers)
+            )
+    module.exit_json(
+        changed=False, peers={peer["host"]: found for peer, found in zip(peers, results, strict=True)}
+    )
+
+
+if __name__ == "__main__":
+    main()

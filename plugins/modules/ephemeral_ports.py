@@ -1,0 +1,200 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: the range the kernel takes ports from, kept by a sysctl file of our own, and given back."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
+from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
+
+DOCUMENTATION = r"""
+module: ephemeral_ports
+short_description: Narrow net.ipv4.ip_local_port_range, and restore it
+description:
+  - Writes a sysctl file, which also remembers the range that was in force before, and sets the range at once.
+    It holds for IPv4 and IPv6.
+  - With O(state=absent) the file goes and the range before is set again.
+options:
+  state:
+    description: Whether our range is to hold.
+    type: str
+    choices: [present, absent]
+    default: present
+  low: {description: First port., type: int}
+  high: {description: Last port., type: int}
+  path:
+    description: The sysctl file.
+    type: path
+    default: /etc/sysctl.d/60-nanofleet.conf
+  user:
+    description: User whose listeners in the range are our own.
+    type: str
+    default: nanofleet
+  fleet:
+    description: Name of the fleet, which the file mentions.
+    type: str
+    default: ""
+attributes:
+  check_mode: {support: full}
+  diff_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Let the kernel take its ports from 20000 to 20999
+  nanofleet.fleet.ephemeral_ports:
+    low: 20000
+    high: 20999
+"""
+
+RETURN = r"""
+before: {description: "The range before ours, as LOW HIGH.", type: str, returned: always}
+usable: {description: Ports of the range that are not reserved otherwise., type: int, returned: when present}
+reserved: {description: What ip_local_reserved_ports holds., type: str, returned: when present}
+overriding:
+  description: Other files that set the range and are read after ours when the host starts, with their values.
+  type: list
+  elements: str
+  returned: when present
+listeners:
+  description: Others' listeners in the range, which peers will reach - port and user.
+  type: list
+  elements: dict
+  returned: when present
+removed:
+  description: What was taken away, one line each.
+  type: list
+  elements: str
+  returned: when absent
+"""
+
+KEY = "net.ipv4.ip_local_port_range"
+PROC = Path("/proc/sys/net/ipv4")
+DEFAULT = "32768 60999"
+"""The kernel's own range."""
+FOLDERS = ("/etc/sysctl.d", "/run/sysctl.d", "/usr/local/lib/sysctl.d", "/usr/lib/sysctl.d", "/lib/sysctl.d")
+BEFORE = re.compile(r"^# before: (\d+) (\d+)$", re.MULTILINE)
+SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s+(\d+)\s*$", re.MULTILINE)
+
+
+def content(low: int, high: int, before: str, fleet: str = "") -> str:
+    whose = f"the fleet {fleet}" if fleet else "the fleet"
+    return (
+        f"# The ports of nanofleet's ranks, open to the other hosts of {whose}. Written by setup.yml;\n"
+        "# reset.yml takes this file away and restores the range before.\n"
+        f"# before: {before}\n{KEY} = {low} {high}\n"
+    )
+
+
+def setting(text: str) -> str:
+    """The range that a sysctl file sets, as LOW HIGH, or empty."""
+    found = SETTING.findall(text)
+    return " ".join(found[-1]) if found else ""
+
+
+def remembered(text: str) -> str:
+    """The range before ours; the kernel's own where an older file does not say."""
+    match = BEFORE.search(text)
+    return f"{match[1]} {match[2]}" if match else DEFAULT
+
+
+def overriding(path: str, files: dict[str, str]) -> list[str]:
+    """Those of {path: text} that set the range and are read after `path`: by name, whatever their folder."""
+    later = [other for other in files if os.path.basename(other) > os.path.basename(path)]
+    return [f"{other} ({setting(files[other])})" for other in sorted(later) if setting(files[other])]
+
+
+def sysctl_files() -> dict[str, str]:
+    """{path: text} of the files read at start. A name in an earlier folder hides the same in a later one."""
+    files: dict[str, str] = {}
+    names: set[str] = set()
+    for folder in map(Path, FOLDERS):
+        for path in sorted(folder.glob("*.conf")) if folder.is_dir() else []:
+            if path.name not in names:
+                names.add(path.name)
+                files[str(path)] = path.read_text(errors="replace") if path.exists() else ""
+    return files
+
+
+def usable(low: int, high: int, reserved: str) -> int:
+    """How many ports of the range are left by ip_local_reserved_ports (`8080,9000-9010`)."""
+    taken: set[int] = set()
+    for part in filter(None, reserved.split(",")):
+        first, _, last = part.partition("-")
+        taken |= set(range(max(low, int(first)), min(high, int(last or first)) + 1))
+    return high - low + 1 - len(taken)
+
+
+def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:
+    """(port, uid) of the listeners in the range that are not on loopback, from /proc/net/tcp and tcp6."""
+    found = {
+        (each.port, each.uid) for each in listening(tables) if low <= each.port <= high and not each.loopback
+    }
+    return sorted(found)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["present", "absent"], "default": "present"},
+            "low": {"type": "int"},
+            "high": {"type": "int"},
+            "path": {"type": "path", "default": "/etc/sysctl.d/60-nanofleet.conf"},
+            "user": {"type": "str", "default": "nanofleet"},
+            "fleet": {"type": "str", "default": ""},
+        },
+        required_if=[("state", "present", ("low", "high"))],
+        supports_check_mode=True,
+    )
+    params = module.params
+    path, low, high = params["path"], params["low"], params["high"]
+    live = PROC / "ip_local_port_range"
+    now = " ".join(live.read_text().split())
+    text = Path(path).read_text() if os.path.exists(path) else ""
+    present = params["state"] == "present"
+    ours = setting(text)
+    # A file of ours remembers; without one, what is in force now is what was before.
+    before = remembered(text) if ours else now
+    wanted = content(low, high, before, params["fleet"]) if present else ""
+    # What somebody set since then is his: only our own range is taken back.
+    target = f"{low} {high}" if present else before if ours and now == ours else now
+    changed = text != wanted or now != target
+    if changed and not module.check_mode:
+        try:
+            if present:
+                write_whole(path, wanted)
+            elif text:
+                os.unlink(path)
+            if now != target:
+                live.write_text(target)
+        except OSError as error:
+            command = f"sudo sysctl -w {KEY}='{target}'"
+            module.fail_json(msg=f"{KEY} could not be set to {target}: {error}. Try it there: {command}")
+    result = {
+        "changed": changed,
+        "before": before,
+        "diff": {"before": text + f"in force: {now}\n", "after": wanted + f"in force: {target}\n"},
+    }
+    if present:
+        reserved = (PROC / "ip_local_reserved_ports").read_text().strip()
+        found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]
+        result.update(
+            usable=usable(low, high, reserved),
+            reserved=reserved,
+            overriding=overriding(path, sysctl_files()),
+            listeners=[entry for entry in found if entry["user"] != params["user"]],
+        )
+    else:
+        back = [f"{KEY} {now}, which becomes {target} again"] if now != target else []
+        result["removed"] = ([path] if text else []) + back
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

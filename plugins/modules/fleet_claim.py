@@ -1,0 +1,217 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: the file that names the fleet which a host serves."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+
+DOCUMENTATION = r"""
+module: fleet_claim
+short_description: Claim a host for a fleet, or report that another fleet has claimed it
+description:
+  - A host serves one fleet at a time. The file at O(path) holds the fleet's name, its hosts with their
+    addresses, who claimed the host first and when, and the addresses of the controllers.
+  - A claim under another name with exactly the same hosts and addresses is of the same fleet, and gets the
+    new name.
+  - With O(partial) so is one whose hosts are among this inventory's, or the other way round. So a membership
+    that has changed since setup.yml does not keep a run from being started or stopped.
+  - It does not fail where another fleet has claimed the host; RV(refusal) says so.
+options:
+  path:
+    description: The file.
+    type: path
+    required: true
+  state:
+    description: V(claimed) writes the claim, V(checked) changes nothing, V(absent) removes it.
+    type: str
+    choices: [claimed, checked, absent]
+    default: checked
+  fleet_id:
+    description: Name of the fleet.
+    type: str
+    required: true
+  host:
+    description: Name of this host, for sentences.
+    type: str
+    required: true
+  hosts:
+    description: Address by name of the fleet's hosts.
+    type: dict
+    default: {}
+  partial:
+    description: Whether an inventory with more or fewer of the claim's hosts is of the same fleet.
+    type: bool
+    default: false
+  by:
+    description: Who claims the host, as user@machine; kept from the first claim.
+    type: str
+    default: ""
+  at:
+    description: When, in ISO 8601; kept from the first claim.
+    type: str
+    default: ""
+  controller:
+    description: Address of the controller as this host sees it, added to those of the claim; empty for none.
+    type: str
+    default: ""
+  controllers:
+    description: Addresses that replace those of the claim; not given, they are kept.
+    type: list
+    elements: str
+attributes:
+  check_mode: {support: full}
+  diff_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Claim the host
+  nanofleet.fleet.fleet_claim:
+    path: /opt/nanofleet/fleet.json
+    state: claimed
+    fleet_id: home
+    host: tower
+    hosts: {tower: 192.168.1.10, laptop: 192.168.1.11}
+    by: ada@desk
+    at: "2026-11-23T10:00:00Z"
+"""
+
+RETURN = r"""
+refusal: {description: "Why another fleet has the host, what to type; or empty.", type: str, returned: always}
+renamed: {description: "The claim's name before, where it is another, or empty.", type: str, returned: always}
+controllers: {description: Addresses of the controllers., type: list, elements: str, returned: always}
+removed: {description: "What was removed, one line each.", type: list, elements: str, returned: always}
+"""
+
+SCHEMA = 1
+
+
+class ClaimError(ValueError):
+    """A claim that cannot be read; a sentence."""
+
+
+def parse(text: str, path: str, host: str) -> dict[str, Any]:
+    """The claim in a file's text, {} if there is none."""
+    if not text:
+        return {}
+    damaged = (
+        f"{path} on {host} names no fleet: it is damaged. See what it is, and remove it if it is of no use: "
+        f"sudo rm {path}  (on {host})"
+    )
+    try:
+        claim = json.loads(text)
+    except ValueError:
+        claim = None
+    if not isinstance(claim, dict) or not isinstance(claim.get("schema"), int):
+        raise ClaimError(damaged)
+    if claim["schema"] > SCHEMA:
+        raise ClaimError(
+            f"{host} was set up by a newer release of nanofleet ({path} has schema {claim['schema']}, this "
+            f"release knows {SCHEMA}). Use that release."
+        )
+    if not {"fleet_id", "hosts", "by", "at"} <= set(claim) or not isinstance(claim["hosts"], dict):
+        raise ClaimError(damaged)
+    return claim
+
+
+def refusal(
+    claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
+) -> str:
+    """Why a host with this claim is not to be changed by this fleet; empty if it is."""
+    if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
+        return ""
+    claimed, asked = claim["hosts"].items(), hosts.items()
+    if partial and (claimed <= asked or asked <= claimed):
+        return ""
+    others = ", ".join(f"{name} ({address})" for name, address in claim["hosts"].items())
+    return (
+        f"{host} serves the fleet {claim['fleet_id']}: {others}; set up by {claim['by']} at {claim['at']}. "
+        f"This fleet is {fleet_id}, and a host serves one fleet at a time. "
+        f"If both are the same fleet, put fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of the "
+        "inventory. "
+        f"If {host} is to leave the other fleet: "
+        f"ansible-playbook reset.yml -e fleet_id={claim['fleet_id']} -e reset_confirm=true --limit {host}"
+    )
+
+
+def routable(address: str) -> str:
+    """An address in its usual form; empty for loopback and for link-local ones."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return ""
+    return "" if parsed.is_loopback or parsed.is_link_local else str(parsed)
+
+
+def merge(claim: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
+    """The claim as it is to be: who and when stay, controllers are added to."""
+    known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
+    found = [routable(address) for address in [*known, params["controller"]]]
+    return {
+        "schema": SCHEMA,
+        "fleet_id": params["fleet_id"],
+        "hosts": {name: str(address) for name, address in params["hosts"].items()},
+        "by": claim.get("by") or params["by"],
+        "at": claim.get("at") or params["at"],
+        "controllers": list(dict.fromkeys(filter(None, found))),
+    }
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            "state": {"type": "str", "choices": ["claimed", "checked", "absent"], "default": "checked"},
+            "fleet_id": {"type": "str", "required": True},
+            "host": {"type": "str", "required": True},
+            "hosts": {"type": "dict", "default": {}},
+            "partial": {"type": "bool", "default": False},
+            "by": {"type": "str", "default": ""},
+            "at": {"type": "str", "default": ""},
+            "controller": {"type": "str", "default": ""},
+            "controllers": {"type": "list", "elements": "str"},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    path, state = params["path"], params["state"]
+    try:
+        before = ""
+        if os.path.exists(path):
+            with open(path) as file:
+                before = file.read()
+        claim = parse(before, path, params["host"])
+        wanted = merge(claim, params)
+    except (OSError, ClaimError) as error:
+        module.fail_json(msg=str(error))
+    refused = refusal(claim, params["fleet_id"], wanted["hosts"], params["host"], params["partial"])
+    after = {"claimed": json.dumps(wanted, indent=2) + "\n", "checked": before, "absent": ""}[state]
+    if refused:
+        after = before
+    if after != before and not module.check_mode:
+        try:
+            write_whole(path, after) if after else os.unlink(path)
+            if not after and not os.listdir(os.path.dirname(path)):
+                os.rmdir(os.path.dirname(path))
+        except OSError as error:
+            module.fail_json(msg=f"The claim {path} on {params['host']} could not be changed: {error}")
+    old = claim.get("fleet_id", "")
+    module.exit_json(
+        changed=after != before,
+        refusal=refused,
+        renamed=old if old != params["fleet_id"] and not refused else "",
+        controllers=wanted["controllers"],
+        removed=[path] if before and not after else [],
+        diff={"before": before, "after": after, "before_header": path, "after_header": path},
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: what a run's Python environment holds, compared across hosts before a run starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import sys
+
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = r"""
+module: installed_environment
+short_description: Read what a run's Python environment holds
+description:
+  - Runs under the Python of that environment. Set C(ansible_python_interpreter) of the task to it.
+  - Fails where torch or the trainer is missing. Changes nothing.
+attributes:
+  check_mode: {support: full}
+options: {}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Read what is installed
+  nanofleet.fleet.installed_environment:
+  vars:
+    ansible_python_interpreter: /opt/nanofleet/venv/bin/python
+"""
+
+RETURN = r"""
+installed:
+  description: Folder of the environment, machine, Python's and torch's version, and the trainer's digest.
+  type: dict
+  returned: success
+"""
+
+
+def main() -> None:
+    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
+    try:
+        from trainer.config import code_digest
+
+        torch = importlib.metadata.version("torch")
+    except ImportError as error:
+        module.fail_json(msg=f"The environment {sys.prefix} is not complete: {error}.")
+    installed = {
+        "environment": os.path.basename(os.path.realpath(sys.prefix)),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "torch": torch,
+        "trainer": code_digest(),
+    }
+    module.exit_json(changed=False, installed=installed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,295 @@
+#!/usr/bin/python
+"""One virtual environment a lock, made offline by uv from a wheelhouse, and a link to the current one.
+
+    VENVS/<first 12 of the lock's sha256>/     with nanofleet-venv.json inside, written last
+    LINK -> the current one
+
+An environment without that file, or whose installed packages are no longer those that were recorded in it, is
+unfinished or was changed by hand: it is made again.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
+    REQUIREMENTS,
+    copy_wheel,
+    faults,
+    parse_lock,
+)
+
+DOCUMENTATION = r"""
+module: locked_venv
+short_description: Install a wheelhouse into a virtual environment of its own, hashes required
+description:
+  - Copies every wheel to where root alone writes, checks the copies against the controller's locks, which
+    come in the arguments, and lets the wheelhouse's own uv install the copies without a network.
+  - Switches the link at the end and removes environments that no process uses.
+options:
+  wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
+  digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
+  requirements: {description: "That requirements.lock; needed to install.", type: str, default: ""}
+  tools: {description: "The controller's tools.lock; needed to install.", type: str, default: ""}
+  python: {description: The Python to build on., type: path, required: true}
+  venvs: {description: Folder of the environments., type: path, required: true}
+  link: {description: Link to the current one., type: path, required: true}
+  imports: {description: Modules to try once after installing., type: list, elements: str}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Install the environment offline
+  nanofleet.fleet.locked_venv:
+    wheelhouse: /opt/nanofleet/wheelhouse/train
+    digest: "{{ made.digest }}"
+    requirements: "{{ lookup('ansible.builtin.file', 'requirements.lock', rstrip=false) }}"
+    tools: "{{ lookup('ansible.builtin.file', 'tools.lock', rstrip=false) }}"
+    python: python3
+    venvs: /opt/nanofleet/venvs
+    link: /opt/nanofleet/venv
+    imports: [torch]
+"""
+
+RETURN = r"""
+ready: {description: Was it in place before the call?, type: bool, returned: always}
+flaws: {description: Why one that is there is made again., type: list, elements: str, returned: always}
+path: {description: The environment., type: str, returned: always}
+digest: {description: "sha256 of the lock it was made from.", type: str, returned: always}
+installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
+versions: {description: "Name and version of each package.", type: dict, returned: always}
+project: {description: "sha256 of the project's own wheel, or empty.", type: str, returned: always}
+removed: {description: Environments that were removed., type: list, elements: str, returned: always}
+"""
+
+MARKER = "nanofleet-venv.json"
+PROJECT = "nanofleet"
+SCRIPTS = "../../../bin/"
+UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
+
+
+class VenvError(Exception):
+    """A sentence for the person who ran the playbook."""
+
+
+def records(venv: Path) -> list[Path]:
+    return sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
+
+
+def installed_digest(venv: Path) -> str:
+    """sha256 over the RECORDs, which hold every installed file's hash; empty when nothing is installed.
+
+    Two hosts with one digest have the same packages byte for byte, as far as their installers recorded. The
+    scripts in bin/ are left out: their first line names the environment's place, which may differ by host.
+    """
+    digest = hashlib.sha256()
+    found = records(venv)
+    for record in found:
+        lines = [
+            line
+            for line in record.read_text(encoding="utf-8").splitlines()
+            if not line.split(",")[0].endswith((".pyc", *UNHASHED)) and not line.startswith(SCRIPTS)
+        ]
+        digest.update(f"{record.parent.name}\n{chr(10).join(sorted(lines))}\n".encode())
+    return digest.hexdigest() if found else ""
+
+
+def damaged(venv: Path) -> list[str]:
+    """Installed files that are gone or not as long as recorded, as a full disk or a power cut leaves them."""
+    found = []
+    for record in records(venv):
+        with record.open(encoding="utf-8", newline="") as lines:
+            for name, _, size in csv.reader(lines):
+                if not name.endswith(".pyc") and not is_whole(f"{record.parent.parent}/{name}", size):
+                    found.append(os.path.normpath(f"{record.parent.parent}/{name}"))
+    return found
+
+
+def is_whole(path: str, size: str) -> bool:
+    try:
+        length = os.stat(path).st_size
+    except OSError:
+        return False
+    return not size or length == int(size)
+
+
+def read_marker(venv: Path) -> dict[str, Any]:
+    try:
+        marker = json.loads((venv / MARKER).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return marker if isinstance(marker, dict) else {}
+
+
+def flaws(venv: Path, digest: str, python: str) -> list[str]:
+    """Why the environment of this lock has to be made: not finished, of another Python, or changed since."""
+    marker = read_marker(venv)
+    if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():
+        return ["it was not finished" if venv.exists() else "it is not there"]
+    if marker.get("python") != os.path.realpath(python):
+        return [f"it was made on {marker.get('python')}"]
+    bad = damaged(venv)
+    if bad:
+        return [f"{path} is gone or cut off" for path in bad[:3]] + [f"{len(bad) - 3} more are"] * (
+            len(bad) > 3
+        )
+    return (
+        [] if marker.get("installed") == installed_digest(venv) else ["its packages are not those installed"]
+    )
+
+
+def points_at(link: Path, venv: Path) -> bool:
+    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(venv)
+
+
+def switch(link: Path, venv: Path) -> None:
+    """Point the link at another environment in one step."""
+    if link.exists() and not link.is_symlink():
+        raise VenvError(f"{link} is not a link: move it away and run the playbook again.")
+    fresh = link.with_name(f".{link.name}.new")
+    fresh.unlink(missing_ok=True)
+    fresh.symlink_to(os.path.relpath(venv, link.parent))
+    os.replace(fresh, link)
+
+
+def in_use(venv: Path) -> bool:
+    """Has a process of this host mapped a file of the environment, or was it started out of it?"""
+    inside = f"{venv}/".encode()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if inside in (process / "cmdline").read_bytes() or inside in (process / "maps").read_bytes():
+                return True
+        except OSError:  # it ended meanwhile
+            continue
+    return False
+
+
+def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
+    """Run it in `folder`, not where the module was started: that may be the home of whoever logs in."""
+    merged = {**os.environ, **environment}
+    result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)
+    if result.returncode != 0:
+        lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
+        raise VenvError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
+
+
+def build(p: dict[str, Any], venv: Path) -> None:
+    """Make the environment in place, its marker last.
+
+    The wheelhouse belongs to whoever logs in and may change at any time; what is checked and run are copies.
+    """
+    if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
+        raise VenvError("The lock that was sent is not the one the controller made: run the playbook again.")
+    wheelhouse, locked = Path(p["wheelhouse"]), parse_lock(p["requirements"], REQUIREMENTS)
+    tools = parse_lock(p["tools"], "tools.lock")
+    if venv.exists():
+        shutil.rmtree(venv)
+    # uv and its cache lie beside the environments: one file system, so that it links instead of copying.
+    with tempfile.TemporaryDirectory(prefix=".uv-", dir=venv.parent) as scratch:
+        wheels, lock, uv = Path(scratch) / "wheels", Path(scratch) / REQUIREMENTS, Path(scratch) / "uv"
+        wheels.mkdir()
+        for wheel in locked + tools:
+            copy_wheel(wheelhouse / wheel.file, wheels / wheel.file)
+        broken = faults(wheels, locked + tools)
+        if broken:
+            raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
+        lock.write_text(p["requirements"], encoding="utf-8")
+        with zipfile.ZipFile(wheels / tools[0].file) as archive:
+            member = next(name for name in archive.namelist() if name.endswith(".data/scripts/uv"))
+            uv.write_bytes(archive.read(member))
+        uv.chmod(0o700)
+        settings = {"UV_CACHE_DIR": f"{scratch}/cache", "UV_NO_CONFIG": "1", "UV_OFFLINE": "1"}
+        settings |= {"UV_PYTHON_DOWNLOADS": "never", "UV_NO_PROGRESS": "1"}
+        make = [str(uv), "venv", "--quiet", "--python", p["python"], str(venv)]
+        command(make, f"No environment could be made on {p['python']}", scratch, **settings)
+        install = [str(uv), "pip", "install", "--quiet", "--python", f"{venv}/bin/python", "--no-index"]
+        install += ["--find-links", str(wheels), "--require-hashes", "--no-deps", "-r", str(lock)]
+        command(install, "uv could not install the wheelhouse", scratch, **settings)
+    for name in p["imports"] or []:
+        # As root once, so that the bytecode is there for every later start; and a wheel that this CPU or
+        # system cannot run is found now. Isolated, so that nothing but the environment is on the path.
+        check = [f"{venv}/bin/python", "-I", "-c", f"import {name}"]
+        command(check, f"{name} does not work on this host", venv)
+    marker = {
+        "digest": p["digest"],
+        "installed": installed_digest(venv),
+        "python": os.path.realpath(p["python"]),
+        "versions": {wheel.name: wheel.version for wheel in locked},
+        "project": "".join(wheel.sha256 for wheel in locked if wheel.name == PROJECT),
+    }
+    partial = venv / f"{MARKER}.partial"
+    partial.write_text(json.dumps(marker, indent=1), encoding="utf-8")
+    os.replace(partial, venv / MARKER)
+
+
+def stale(p: dict[str, Any], venv: Path) -> list[Path]:
+    others = [path for path in Path(p["venvs"]).glob("*") if path.is_dir() and path != venv]
+    return [path for path in others if not in_use(path)]
+
+
+def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
+    venv, link = Path(p["venvs"]) / p["digest"][:12], Path(p["link"])
+    found = flaws(venv, p["digest"], p["python"])
+    ready = not found and points_at(link, venv)
+    removed: list[Path] = []
+    before = read_marker(link).get("versions", {})
+    if not check_mode and not ready:
+        venv.parent.mkdir(parents=True, exist_ok=True)
+        if found:
+            build(p, venv)
+        switch(link, venv)
+        removed = stale(p, venv)
+        for path in removed:
+            shutil.rmtree(path)
+    marker = read_marker(venv if p["digest"] else link)
+    return {
+        "changed": not ready,
+        "ready": ready,
+        "flaws": found if read_marker(venv) else [],
+        "path": str(venv),
+        "digest": marker.get("digest", ""),
+        "installed": marker.get("installed", ""),
+        "versions": marker.get("versions", {}),
+        "project": marker.get("project", ""),
+        "removed": [str(path) for path in removed],
+        "diff": {"before": listing(before), "after": listing(marker.get("versions", {}) or before)},
+    }
+
+
+def listing(versions: dict[str, str]) -> str:
+    return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "wheelhouse": {"type": "path", "required": True},
+            "digest": {"type": "str", "required": True},
+            "requirements": {"type": "str", "default": ""},
+            "tools": {"type": "str", "default": ""},
+            "python": {"type": "path", "required": True},
+            "venvs": {"type": "path", "required": True},
+            "link": {"type": "path", "required": True},
+            "imports": {"type": "list", "elements": "str"},
+        },
+        supports_check_mode=True,
+    )
+    try:
+        result = run(module.params, module.check_mode)
+    except (VenvError, ValueError, OSError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: what this host's kernel says about its interfaces and its routes. Needs no root."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
+DOCUMENTATION = r"""
+module: network_links
+short_description: Read interfaces, routes to the peers, and how long looking up a name takes
+description:
+  - Reads what the filter C(network_choose) decides from. Changes nothing and needs no root.
+options:
+  targets:
+    description: Addresses whose routes are asked for.
+    type: list
+    elements: str
+    required: true
+  lookup_limit:
+    description: Seconds after which a name's lookup counts as slow and is waited for no longer.
+    type: float
+    default: 3.0
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Read interfaces and routes
+  nanofleet.fleet.network_links:
+    targets: [192.168.1.11]
+"""
+
+RETURN = r"""
+links: {description: What C(ip -json -details address show up) prints., type: list, returned: always}
+routes:
+  description: By target, C(dev) and C(prefsrc) of C(ip -json route get), or C(error) in its words.
+  type: dict
+  returned: always
+wireless: {description: Names of the interfaces that are WiFi., type: list, elements: str, returned: always}
+slow_names:
+  description: Names and addresses whose lookup took longer than O(lookup_limit).
+  type: list
+  elements: str
+  returned: always
+"""
+
+
+def parse(text: str) -> list[dict[str, Any]]:
+    """A list from the JSON that ip prints, empty if it printed none."""
+    try:
+        return json.loads(text or "[]")
+    except ValueError:
+        return []
+
+
+def is_wireless(name: str, root: str = "/sys/class/net") -> bool:
+    return any(os.path.exists(os.path.join(root, name, entry)) for entry in ("wireless", "phy80211"))
+
+
+def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
+    """Those among {name: function} that are still busy after `limit` seconds; all run at once."""
+    threads = {name: threading.Thread(target=call, daemon=True) for name, call in lookups.items()}
+    for thread in threads.values():
+        thread.start()
+    deadline = time.monotonic() + limit
+    for thread in threads.values():
+        thread.join(max(0.0, deadline - time.monotonic()))
+    return [name for name, thread in threads.items() if thread.is_alive()]
+
+
+def quietly(call: Callable[..., object], *arguments: Any) -> Callable[[], None]:
+    """A lookup that finds nothing is as good as one that does: what counts is that there is an answer."""
+
+    def attempt() -> None:
+        with contextlib.suppress(OSError):
+            call(*arguments)
+
+    return attempt
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "targets": {"type": "list", "elements": "str", "required": True},
+            "lookup_limit": {"type": "float", "default": 3.0},
+        },
+        supports_check_mode=True,
+    )
+    ip = module.get_bin_path("ip", opt_dirs=["/usr/sbin", "/sbin"])
+    if ip is None:
+        module.fail_json(msg="The command ip is missing. Type on this host: sudo apt install iproute2")
+
+    def ask(*words: str) -> tuple[int, str, str]:
+        return module.run_command([ip, "-json", *words], environ_update={"LC_ALL": "C"})
+
+    _code, out, _error = ask("-details", "address", "show", "up")
+    links = [link for link in parse(out) if link.get("ifname")]
+    routes = {}
+    for target in module.params["targets"]:
+        _code, out, error = ask("route", "get", target)
+        route = (parse(out) or [{}])[0]
+        routes[target] = {
+            "dev": route.get("dev", ""),
+            "prefsrc": route.get("prefsrc", ""),
+            "error": error.strip(),
+        }
+    # torchrun looks up this host's name when it starts, and each rank the names of those it talks to.
+    lookups = {socket.gethostname(): quietly(socket.getfqdn)}
+    for target in module.params["targets"][:1]:
+        lookups[target] = quietly(socket.getnameinfo, (target, 0), 0)
+    module.exit_json(
+        changed=False,
+        links=links,
+        routes=routes,
+        wireless=[link["ifname"] for link in links if is_wireless(link["ifname"])],
+        slow_names=slow_names(lookups, module.params["lookup_limit"]),
+    )
+
+
+if __name__ == "__main__":
+    main()

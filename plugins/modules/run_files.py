@@ -1,0 +1,134 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: the files of a run with their sums, on a host; and whether copies of them are whole."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
+
+DOCUMENTATION = r"""
+module: run_files
+short_description: List a run's files with their sha256, or compare copies with such a list
+description:
+  - Without O(expected), lists what a person would want of the run directory. The sums of a checkpoint's
+    files are those it was written with, so that one that was damaged since is found out.
+  - With O(expected), compares the files under O(path) with it. A file that grows as the run goes on
+    is compared up to the size it was listed with.
+  - Changes nothing.
+options:
+  path:
+    description: The run directory, or the folder of the copies.
+    type: path
+    required: true
+  user:
+    description: Whose rights the files are read with, if the module runs as root; empty for root's.
+    type: str
+    default: ""
+  checkpoint:
+    description: The checkpoint to list, relative to O(path); empty for none.
+    type: str
+    default: ""
+  expected:
+    description: What an earlier call has listed.
+    type: list
+    elements: dict
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: List the run's files
+  nanofleet.fleet.run_files:
+    path: /var/lib/nanofleet/runs/d4-1a2b3c4d
+    checkpoint: checkpoints/step_000100
+"""
+
+RETURN = r"""
+files: {description: Each with name, size and sha256, type: list, elements: dict, returned: without expected}
+bytes: {description: Their size together, type: int, returned: without expected}
+faults: {description: What is wrong with the copies, type: list, elements: str, returned: with expected}
+"""
+
+KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.jsonl", "sample.txt")
+
+
+def sha256_of(path: str, size: int | None = None) -> str:
+    """The sum of a file's first `size` bytes, or of all."""
+    digest, left = hashlib.sha256(), size
+    with open(path, "rb") as file:
+        while left is None or left > 0:
+            block = file.read(1 << 20 if left is None else min(1 << 20, left))
+            if not block:
+                break
+            digest.update(block)
+            left = None if left is None else left - len(block)
+    return digest.hexdigest()
+
+
+def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:
+    path = os.path.join(folder, name)
+    if os.path.islink(path):
+        raise ValueError(f"{path} is a link; only real files are fetched")
+    size = os.stat(path).st_size
+    return {"name": name, "size": size, "sha256": sha256 or sha256_of(path, size)}
+
+
+def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
+    """The run's own files, and the checkpoint's with the sums of its meta.json."""
+    found = [listed(folder, name) for name in KEPT if os.path.isfile(os.path.join(folder, name))]
+    if checkpoint:
+        meta = checkpoint + "/meta.json"
+        with open(os.path.join(folder, meta), encoding="utf-8") as file:
+            sums = json.load(file)["sha256"]
+        if any(os.path.isabs(name) or ".." in name.split("/") for name in sums):
+            raise ValueError(f"{meta} names a file outside of {checkpoint}")
+        found += [listed(folder, f"{checkpoint}/{name}", sha256) for name, sha256 in sums.items()]
+        found.append(listed(folder, meta))
+    return found
+
+
+def faults(folder: str, expected: list[dict[str, Any]]) -> list[str]:
+    """What is wrong with the copies, a phrase each that begins with the name."""
+    found = []
+    for file in expected:
+        path = os.path.join(folder, file["name"])
+        if not os.path.isfile(path):
+            found.append(f"{file['name']} is missing")
+        elif sha256_of(path, int(file["size"])) != file["sha256"]:
+            found.append(f"{file['name']} is not what its sha256 says")
+    return found
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            "user": {"type": "str", "default": ""},
+            "checkpoint": {"type": "str", "default": ""},
+            "expected": {"type": "list", "elements": "dict"},
+        },
+        supports_check_mode=True,
+    )
+    path, expected = module.params["path"], module.params["expected"]
+    try:
+        if expected is not None:
+            module.exit_json(changed=False, faults=faults(path, expected))
+        with acting_as(module.params["user"]):
+            files = list_files(path, module.params["checkpoint"])
+    except FileNotFoundError as error:
+        # The run drops old checkpoints as it writes new ones.
+        module.fail_json(msg=f"{error.filename} is gone: the run goes on and has dropped it. Fetch again.")
+    except (OSError, ValueError, KeyError) as error:
+        module.fail_json(msg=f"The files of {path} cannot be listed: {error}.")
+    module.exit_json(changed=False, files=files, bytes=sum(file["size"] for file in files))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: what a run's unit has said on this host, from the journal, else from train.log."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
+    FRAME,
+    attempt_of,
+    first_error,
+    in_words,
+    tail,
+    tells_error,
+    without_echo,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    find_unit,
+    is_up,
+    run,
+    unit_name,
+)
+
+DOCUMENTATION = r"""
+module: run_log
+short_description: Read what a run has said on this host
+description:
+  - Reads the journal of the run's unit. A journal that holds nothing of it, or is closed to this user, is no
+    failure - the run's own C(train.log) is read, whose lines have no time.
+  - What torchrun adds to the end of a rank, a traceback of its own and a table, is left out.
+  - With O(cursor), only what came after it; O(wait_seconds) waits for that.
+options:
+  run_id:
+    description: The run.
+    type: str
+    required: true
+  run_dir:
+    description: Its directory.
+    type: path
+    required: true
+  user:
+    description: Whose rights C(train.log) is read with, if the module runs as root; empty for root's.
+    type: str
+    default: ""
+  since:
+    description: Only what is newer, in journalctl's words; empty for all.
+    type: str
+    default: ""
+  lines:
+    description: The newest lines to return at most.
+    type: int
+    default: 100
+  cursor:
+    description: Where an earlier call ended.
+    type: str
+    default: ""
+  wait_seconds:
+    description: How long to wait for the first line after O(cursor).
+    type: int
+    default: 0
+  steps:
+    description: Whether lines that tell of a step are returned; every host's say the same.
+    type: bool
+    default: true
+  error_lines:
+    description: Lines of the first error at most.
+    type: int
+    default: 20
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Read the last hour
+  nanofleet.fleet.run_log:
+    run_id: d4-1a2b3c4d
+    run_dir: /var/lib/nanofleet/runs/d4-1a2b3c4d
+    since: "-1h"
+"""
+
+RETURN = r"""
+lines:
+  description: Oldest first, each with C(time) (epoch or null), C(text) and C(rank) (or null).
+  type: list
+  elements: dict
+  returned: always
+error:
+  description: The first error of the last attempt, as lines of the same kind.
+  type: list
+  elements: dict
+  returned: always
+cursor: {description: Where this call ended, type: str, returned: always}
+source: {description: journal or file, type: str, returned: always}
+ended: {description: Whether the unit is neither up nor about to be, type: bool, returned: always}
+"""
+
+SEARCHED = 2000
+"""Lines that are searched for the first error, though fewer may be returned."""
+Line = dict[str, Any]
+Entry = tuple[str, float | None]
+"""A line's text and its time."""
+STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
+"""How a rank tells of a step (see trainer.report)."""
+RANK = re.compile(r"^\[rank (\d+)\] ?")
+
+
+def line_of(text: str, moment: float | None = None) -> Line:
+    """A line with its rank, which the trainer puts in front of it."""
+    found = RANK.match(text)
+    rank = int(found.group(1)) if found else None
+    return {"time": moment, "rank": rank, "text": text[found.end() :] if found else text}
+
+
+def message(value: Any) -> str:
+    """The journal gives text that is not plain as a list of bytes."""
+    if isinstance(value, list):
+        return bytes(value).decode("utf-8", "replace")
+    return value or ""
+
+
+def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
+    """The unit's entries and the cursor of the last."""
+    command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
+    command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
+    command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else ["--lines=" + str(count)]
+    command += ["--since=" + params["since"]] if params["since"] and not params["cursor"] else []
+    code, out, err = run(command)
+    if code and params["since"] and "parse" in err.lower():
+        raise ValueError(err)
+    entries = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    lines: list[Entry] = [
+        (message(entry.get("MESSAGE")), int(entry["__REALTIME_TIMESTAMP"]) / 1e6)
+        for entry in entries
+        if entry.get("MESSAGE") is not None
+    ]
+    return lines, entries[-1]["__CURSOR"] if entries else params["cursor"]
+
+
+def read(params: dict[str, Any]) -> dict[str, Any]:
+    """What there is to return, once."""
+    count = max(SEARCHED, params["lines"])
+    lines, cursor = read_journal(params, count)
+    source = "journal"
+    if not (lines or params["cursor"] or params["since"]):
+        source = "file"
+        with acting_as(params["user"]):
+            lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
+    texts = [text for text, _moment in lines]
+    kept = [lines[index] for index in without_echo(texts)]
+    kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
+    unit = find_unit("nanofleet-" + params["run_id"], time.time())
+    return {
+        "lines": [line_of(*line) for line in kept[-params["lines"] :]],
+        "error": error_of(lines, params["error_lines"]),
+        "cursor": cursor,
+        "source": source,
+        "ended": not is_up(unit),
+    }
+
+
+def error_of(lines: list[Entry], count: int) -> list[Line]:
+    """The first error of the last attempt, with its time; nothing where no line tells of one."""
+    lines = [line for line in lines if not FRAME.match(line[0])]
+    texts = [text for text, _moment in lines]
+    attempt = attempt_of(texts)
+    if not any(tells_error(text) for text in attempt):
+        return []
+    error = first_error(attempt, count)
+    start = len(texts) - len(attempt)
+    at = next(i for i in range(start, len(texts)) if texts[i : i + len(error)] == error)
+    return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "run_id": {"type": "str", "required": True},
+            "run_dir": {"type": "path", "required": True},
+            "user": {"type": "str", "default": ""},
+            "since": {"type": "str", "default": ""},
+            "lines": {"type": "int", "default": 100},
+            "cursor": {"type": "str", "default": ""},
+            "wait_seconds": {"type": "int", "default": 0},
+            "steps": {"type": "bool", "default": True},
+            "error_lines": {"type": "int", "default": 20},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    deadline = time.monotonic() + params["wait_seconds"]
+    while True:
+        try:
+            found = read(params)
+        except (OSError, RuntimeError, ValueError) as error:
+            module.fail_json(msg=f"The log of {params['run_id']} cannot be read: {error}")
+        if found["lines"] or found["ended"] or time.monotonic() >= deadline:
+            module.exit_json(changed=False, **found)
+        time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,87 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: what an installation depends on: Python, machine, who logs in, the service user."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import stat
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account, user_name
+
+DOCUMENTATION = r"""
+module: runtime_host
+short_description: Read what an installation depends on
+description:
+  - Reads the version of the Python that makes the environment, the login user, the service user and folders.
+  - Needs no privileges and changes nothing.
+options:
+  python: {description: The Python that makes the environment., type: str, default: python3}
+  user: {description: Name of the service user., type: str, required: true}
+  folders: {description: Folders whose owner and mode are read., type: list, elements: path, default: []}
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Look at the host
+  nanofleet.fleet.runtime_host:
+    user: nanofleet
+    folders: [/var/lib/nanofleet]
+"""
+
+RETURN = r"""
+host:
+  description: >-
+    python (version, two numbers), machine, user (who logs in), rsync (whether it is there), account (comment,
+    home and shell of the service user, or null) and folders (owner and mode by path, those that are there).
+  type: dict
+  returned: always
+"""
+
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+
+
+def described(name: str) -> dict[str, str] | None:
+    """Description, home and shell of a user; None where there is no such user."""
+    entry = account(name)
+    return entry and {"comment": entry.pw_gecos, "home": entry.pw_dir, "shell": entry.pw_shell}
+
+
+def folder(path: str) -> dict[str, str] | None:
+    """Its owner and its mode; None where there is no such folder."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return None
+    return {"owner": user_name(status.st_uid), "mode": f"{stat.S_IMODE(status.st_mode):04o}"}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "python": {"type": "str", "default": "python3"},
+            "user": {"type": "str", "required": True},
+            "folders": {"type": "list", "elements": "path", "default": []},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    _code, version, _error = module.run_command([params["python"], "-I", "-c", VERSION], check_rc=True)
+    host = {
+        "python": version.strip(),
+        "machine": platform.machine(),
+        "user": user_name(os.getuid()),
+        "rsync": shutil.which("rsync") is not None,
+        "account": described(params["user"]),
+        "folders": {path: found for path in params["folders"] if (found := folder(path))},
+    }
+    module.exit_json(changed=False, host=host)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,299 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: a transient systemd service, started by systemd-run, stopped and proven gone."""
+
+from __future__ import annotations
+
+import getpass
+import time
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    Process,
+    Unit,
+    describe,
+    is_up,
+    listeners,
+    manager,
+    own_scope,
+    processes_of,
+    read_unit,
+    run,
+    unit_name,
+)
+
+DOCUMENTATION = r"""
+module: transient_unit
+short_description: Start, stop and clear away a transient systemd service
+description:
+  - Starts a command as a transient service through C(systemd-run); it survives the SSH session.
+  - A unit that is already up is left as it is and its state returned.
+    A failed leftover of an earlier start is cleared before a new one.
+  - When stopping, it proves that no process of the unit's control group
+    and no listener on the given ports is left.
+options:
+  name:
+    description: Name of the unit, with or without C(.service).
+    type: str
+    required: true
+  state:
+    description:
+      - V(started) runs O(argv) unless the unit is up.
+      - V(stopped) ends a unit that is up; what systemd remembers of a failure is kept.
+      - V(absent) is V(stopped), and forgets the failure.
+    type: str
+    choices: [started, stopped, absent]
+    default: started
+  scope:
+    description:
+      - Whose systemd has the unit. V(auto) is V(system) as root and V(user) otherwise.
+      - V(user) starts it by C(systemd-run --user). It ends with the user's last session unless the user
+        lingers, and those of O(properties) that need root are left out.
+    type: str
+    choices: [auto, system, user]
+    default: auto
+  argv:
+    description: The command, taken literally (no expansion of C($) or C(%)). Required when starting.
+    type: list
+    elements: str
+    default: []
+  description:
+    description: What C(systemctl status) calls the unit.
+    type: str
+    default: ""
+  user:
+    description: User the command runs as; root if empty. With V(scope=user) it can only be the user itself.
+    type: str
+    default: ""
+  setenv:
+    description: Environment variables.
+    type: dict
+    default: {}
+  properties:
+    description: Unit properties by systemd's names. A boolean becomes yes or no, a list one assignment each.
+    type: dict
+    default: {}
+  collect:
+    description: Whether systemd forgets a failed unit at once, and with it the result.
+    type: bool
+    default: false
+  ports:
+    description: TCP ports which the unit's processes must no longer listen on once stopped.
+    type: list
+    elements: int
+    default: []
+  grace:
+    description:
+      - Seconds after which what has not heeded the stop's SIGTERM is killed.
+      - V(-1) leaves that to the unit's C(TimeoutStopSec).
+    type: int
+    default: -1
+  timeout:
+    description: Seconds to wait, after C(systemctl stop), for the processes to be gone.
+    type: int
+    default: 10
+attributes:
+  check_mode: {support: full}
+  diff_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Start a run
+  nanofleet.fleet.transient_unit:
+    name: nanofleet-d4-1a2b3c4d
+    argv: [/opt/nanofleet/venv/bin/python, -m, trainer, train]
+    user: nanofleet
+    properties: {Nice: 5, KillMode: control-group}
+
+- name: End it
+  nanofleet.fleet.transient_unit:
+    name: nanofleet-d4-1a2b3c4d
+    state: absent
+    ports: [29500]
+"""
+
+RETURN = r"""
+unit:
+  description: >-
+    The unit afterwards: name, active_state, sub_state, result, main_pid, exit_status, restarts,
+    since (epoch).
+  type: dict
+  returned: always
+command:
+  description: The systemd-run command line that was or would be run.
+  type: list
+  returned: when it is started
+left_out:
+  description: Properties that were asked for and that a user's own systemd cannot give.
+  type: list
+  elements: str
+  returned: when it is started
+ended:
+  description: The processes that were in the unit before it was stopped - pid, user, command, unit.
+  type: list
+  returned: when it is stopped
+"""
+
+
+NEED_ROOT = {
+    "AmbientCapabilities", "CapabilityBoundingSet", "Group", "IPAddressAllow", "IPAddressDeny",
+    "LogExtraFields", "PrivateDevices", "PrivateTmp", "ProtectClock", "ProtectControlGroups", "ProtectHome",
+    "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules", "ProtectKernelTunables", "ProtectProc",
+    "ProtectSystem", "ReadWritePaths", "User",
+}  # fmt: skip
+"""What a user's own systemd refuses (exit 216, 218) or takes and does not apply: mounts, capabilities,
+address filters."""
+
+
+def assignments(properties: dict[str, Any]) -> list[str]:
+    """`--property=` values of a dict of unit properties."""
+    made = []
+    for name, value in properties.items():
+        for item in value if isinstance(value, list) else [value]:
+            word = ("yes" if item else "no") if isinstance(item, bool) else str(item)
+            if not word.isprintable():
+                raise RuntimeError(f"{name} is {word!r}, which has a line break or another control character")
+            made.append(f"{name}={word}")
+    return made
+
+
+def command_line(params: dict[str, Any]) -> list[str]:
+    """The systemd-run command. `$` is doubled: systemd expands variables, and ours is literal."""
+    user = params["scope"] == "user"
+    command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
+    if params["collect"]:
+        command.append("--collect")
+    if params["description"]:
+        command.append("--description=" + params["description"])
+    properties = dict(params["properties"])
+    if params["user"]:
+        properties["User"] = params["user"]
+    given = {name: value for name, value in properties.items() if not (user and name in NEED_ROOT)}
+    command += ["--property=" + item for item in assignments(given)]
+    command += [f"--setenv={name}={value}" for name, value in params["setenv"].items()]
+    return [*command, "--", *(word.replace("$", "$$") for word in params["argv"])]
+
+
+def start(module: AnsibleModule, unit: Unit) -> None:
+    name, params = unit["name"], module.params
+    if not params["argv"]:
+        module.fail_json(msg=f"To start {name}, argv must hold its command.")
+    me = getpass.getuser()
+    if params["scope"] == "user" and params["user"] not in ("", me):
+        module.fail_json(
+            msg=f"Without root {me} cannot start {name} as {params['user']}: become root, or name {me}."
+        )
+    left_out = sorted(NEED_ROOT & set(params["properties"])) if params["scope"] == "user" else []
+    if is_up(unit):
+        module.exit_json(changed=False, unit=unit, left_out=left_out)
+    command = command_line(params)
+    diff = {
+        "before": {"active_state": unit["active_state"]},
+        "after": {"active_state": "active", "command": command},
+    }
+    if module.check_mode:
+        module.exit_json(changed=True, unit=unit, command=command, left_out=left_out, diff=diff)
+    control = ["systemctl", *manager(params["scope"])]
+    if unit["active_state"] == "failed":
+        run([*control, "reset-failed", "--", unit["name"]])
+    code, _out, err = run(command)
+    after = read_unit(name, time.time(), params["scope"])
+    if code:
+        see = " ".join([*control, "status", name])
+        module.fail_json(msg=f"systemd did not start {name}: {err}. See: {see}", unit=after, command=command)
+    module.exit_json(changed=True, unit=after, command=command, left_out=left_out, diff=diff)
+
+
+def stop(module: AnsibleModule, unit: Unit) -> None:
+    name, params = unit["name"], module.params
+    scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
+    forget = params["state"] == "absent" and unit["active_state"] == "failed"
+    pids = processes_of(name, scope)
+    ended = [found for found in (describe(pid) for pid in pids) if found]
+    changed = is_up(unit) or bool(pids) or forget
+    after = "inactive" if is_up(unit) or forget else unit["active_state"]
+    diff = {
+        "before": {"active_state": unit["active_state"], "processes": pids},
+        "after": {"active_state": after, "processes": []},
+    }
+    if not changed or module.check_mode:
+        module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
+    if params["grace"] >= 0 and (is_up(unit) or pids):
+        kill_after(params["grace"], name, scope, control)
+    if is_up(unit) or pids:
+        code, _out, err = run([*control, "stop", "--", name])
+        if code and is_up(read_unit(name, time.time(), scope)):
+            module.fail_json(
+                msg=f"systemd did not stop {name}: {err}", unit=read_unit(name, time.time(), scope)
+            )
+        # Whoever asked for the stop knows why it ended: what was stopped is no failure.
+        forget = True
+    if forget and read_unit(name, time.time(), scope)["active_state"] == "failed":
+        run([*control, "reset-failed", "--", name])
+    left, held = remains(name, pids, params["ports"], params["timeout"], scope)
+    after_unit = read_unit(name, time.time(), scope)
+    if left or held:
+        words = ["process {pid} of {user} ({command})".format(**found) for found in left]
+        words += ["port {port} held by process {pid} ({command})".format(**found) for found in held]
+        module.fail_json(
+            msg=f"{name} was stopped, but this is left of it: {'; '.join(words)}.",
+            unit=after_unit,
+            ended=ended,
+        )
+    module.exit_json(changed=True, unit=after_unit, ended=ended, diff=diff)
+
+
+def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
+    """Ask the unit to end, and kill what is left of it when `seconds` are over."""
+    run([*control, "stop", "--no-block", "--", name])
+    deadline = time.monotonic() + seconds
+    while processes_of(name, scope) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    if processes_of(name, scope):
+        run([*control, "kill", "--signal=KILL", "--", name])
+
+
+def remains(
+    name: str, pids: list[int], ports: list[int], timeout: float, scope: str
+) -> tuple[list[Process], list[Process]]:
+    """What is left of the unit once `timeout` seconds have passed, or nothing as soon as all is gone."""
+    deadline = time.monotonic() + timeout
+    while True:
+        left = [found for found in (describe(pid) for pid in processes_of(name, scope)) if found]
+        held = [found for found in listeners(ports) if found["pid"] in pids or found["unit"] == name]
+        if not (left or held) or time.monotonic() >= deadline:
+            return left, held
+        time.sleep(0.2)
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "name": {"type": "str", "required": True},
+            "state": {"type": "str", "choices": ["started", "stopped", "absent"], "default": "started"},
+            "scope": {"type": "str", "choices": ["auto", "system", "user"], "default": "auto"},
+            "argv": {"type": "list", "elements": "str", "default": []},
+            "description": {"type": "str", "default": ""},
+            "user": {"type": "str", "default": ""},
+            "setenv": {"type": "dict", "default": {}},
+            "properties": {"type": "dict", "default": {}},
+            "collect": {"type": "bool", "default": False},
+            "ports": {"type": "list", "elements": "int", "default": []},
+            "grace": {"type": "int", "default": -1},
+            "timeout": {"type": "int", "default": 10},
+        },
+        supports_check_mode=True,
+    )
+    if module.params["scope"] == "auto":
+        module.params["scope"] = own_scope()
+    try:
+        unit = read_unit(module.params["name"], time.time(), module.params["scope"])
+        (start if module.params["state"] == "started" else stop)(module, unit)
+    except (OSError, RuntimeError) as error:
+        module.fail_json(msg=f"systemd cannot be asked about {module.params['name']}: {error}")
+
+
+if __name__ == "__main__":
+    main()

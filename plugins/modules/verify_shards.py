@@ -1,0 +1,150 @@
+#!/usr/bin/python
+"""Compare a data directory with its manifest: the shards and tokenizer it lists, by sha256, and no others.
+
+A file's hash is remembered with its size and the times of its last modification and last change of status, so
+that a second look at gigabytes takes no time; the memory lies beside the data and is never sent to another
+machine. Writing to a file changes the second time even where the first is set back. What a second look cannot
+see is what never went through the file system: a disk that returns other bytes than were written to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
+
+DOCUMENTATION = r"""
+module: verify_shards
+short_description: Compare a data directory with its manifest, by sha256
+description:
+  - Compares the shards and the tokenizer that the manifest lists, and names files that it does not list.
+  - Remembers hashes beside the data, except in check mode, so that a second look at gigabytes takes no time.
+options:
+  path: {description: The data directory., type: path, required: true}
+  manifest_sha256: {description: "The manifest's own sha256; empty for any.", type: str, default: ""}
+  user: {description: "Who reads them, where root would; empty for the caller.", type: str, default: ""}
+author: the nanofleet authors
+"""
+EXAMPLES = r"""
+- name: Compare the data with their manifest
+  nanofleet.fleet.verify_shards:
+    path: /var/lib/nanofleet/data
+    user: nanofleet
+"""
+
+RETURN = r"""
+findings: {description: "A phrase a file that is missing, extra or altered.", type: list, returned: always}
+manifest_sha256: {description: "sha256 of manifest.json; empty without one.", type: str, returned: always}
+shards: {description: Number of shards., type: int, returned: always}
+bytes: {description: Their size., type: int, returned: always}
+hashed: {description: Files that had to be read., type: int, returned: always}
+"""
+
+MANIFEST, TOKENIZER, MEMORY = "manifest.json", "tokenizer/tokenizer.json", ".verified.json"
+
+
+class Memory:
+    """What was hashed before, by name: [size, mtime in ns, ctime in ns, sha256]."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.hashed = folder / MEMORY, 0
+        self.known: dict[str, list[Any]] = {}
+        self.kept: dict[str, list[Any]] = {}
+        try:
+            self.known = dict(json.loads(self.path.read_text(encoding="utf-8")))
+        except (OSError, ValueError, TypeError):
+            self.known = {}
+
+    def sha256(self, name: str, path: Path) -> str:
+        status = path.stat()
+        key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        entry = self.known.get(name)
+        if not (isinstance(entry, list) and entry[:3] == key and len(entry) == 4):
+            with path.open("rb") as file:
+                entry = [*key, hashlib.file_digest(file, "sha256").hexdigest()]
+            self.hashed += 1
+        self.kept[name] = entry
+        return str(entry[3])
+
+    def save(self) -> None:
+        if self.kept == self.known:
+            return
+        partial = self.path.with_name(f"{MEMORY}.partial")
+        # Without it the next look takes longer, that is all.
+        with contextlib.suppress(PermissionError):
+            partial.write_text(json.dumps(self.kept), encoding="utf-8")
+            os.replace(partial, self.path)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, or ValueError with what is wrong with it."""
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        shards = [(str(each["name"]), str(each["sha256"]), int(each["bytes"])) for each in manifest["shards"]]
+        return {"shards": shards, "tokenizer": str(manifest["tokenizer_sha256"])}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} cannot be read as a manifest: {error!r}") from None
+
+
+def fault(memory: Memory, name: str, path: Path, sha256: str, size: int | None = None) -> str:
+    """What is wrong with one file, as a phrase that begins with its name; empty if nothing is."""
+    if not path.is_file():
+        return f"{name} is missing"
+    found = path.stat().st_size
+    if size is not None and found != size:
+        return f"{name} has {found} bytes instead of {size}"
+    return (
+        ""
+        if memory.sha256(name, path) == sha256
+        else f"{name} was altered (its sha256 is not the manifest's)"
+    )
+
+
+def verify(folder: Path, manifest_sha256: str, remember: bool = True) -> dict[str, Any]:
+    path = folder / MANIFEST
+    result: dict[str, Any] = {"findings": [], "manifest_sha256": "", "shards": 0, "bytes": 0, "hashed": 0}
+    if not path.is_file():
+        return {**result, "findings": [f"{MANIFEST} is missing"]}
+    result["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    if manifest_sha256 not in ("", result["manifest_sha256"]):
+        return {**result, "findings": [f"{MANIFEST} is not the controller's"]}
+    manifest, memory = read_manifest(path), Memory(folder)
+    names = {name for name, _, _ in manifest["shards"]}
+    found = [
+        fault(memory, name, folder / "shards" / name, sha, size) for name, sha, size in manifest["shards"]
+    ]
+    found.append(fault(memory, TOKENIZER, folder / TOKENIZER, manifest["tokenizer"]))
+    here = {each.name for each in (folder / "shards").glob("*")}
+    found += [f"{name} is not in the manifest" for name in sorted(here - names)]
+    if remember:
+        memory.save()
+    result |= {"shards": len(names), "bytes": sum(size for _, _, size in manifest["shards"])}
+    return {**result, "findings": [each for each in found if each], "hashed": memory.hashed}
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={
+            "path": {"type": "path", "required": True},
+            "manifest_sha256": {"type": "str", "default": ""},
+            "user": {"type": "str", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    p = module.params
+    try:
+        with acting_as(p["user"]):
+            result = verify(Path(p["path"]), p["manifest_sha256"], not module.check_mode)
+    except (OSError, ValueError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(changed=False, **result)
+
+
+if __name__ == "__main__":
+    main()
