@@ -23,14 +23,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import attempts
 from trainer.config import ConfigError, RunConfig, RunFile, number_from_zero, parse_shares
 from trainer.data import DataError
-from trainer.host.voice import flush_streams
+from trainer.health import restart_policy
+from trainer.host.logger import flush_streams
 
 if TYPE_CHECKING:
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice
+    from trainer.host.logger import Voice
+    from trainer.host.rank_env import Place
     from trainer.outcome import Attempt
 
 
@@ -73,7 +73,7 @@ def make_parser() -> argparse.ArgumentParser:
     sender.add_arguments(command)
 
     command = commands.add_parser("again", allow_abbrev=False, help="whether another attempt makes sense")
-    attempts.add_arguments(command)
+    restart_policy.add_arguments(command)
 
     command = commands.add_parser("sample", allow_abbrev=False, help="text from a checkpoint")
     add_sample_arguments(command)
@@ -139,8 +139,8 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice
+    from trainer.host.logger import Voice
+    from trainer.host.rank_env import Place
 
     place = Place.from_environment()
 
@@ -162,7 +162,7 @@ def one_attempt(
     start: Callable[[RunFile, Attempt, Voice], str],
 ) -> int:
     """Make the run file, start what it says, write the outcome; returns the exit code."""
-    from trainer.host.voice import set_up_streams
+    from trainer.host.logger import set_up_streams
     from trainer.outcome import (
         BAD_INPUT_EXIT_CODE,
         ENDING_SECONDS,
@@ -200,9 +200,9 @@ def one_attempt(
 
 
 def plan(args: argparse.Namespace) -> int:
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice, set_up_streams
-    from trainer.preview import preview
+    from trainer.host.logger import Voice, set_up_streams
+    from trainer.host.rank_env import Place
+    from trainer.placement.cli import preview
 
     set_up_streams()
     place = Place.from_environment()
@@ -210,7 +210,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def sample(args: argparse.Namespace) -> int:
-    from trainer import sample
+    from trainer.eval import sample
 
     return sample.run(args)
 
@@ -251,7 +251,7 @@ COMMANDS = {
     "bench": bench,
     "plan": plan,
     "track": track,
-    "again": attempts.run,
+    "again": restart_policy.run,
     "sample": sample,
     "export": export,
     "import": import_,

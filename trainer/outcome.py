@@ -23,13 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from trainer import attempts
 from trainer.config import ConfigError
 from trainer.data import DataError, RowsChangedError
 from trainer.data.files import is_full, try_lock, write_whole
+from trainer.health import restart_policy
+from trainer.host.logger import Voice
 from trainer.host.memory import is_out_of_memory
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.rank_env import Place
 
 EXIT_CODES = {"finished": 0, "stopped": 0, "retryable": 75, "final": 1}
 BAD_INPUT_EXIT_CODE = 2
@@ -131,7 +131,7 @@ class Attempt:
     def _forget_the_one_before(self) -> None:
         """Keep a line on how it ended; its outcome goes, and those of ranks this host no longer has."""
         if self._place.speaks_for_host:
-            attempts.begin(self.path.parent)
+            restart_policy.begin(self.path.parent)
             first = self._place.rank
             mine = {f"outcome-{rank}.json" for rank in range(first, first + self._place.local_world_size)}
             for path in self.path.parent.glob("outcome-*.json"):
@@ -169,7 +169,7 @@ class Attempt:
                 **self._figures,
                 "outcome": outcome,
                 "reason": reason,
-                "settled": outcome in attempts.SETTLED if settled is None else settled,
+                "settled": outcome in restart_policy.SETTLED if settled is None else settled,
                 "rank": self._place.rank,
                 "seconds": round(time.monotonic() - self._started, 3),
                 "time": time.time(),
@@ -178,7 +178,7 @@ class Attempt:
                 self._reserve.unlink(missing_ok=True)
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
                 if self._place.speaks_for_host:
-                    attempts.end(self.path.parent, content)
+                    restart_policy.end(self.path.parent, content)
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.

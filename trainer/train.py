@@ -20,28 +20,30 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer import checkpoint, sample, schedule
-from trainer.agreement import Agreement, Told, Words
-from trainer.arrange import names_of
-from trainer.begin import Beginning, Ready
-from trainer.blame import where
+from trainer.checkpoint import storage
+from trainer.checkpoint.rank_state import keep_own
+from trainer.checkpoint.writer import Saver, describe_state
 from trainer.config import RunConfig, RunFile
 from trainer.data.files import is_full
 from trainer.data.loader import Batch, rank_rows, read_batch
-from trainer.evaluate import evaluate
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.host.watchdog import Watchdog
+from trainer.distributed.digest import ParameterCheck, compare_batches
+from trainer.distributed.process_group import UNMEASURED_TIMEOUT, PeerLost
+from trainer.distributed.step_sync import Agreement, Told, Words
+from trainer.eval import sample
+from trainer.eval.bits_per_byte import evaluate
+from trainer.health.report import where
+from trainer.health.run_status import Heartbeat
+from trainer.health.watchdog import Watchdog
+from trainer.host.logger import Voice
+from trainer.host.rank_env import Place
+from trainer.optim import lr_schedule
 from trainer.outcome import Attempt, Final, LeftToOne, Retryable, RunEnd, Stopped, conclude
-from trainer.own import keep_own
-from trainer.plan import describe
-from trainer.report import Report
-from trainer.saving import Saver, describe_state
-from trainer.shares import Balancer, Change
-from trainer.sync.digest import ParameterCheck, compare_batches
-from trainer.sync.group import UNMEASURED_TIMEOUT, PeerLost
-from trainer.tracking.about import facts_of
+from trainer.placement.batch_split import Balancer, Change
+from trainer.placement.decide import names_of
+from trainer.run_plan import describe
+from trainer.setup import Beginning, Ready
+from trainer.tracking.reporter import Report
+from trainer.tracking.tags import facts_of
 from trainer.tracking.tracker import Tracker
 
 # Of a collective, once steps are measured. The watchdog speaks long before and ends what is dead; this ends
@@ -312,11 +314,11 @@ class Run:
     def _set_rates(self, step: int) -> tuple[float, float]:
         """Set the rates of a step; returns what all are multiplied by, and what Muon's is then."""
         config, n = self.config, self.plan.num_iterations
-        rate = schedule.lr_multiplier(
+        rate = lr_schedule.lr_multiplier(
             step, n, config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
         )
-        momentum = schedule.muon_momentum(step, n, config.warmdown_ratio)
-        self.optimizer.set_schedule(rate, momentum, schedule.muon_weight_decay(step, n))
+        momentum = lr_schedule.muon_momentum(step, n, config.warmdown_ratio)
+        self.optimizer.set_schedule(rate, momentum, lr_schedule.muon_weight_decay(step, n))
         return rate, config.matrix_lr * self.plan.scales.lr * rate
 
     # -- beside the loop -------------------------------------------------------------------------------
@@ -368,11 +370,11 @@ class Run:
         with self._unhurried("checkpoint"):
             if self.config.digest_every:
                 self._compare_parameters(self.report.progress.step)
-            optim = checkpoint.gather_optimizer(self.group, self.sync, self.optimizer)
+            optim = storage.gather_optimizer(self.group, self.sync, self.optimizer)
             own = self._keep_own()
             if self.place.coordinates:
                 meta = describe_state(self.run_file, self.ready, self.plan, self.report.progress)
-                state = checkpoint.State(meta | own, dict(self.model.state_dict()), optim)
+                state = storage.State(meta | own, dict(self.model.state_dict()), optim)
                 self.saver.save(state, last)
                 self._saved_at = time.monotonic()
             if last:

@@ -18,8 +18,8 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import RunConfig, RunFile
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.logger import Voice
+from trainer.host.rank_env import Place
 from trainer.outcome import Attempt
 
 TINY = {

@@ -20,7 +20,7 @@ def plant(fault: str, step: int, seconds: float) -> None:
     """Put the fault after the gradients of `step`, counted from 1."""
     import torch
 
-    from trainer import shares
+    from trainer.placement import batch_split
     from trainer.train import Run
 
     if fault == "write":
@@ -30,7 +30,7 @@ def plant(fault: str, step: int, seconds: float) -> None:
         plant_misread(step)
         return
     if fault == "slow":
-        shares.WINDOW_STEPS, shares.REST_STEPS = 3, 6
+        batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
     sound = Run._accumulate
 
     def accumulate(self: Any, *arguments: Any) -> float:
@@ -80,16 +80,16 @@ def plant_misread(step: int) -> None:
 
 def plant_slow_disk(step: int, seconds: float) -> None:
     """Let the checkpoint of `step`, or with 0 each one, take longer, with one of its files written."""
-    from trainer import checkpoint
+    from trainer.checkpoint import storage
 
-    sound = checkpoint._write_tensors
+    sound = storage._write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         sound(path, tensors)
         if step in (0, int(path.parent.name[6:12])) and path.name == "model.pt":
             time.sleep(seconds)
 
-    checkpoint._write_tensors = write
+    storage._write_tensors = write
 
 
 if __name__ == "__main__":

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from trainer.blame import Sighting, blame, lost
-from trainer.contract import Record, check_layout
-from trainer.diagnosis import Endpoint, Status, Verdict
-from trainer.host import heat
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.host.watchdog import Blaming, Watchdog, stall_seconds
-from trainer.host.wire import Wire, interface_of
+from trainer.distributed.consistency import Record, check_layout
+from trainer.distributed.process_group import Peer
+from trainer.health import sensors
+from trainer.health.diagnosis import Endpoint, Status, Verdict
+from trainer.health.report import Sighting, blame, lost
+from trainer.health.run_status import Heartbeat
+from trainer.health.watchdog import Blaming, Watchdog, stall_seconds
+from trainer.host.logger import Voice
+from trainer.host.network_interface import Wire, interface_of
+from trainer.host.rank_env import Place
 from trainer.outcome import Attempt, Final
-from trainer.sync.group import Peer
 
 TOWER, LAPTOP, ATTIC = (
     Peer(0, "tower", "10.0.0.1"),
@@ -217,9 +217,9 @@ def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> N
 
 def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of files as under /sys: no test can heat a CPU."""
-    monkeypatch.setattr(heat, "THERMAL", tmp_path / "thermal")
-    monkeypatch.setattr(heat, "CPU", tmp_path / "cpu")
-    assert heat.Heat().look() == {"temperature": None, "throttled": None}
+    monkeypatch.setattr(sensors, "THERMAL", tmp_path / "thermal")
+    monkeypatch.setattr(sensors, "CPU", tmp_path / "cpu")
+    assert sensors.Heat().look() == {"temperature": None, "throttled": None}
     for zone, kind, value in [
         (0, "x86_pkg_temp", "71000"),
         (1, "iwlwifi_1", "99000"),
@@ -232,7 +232,7 @@ def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     count = tmp_path / "cpu/cpu0/thermal_throttle/core_throttle_count"
     count.parent.mkdir(parents=True)
     count.write_text("7\n")
-    looks = heat.Heat()
+    looks = sensors.Heat()
     assert looks.look() == {"temperature": 71.0, "throttled": False}
     count.write_text("9\n")
     assert looks.look()["throttled"] is True

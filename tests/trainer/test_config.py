@@ -14,9 +14,9 @@ import torch
 from trainer.__main__ import main
 from trainer.bench.report import main as report_bench
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.host.place import Place
-from trainer.model import GPT
-from trainer.plan import describe, duration, make_plan
+from trainer.host.rank_env import Place
+from trainer.model.gpt import GPT
+from trainer.run_plan import describe, duration, make_plan
 
 
 def test_text_becomes_numbers() -> None:

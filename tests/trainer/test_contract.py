@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, RunFile
-from trainer.contract import Record, compare, explain, make_record
-from trainer.host.place import Place
+from trainer.distributed.consistency import Record, compare, explain, make_record
+from trainer.host.rank_env import Place
 
 RUN = RunFile("a", RunConfig(depth=2), ("tower", "laptop"), "code", "manifest", (3, 5))
 TOWER = Place(rank=0, world_size=2, host="tower")
@@ -41,8 +41,10 @@ def test_data_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
     records = [make_record(TOWER, RUN)]
     for name in ("torch", "numpy", "python", "trainer code", "world_size"):
         assert name in records[0].compared
-    monkeypatch.setattr("trainer.contract.importlib.metadata.version", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr("trainer.contract.code_digest", lambda: "f" * 64)
+    monkeypatch.setattr(
+        "trainer.distributed.consistency.importlib.metadata.version", lambda name: "2.13.0+cu130"
+    )
+    monkeypatch.setattr("trainer.distributed.consistency.code_digest", lambda: "f" * 64)
     records.append(make_record(LAPTOP, RUN))
     sentence, table = explain(compare(records), records)
     assert (

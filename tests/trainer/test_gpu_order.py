@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.model import GPT, GPTConfig
-from trainer.sync.layout import add_rows_alone, add_rows_in_order
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.sync.buckets import add_rows_alone, add_rows_in_order
 from trainer.train import Run
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)

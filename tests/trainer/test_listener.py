@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from trainer.host import listener as endpoint
-from trainer.host.listener import Listener, Told, ask
+from trainer.health import endpoint as endpoint
+from trainer.health.endpoint import Listener, Told, ask
 
 BAD = {
     "empty object": b"{}\n",

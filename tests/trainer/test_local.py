@@ -15,16 +15,16 @@ import torch
 from conftest import RATES, Start
 from torch import Tensor
 
+from trainer.checkpoint.rank_state import find_own, keep_own
 from trainer.config import ConfigError, RunConfig
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import ParameterState, build_optimizer
-from trainer.own import find_own, keep_own
-from trainer.plan import describe, make_plan
-from trainer.sync.group import Group, Pending
+from trainer.distributed.process_group import Group, Pending
+from trainer.host.rank_env import Place
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import ParameterState, build_optimizer
+from trainer.run_plan import describe, make_plan
 from trainer.sync.local import Local, Outer
 from trainer.sync.payload import predicted_bytes
-from trainer.sync.quantise import BLOCK, Quantiser
+from trainer.sync.quantize import BLOCK, Quantiser
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)

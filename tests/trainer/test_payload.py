@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 import torch
 
-from trainer.model import GPT, GPTConfig
-from trainer.predict import Predictor, Work, payload
-from trainer.speed import Link, Speed
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.placement.cost_model import Predictor, Work, payload
+from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.local import Outer
 from trainer.sync.payload import predicted_bytes
 

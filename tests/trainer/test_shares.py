@@ -10,15 +10,12 @@ from pathlib import Path
 import pytest
 from conftest import Start, losses, train_here
 
-from trainer.agreement import Agreement, Words
-from trainer.alone import find_obstacles
-from trainer.arrange import Arrangement, Measured, compare_arrangements, decide, names_of
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.host.place import Place
+from trainer.distributed.process_group import Group, Peer
+from trainer.distributed.step_sync import Agreement, Words
+from trainer.host.rank_env import Place
 from trainer.outcome import Final
-from trainer.plan import make_plan
-from trainer.predict import Prediction, Predictor, Work, choose, payload, verdict
-from trainer.shares import (
+from trainer.placement.batch_split import (
     REST_STEPS,
     WINDOW_STEPS,
     Balancer,
@@ -28,9 +25,12 @@ from trainer.shares import (
     shares_like,
     split_rows,
 )
-from trainer.speed import Link, Speed
-from trainer.sync.group import Group, Peer
-from trainer.sync.layout import share_out
+from trainer.placement.cost_model import Prediction, Predictor, Work, choose, payload, verdict
+from trainer.placement.decide import Arrangement, Measured, compare_arrangements, decide, names_of
+from trainer.placement.microbenchmark import Link, Speed
+from trainer.placement.single_host import find_obstacles
+from trainer.run_plan import make_plan
+from trainer.sync.buckets import share_out
 
 PAIR = ["tower", "laptop"]
 ROOT = Path(__file__).parents[2]

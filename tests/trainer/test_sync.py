@@ -16,19 +16,19 @@ import torch.distributed as dist
 from conftest import OLD_CPU, RATES, TINY, Start, free_port, losses, train_here
 
 from trainer.config import RunConfig
-from trainer.contract import Record, compare, explain, meet
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import build_optimizer
+from trainer.distributed.consistency import Record, compare, explain, meet
+from trainer.distributed.digest import ParameterCheck
+from trainer.distributed.process_group import Group, Peer, PeerLost, broadcast_sends
+from trainer.distributed.rendezvous import join_store
+from trainer.host.rank_env import Place
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
 from trainer.sync import make_sync
-from trainer.sync.digest import ParameterCheck
-from trainer.sync.group import Group, Peer, PeerLost, broadcast_sends
-from trainer.sync.layout import share_out
+from trainer.sync.buckets import share_out
 from trainer.sync.payload import predicted_bytes
-from trainer.sync.store import join_store
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact"])

@@ -15,8 +15,8 @@ import pytest
 from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
 from trainer.__main__ import main
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
+from trainer.health.run_status import Heartbeat
+from trainer.host.rank_env import Place
 from trainer.outcome import Final
 
 FILES = ("model.pt", "optim.pt")

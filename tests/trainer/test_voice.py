@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from conftest import TINY, flags
 
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.logger import Voice
+from trainer.host.rank_env import Place
 
 FIELDS = {"time", "rank", "host", "level", "event", "message"}
 PLACE = Place(rank=1, world_size=2, host="b")
@@ -112,7 +112,7 @@ def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_reader_that_has_left_does_not_end_the_run() -> None:
     code = (
-        "import sys; from trainer.host.voice import *; from trainer.host.place import Place\n"
+        "import sys; from trainer.host.logger import *; from trainer.host.rank_env import Place\n"
         "set_up_streams(); say = Voice(Place())\n"
         "[say('x' * 9999) for _ in range(50)]; print('alive', file=sys.stderr); flush_streams()"
     )
@@ -125,7 +125,7 @@ def test_a_reader_that_has_left_does_not_end_the_run() -> None:
 @pytest.mark.parametrize("locale", ["C", "POSIX", "en_US.ISO-8859-1"])
 def test_no_locale_stops_it(locale: str) -> None:
     code = (
-        "import sys; from trainer.host.voice import *; from trainer.host.place import Place\n"
+        "import sys; from trainer.host.logger import *; from trainer.host.rank_env import Place\n"
         "set_up_streams(); Voice(Place())('\\u00b7 \\u20ac \\udc80'); print('\\udc80', file=sys.stderr)"
     )
     done = subprocess.run(

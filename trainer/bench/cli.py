@@ -23,8 +23,8 @@ from typing import Any
 from trainer.bench import WARM_STEPS
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_whole
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.logger import Voice
+from trainer.host.rank_env import Place
 
 RESULT = "bench.json"
 STEPS = 5
@@ -97,8 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _measure(args: argparse.Namespace, place: Place) -> int:
     from trainer.__main__ import one_attempt
-    from trainer.bench.rehearsal import rehearse
-    from trainer.bench.words import describe
+    from trainer.bench.steps import rehearse
+    from trainer.bench.text import describe
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
@@ -141,7 +141,7 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
 
 def _measure_each(args: argparse.Namespace) -> int:
     """One process after the other, each with this one's options but for depth and rows."""
-    from trainer.bench.words import table
+    from trainer.bench.text import table
 
     results = []
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor, nn
 
 from trainer.config import ConfigError
-from trainer.optim import MuonAdamW, ParameterState
-from trainer.sync.group import Group
+from trainer.distributed.process_group import Group
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 
 if TYPE_CHECKING:
     from trainer.sync.local import Outer

@@ -10,10 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from trainer.optim import MuonAdamW
+from trainer.distributed.process_group import Group
+from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync import Sync
-from trainer.sync.group import Group
-from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
+from trainer.sync.buckets import Owners, add_rows_alone, flatten_gradients, flatten_weights
 
 
 class Dense(Sync):

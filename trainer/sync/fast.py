@@ -13,9 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from trainer.optim import MuonAdamW
+from trainer.distributed.process_group import Group, Pending
+from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.exact import Bucket, Exact
-from trainer.sync.group import Group, Pending
 
 WIRE = torch.bfloat16
 

@@ -29,11 +29,11 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.optim import MuonAdamW, ParameterState
+from trainer.distributed.process_group import Group, Pending
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync import Sync
-from trainer.sync.group import Group, Pending
-from trainer.sync.layout import add_rows_alone
-from trainer.sync.quantise import Quantiser
+from trainer.sync.buckets import add_rows_alone
+from trainer.sync.quantize import Quantiser
 
 # AdamW's momentum moves a row after its last token: by 0.8^32, under a thousandth, when this is over.
 TAIL_STEPS = 32

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import MuonAdamW, build_optimizer
+from trainer.distributed.process_group import Group, Pending
+from trainer.host.rank_env import Place
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
 from trainer.sync import make_sync
-from trainer.sync.group import Group, Pending
 from trainer.sync.local import Outer
 
 

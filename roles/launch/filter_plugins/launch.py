@@ -204,7 +204,7 @@ def _says_changed(run_file: Any, before: Any, steps_before: int, state: State) -
         if config.num_iterations > steps_before:
             step = int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
             rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
-            schedule = importlib.import_module("trainer.schedule")
+            schedule = importlib.import_module("trainer.optim.lr_schedule")
             yield schedule.describe_extension(step, steps_before, config.num_iterations, *rates)
     elif _horizon(config, before):
         yield f"Another length is asked for ({'; '.join(_horizon(config, before))}): its log has the steps."

@@ -96,7 +96,7 @@ ended: {description: Whether the unit is neither up nor about to be, type: bool,
 SEARCHED = 2000
 """Lines that are searched for the first error, though fewer may be returned."""
 STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
-"""How a rank tells of a step (see trainer.report)."""
+"""How a rank tells of a step (see trainer.tracking.reporter)."""
 RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
