@@ -18,8 +18,7 @@ import dataclasses
 import difflib
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,9 +28,8 @@ from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
 
 if TYPE_CHECKING:
+    from trainer.health.attempt import Attempt
     from trainer.host.logger import Voice
-    from trainer.host.rank_env import Place
-    from trainer.outcome import Attempt
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -139,6 +137,7 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
+    from trainer.health.attempt import run_attempt
     from trainer.host.logger import Voice
     from trainer.host.rank_env import Place
 
@@ -151,58 +150,13 @@ def train(args: argparse.Namespace) -> int:
 
         return train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
 
-    return one_attempt(args.run_dir, place, Voice(place, args.json), lambda: run_file_from(args), start)
-
-
-def one_attempt(
-    run_dir: Path,
-    place: Place,
-    say: Voice,
-    make: Callable[[], RunFile],
-    start: Callable[[RunFile, Attempt, Voice], str],
-) -> int:
-    """Make the run file, start what it says, write the outcome; returns the exit code."""
-    from trainer.host.logger import set_up_streams
-    from trainer.outcome import (
-        BAD_INPUT_EXIT_CODE,
-        ENDING_SECONDS,
-        EXIT_CODES,
-        Attempt,
-        conclude,
-        heed_sigterm,
-        heed_torchrun,
-        is_expected,
-    )
-
-    set_up_streams()
-    attempt = Attempt(run_dir, place)
-    try:
-        attempt.begin()
-    except ConfigError as error:  # the outcome in the directory, if there is one, is another's
-        say.ended("final", str(error))
-        return BAD_INPUT_EXIT_CODE
-    heed_sigterm(attempt, say)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        heed_torchrun(attempt, say)
-    try:
-        reason = start(make(), attempt, say)
-        outcome, code, detail = "finished", EXIT_CODES["finished"], ""
-    except BaseException as error:
-        if not is_expected(error):
-            say.failure(error)
-        outcome, reason, code = conclude(error)
-        detail = getattr(error, "detail", "")
-    if attempt.end(outcome, reason):
-        say.ended(outcome, reason, detail)
-    else:  # another thread has written another outcome, and ends the process with its exit code
-        time.sleep(ENDING_SECONDS)
-    return code
+    return run_attempt(args.run_dir, place, Voice(place, args.json), lambda: run_file_from(args), start)
 
 
 def plan(args: argparse.Namespace) -> int:
     from trainer.host.logger import Voice, set_up_streams
     from trainer.host.rank_env import Place
-    from trainer.placement.cli import preview
+    from trainer.plan import preview
 
     set_up_streams()
     place = Place.from_environment()

@@ -11,11 +11,12 @@ import tempfile
 from pathlib import Path
 
 from trainer.config import RunFile
+from trainer.health.attempt import Attempt
 from trainer.health.run_status import Heartbeat
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import Voice
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt, RunEnd
+from trainer.outcome import RunEnd
 from trainer.run_plan import describe
 from trainer.setup import Beginning
 

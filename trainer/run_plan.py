@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from trainer.config import ConfigError, RunConfig
-from trainer.distributed.consistency import render_table
+from trainer.data.loader import equal_split
+from trainer.formatting import render_table
 from trainer.model.gpt import GPT, GPTConfig, scaling_params
 from trainer.optim.lr_schedule import (
     REFERENCE_DEPTH,
@@ -19,7 +20,6 @@ from trainer.optim.lr_schedule import (
     steps_for_ratio,
 )
 from trainer.optim.muon_adamw import width_scale
-from trainer.placement.batch_split import equal_shares
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
         total_batch_size=batch,
         num_iterations=_horizon(config, model, size, batch),
         scales=batch_scales(batch, size, reference_size),
-        shares=list(shares) or equal_shares(rows, world_size),
+        shares=list(shares) or equal_split(rows, world_size),
     )
 
 
@@ -147,15 +147,3 @@ def _by_rank(numbers: Sequence[int], noun: str) -> str:
 def _some(number: int, noun: str) -> str:
     """1 head, 2 heads, 3 micro-batches."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
-
-
-def duration(seconds: float) -> str:
-    """45s, 2m34s, 3h05m, 2d04h."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from torch import Tensor
 from trainer.checkpoint import storage
 from trainer.checkpoint.rank_state import find_own
 from trainer.checkpoint.storage import State
+from trainer.checkpoint.train_state import TrainState
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
 from trainer.data.dataset import Dataset
@@ -39,9 +41,9 @@ from trainer.placement import decide
 from trainer.placement.decide import Arrangement
 from trainer.placement.single_host import find_obstacles
 from trainer.run_plan import Plan, make_plan
-from trainer.sync import Sync, make_sync
 from trainer.sync.local import Outer
-from trainer.tracking.reporter import Progress
+from trainer.sync.mode import SyncMode
+from trainer.sync.modes import make_sync
 
 PREDICTION = "prediction.txt"
 
@@ -56,13 +58,36 @@ class Ready:
     numerics: Numerics
     model: GPT
     optimizer: MuonAdamW
-    sync: Sync
-    progress: Progress
+    sync: SyncMode
+    progress: TrainState
     micro_batches: list[int]  # rows, by rank
     config_digest: str  # the run's, as the release said it that began the run
     numerics_by_rank: list[dict[str, Any]]
     facts_by_rank: list[dict[str, str]]
     arrangement: Arrangement
+
+    def checkpoint_meta(self, run_file: RunFile, plan: Plan, state: TrainState) -> dict[str, Any]:
+        """The content of a checkpoint's meta.json. `plan` has the current rows per rank."""
+        done = dataclasses.asdict(state)
+        del done["checkpoint"]
+        return {
+            "run_id": run_file.run_id,
+            **done,
+            "num_iterations": plan.num_iterations,
+            "rows": state.step * plan.rows_per_step,
+            "tokens": state.step * plan.total_batch_size,
+            "config": run_file.config.to_dict(),
+            "config_digest": self.config_digest,
+            "model_config": plan.model.__dict__,
+            "hashes": self.data.hashes,
+            "world_size": self.group.world_size,
+            "shares": plan.shares,
+            "arrangement": self.arrangement.saved(),
+            "numerics": self.numerics_by_rank,
+            "hosts": [peer.host for peer in self.group.peers],
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
 
 
 class Beginning:
@@ -251,11 +276,11 @@ class Beginning:
         outer = Outer.of(self.config)
         self.sync = make_sync(self.arrangement.sync, self.group, self.model, self.optimizer, outer)
 
-    def _take_up(self, state: State) -> Progress:
+    def _take_up(self, state: State) -> TrainState:
         """Begin, or go on, with a state."""
         self.model.load_state_dict(state.model)
         self._take_up_optimizer(state)
-        progress = Progress.from_meta(state.meta)
+        progress = TrainState.from_meta(state.meta)
         if state.step:
             self.say(
                 f"Going on from the checkpoint of step {state.step}.",

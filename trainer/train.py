@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trainer.checkpoint import storage
 from trainer.checkpoint.rank_state import keep_own
-from trainer.checkpoint.writer import Saver, describe_state
+from trainer.checkpoint.writer import Saver
 from trainer.config import RunConfig, RunFile
 from trainer.data.files import is_full
 from trainer.data.loader import Batch, rank_rows, read_batch
@@ -31,13 +31,14 @@ from trainer.distributed.process_group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.distributed.step_sync import Agreement, Told, Words
 from trainer.eval import sample
 from trainer.eval.bits_per_byte import evaluate
+from trainer.health.attempt import Attempt
 from trainer.health.report import where
 from trainer.health.run_status import Heartbeat
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import Voice
 from trainer.host.rank_env import Place
 from trainer.optim import lr_schedule
-from trainer.outcome import Attempt, Final, LeftToOne, Retryable, RunEnd, Stopped, conclude
+from trainer.outcome import Final, LeftToOne, Retryable, RunEnd, Stopped, conclude
 from trainer.placement.batch_split import Balancer, Change
 from trainer.placement.decide import names_of
 from trainer.run_plan import describe
@@ -373,7 +374,7 @@ class Run:
             optim = storage.gather_optimizer(self.group, self.sync, self.optimizer)
             own = self._keep_own()
             if self.place.coordinates:
-                meta = describe_state(self.run_file, self.ready, self.plan, self.report.progress)
+                meta = self.ready.checkpoint_meta(self.run_file, self.plan, self.report.progress)
                 state = storage.State(meta | own, dict(self.model.state_dict()), optim)
                 self.saver.save(state, last)
                 self._saved_at = time.monotonic()

@@ -18,9 +18,9 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import RunConfig, RunFile
+from trainer.health.attempt import Attempt
 from trainer.host.logger import Voice
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt
 
 TINY = {
     "depth": 2,

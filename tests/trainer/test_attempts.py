@@ -11,8 +11,8 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.health import restart_policy as policy
+from trainer.health.attempt import Attempt
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt
 
 
 def attempt(run_dir: Path, outcome: str, step: int, reason: str = "Lost rank 1 (laptop).") -> None:

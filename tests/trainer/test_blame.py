@@ -12,6 +12,7 @@ import pytest
 from trainer.distributed.consistency import Record, check_layout
 from trainer.distributed.process_group import Peer
 from trainer.health import sensors
+from trainer.health.attempt import Attempt
 from trainer.health.diagnosis import Endpoint, Status, Verdict
 from trainer.health.report import Sighting, blame, lost
 from trainer.health.run_status import Heartbeat
@@ -19,7 +20,7 @@ from trainer.health.watchdog import Blaming, Watchdog, stall_seconds
 from trainer.host.logger import Voice
 from trainer.host.network_interface import Wire, interface_of
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt, Final
+from trainer.outcome import Final
 
 TOWER, LAPTOP, ATTIC = (
     Peer(0, "tower", "10.0.0.1"),

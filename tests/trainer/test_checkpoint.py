@@ -15,10 +15,11 @@ from trainer.checkpoint import storage
 from trainer.checkpoint.storage import DamagedCheckpointError, State
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
+from trainer.health.attempt import Attempt
 from trainer.host.rank_env import Place
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
-from trainer.outcome import Attempt, Final, Retryable, Stopped, conclude, is_expected
+from trainer.outcome import Final, Retryable, Stopped, conclude, is_expected
 
 CONFIG = RunConfig.from_strings(TINY)
 MODEL = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)

@@ -14,9 +14,10 @@ import torch
 from trainer.__main__ import main
 from trainer.bench.report import main as report_bench
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.formatting import duration
 from trainer.host.rank_env import Place
 from trainer.model.gpt import GPT
-from trainer.run_plan import describe, duration, make_plan
+from trainer.run_plan import describe, make_plan
 
 
 def test_text_becomes_numbers() -> None:

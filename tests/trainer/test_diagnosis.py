@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.distributed.process_group import Peer
+from trainer.health.attempt import Attempt
 from trainer.health.diagnosis import TABLE, Endpoint, Status, Verdict, diagnose, seconds_until_end, shows_host
 from trainer.health.report import Sighting, blame, lost
 from trainer.health.run_status import Heartbeat
@@ -17,7 +18,7 @@ from trainer.health.status_exchange import Board, Seen
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import Voice
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt, Retryable
+from trainer.outcome import Retryable
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 LAPTOP = Peer(1, "laptop", "10.0.0.2")

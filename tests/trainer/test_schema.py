@@ -21,9 +21,10 @@ from trainer.checkpoint import storage
 from trainer.checkpoint.rank_state import find_own
 from trainer.checkpoint.storage import DamagedCheckpointError
 from trainer.config import IDENTITY, SCHEMA, ConfigError, NewerSchemaError, RunConfig, RunFile, knob, migrate
+from trainer.health.attempt import Attempt
 from trainer.host.logger import Voice
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt, Final
+from trainer.outcome import Final
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "checkpoints" / "schema1"
 EXPECTED = json.loads((SCHEMA_1 / "expected.json").read_text())

@@ -11,6 +11,7 @@ import pytest
 from conftest import Start, losses, train_here
 
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.data.loader import equal_split, proportional_split
 from trainer.distributed.process_group import Group, Peer
 from trainer.distributed.step_sync import Agreement, Words
 from trainer.host.rank_env import Place
@@ -19,10 +20,8 @@ from trainer.placement.batch_split import (
     REST_STEPS,
     WINDOW_STEPS,
     Balancer,
-    equal_shares,
     first_table,
     relative_speeds,
-    shares_like,
     split_rows,
 )
 from trainer.placement.cost_model import Prediction, Predictor, Work, choose, payload, verdict
@@ -55,9 +54,9 @@ def test_the_split_is_the_best_there_is() -> None:
 
 def test_equal_ranks_keep_equal_shares() -> None:
     for ranks, rows in ((1, 4), (2, 5), (3, 8), (4, 4)):
-        assert split_rows([0.7] * ranks, rows) == equal_shares(rows, ranks)
+        assert split_rows([0.7] * ranks, rows) == equal_split(rows, ranks)
         assert first_table([0.7] * ranks, rows, PAIR * 2 if ranks == 4 else ["a"] * ranks).shares == (
-            equal_shares(rows, ranks)
+            equal_split(rows, ranks)
         )
     with pytest.raises(ValueError, match="2 rows cannot be split"):
         split_rows([1.0, 1.0, 1.0], 2)
@@ -74,11 +73,11 @@ def test_noise_changes_no_table() -> None:
 
 
 def test_other_rows_in_the_same_proportions() -> None:
-    assert shares_like([3, 2], 7) == equal_shares(7, 2)
-    assert shares_like([12, 4], 10) == [8, 2]
-    assert shares_like([6, 1, 1], 3) == [2, 1, 0]
+    assert proportional_split([3, 2], 7) == equal_split(7, 2)
+    assert proportional_split([12, 4], 10) == [8, 2]
+    assert proportional_split([6, 1, 1], 3) == [2, 1, 0]
     for rows in range(1, 40):
-        assert sum(shares_like([5, 1, 2], rows)) == rows
+        assert sum(proportional_split([5, 1, 2], rows)) == rows
 
 
 def steps(balancer: Balancer, count: int, seconds_per_row: list[float], rest: float = 0.2) -> None:

@@ -26,8 +26,8 @@ from trainer.host.rank_env import Place
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
-from trainer.sync import make_sync
 from trainer.sync.buckets import share_out
+from trainer.sync.modes import make_sync
 from trainer.sync.payload import predicted_bytes
 
 

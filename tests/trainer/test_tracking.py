@@ -24,8 +24,8 @@ from tracked_run import FACTS, end, steps, until
 
 from trainer.__main__ import main
 from trainer.config import RunConfig
+from trainer.health.attempt import Attempt
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt
 from trainer.tracking import tracker
 from trainer.tracking.files import Facts
 from trainer.tracking.tracker import Tracker

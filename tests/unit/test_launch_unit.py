@@ -12,7 +12,7 @@ from ansible.plugins.loader import filter_loader
 from ansible.template import Templar
 from role_files import load
 
-from trainer.outcome import SIGTERM_WRITE_SECONDS
+from trainer.health.attempt import SIGTERM_WRITE_SECONDS
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "launch"
 HOSTS = {

@@ -96,9 +96,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, place: Place) -> int:
-    from trainer.__main__ import one_attempt
     from trainer.bench.steps import rehearse
     from trainer.bench.text import describe
+    from trainer.health.attempt import run_attempt
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
@@ -111,7 +111,7 @@ def _measure(args: argparse.Namespace, place: Place) -> int:
                 write_whole(args.run_dir / RESULT, (json.dumps(result, indent=1) + "\n").encode())
             return "Measured."
 
-        code = one_attempt(args.run_dir, place, say, lambda: run_file_from(args, place), start)
+        code = run_attempt(args.run_dir, place, say, lambda: run_file_from(args, place), start)
     if result:
         print(json.dumps(result) if args.json else describe(result), flush=True)
         if args.out:

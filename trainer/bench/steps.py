@@ -30,12 +30,12 @@ from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
 from trainer.data.dataset import Dataset
 from trainer.distributed.process_group import Group
+from trainer.health.attempt import Attempt
 from trainer.host.facts import host_facts
 from trainer.host.logger import Voice
 from trainer.host.network_interface import Wire
 from trainer.host.numerics import name_of
 from trainer.host.rank_env import Place
-from trainer.outcome import Attempt
 from trainer.setup import Beginning
 from trainer.tracking.files import METRICS
 from trainer.tracking.reporter import SPLIT

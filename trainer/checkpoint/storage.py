@@ -46,7 +46,7 @@ from trainer.host.memory import is_out_of_memory
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.lr_schedule import describe_extension
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
-from trainer.sync import Sync
+from trainer.sync.mode import SyncMode
 
 MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
@@ -313,7 +313,7 @@ def read_tensors(path: Path) -> Any:
 # -- between ranks -----------------------------------------------------------------------------------------
 
 
-def gather_optimizer(group: Group, sync: Sync, optimizer: MuonAdamW) -> dict[str, ParameterState]:
+def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
     """The whole optimizer state on rank 0, where owners bring theirs; what is left elsewhere has no use."""
     state = optimizer.state_dict()
     gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}

@@ -13,26 +13,20 @@ Every checkpoint is written by a thread of its own, so that whoever ends the pro
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint import storage
 from trainer.checkpoint.storage import State
-from trainer.config import RunFile
 from trainer.data.files import is_full
 from trainer.optim.muon_adamw import ParameterState
-from trainer.run_plan import Plan
-from trainer.setup import Ready
-from trainer.tracking.reporter import Progress
 
 AGAIN_SECONDS = 60.0  # after which a checkpoint that found no room is tried again
 LOOK_SECONDS = 5.0  # between looks for room, by the last one
@@ -173,27 +167,3 @@ def _size(state: State) -> int:
     """Bytes that a checkpoint of `state` takes on the disk, or a little more."""
     tensors = [*state.model.values(), *(t for kept in state.optim.values() for t in kept.values())]
     return int(1.01 * sum(tensor.nbytes for tensor in tensors)) + SLACK_BYTES
-
-
-def describe_state(run_file: RunFile, ready: Ready, plan: Plan, progress: Progress) -> dict[str, Any]:
-    """What a checkpoint's meta.json says of the run and of where it stands; `plan` has the shares of now."""
-    done = dataclasses.asdict(progress)
-    del done["checkpoint"]
-    return {
-        "run_id": run_file.run_id,
-        **done,
-        "num_iterations": plan.num_iterations,
-        "rows": progress.step * plan.rows_per_step,
-        "tokens": progress.step * plan.total_batch_size,
-        "config": run_file.config.to_dict(),
-        "config_digest": ready.config_digest,
-        "model_config": plan.model.__dict__,
-        "hashes": ready.data.hashes,
-        "world_size": ready.group.world_size,
-        "shares": plan.shares,
-        "arrangement": ready.arrangement.saved(),
-        "numerics": ready.numerics_by_rank,
-        "hosts": [peer.host for peer in ready.group.peers],
-        "torch": torch.__version__,
-        "time": time.time(),
-    }

@@ -76,3 +76,22 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
     start = sum(shares[:rank])
     return rows[start : start + shares[rank]]
+
+
+def equal_split(rows: int, world_size: int) -> list[int]:
+    """As equal as can be, the first ranks one more."""
+    share, rest = divmod(rows, world_size)
+    return [share + (rank < rest) for rank in range(world_size)]
+
+
+def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
+    """Another number of rows in the proportions of `shares`; equal ones stay as equal as can be."""
+    if max(shares) - min(shares) <= 1:
+        return equal_split(rows, len(shares))
+    whole = sum(shares)
+    parts = [rows * share // whole for share in shares]
+    # What is left goes where rounding down took most.
+    order = sorted(range(len(shares)), key=lambda rank: (-(rows * shares[rank] % whole), rank))
+    for rank in order[: rows - sum(parts)]:
+        parts[rank] += 1
+    return parts

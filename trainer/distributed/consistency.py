@@ -13,7 +13,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 
@@ -21,6 +20,7 @@ from trainer.config import RunFile, code_digest
 from trainer.data.rows import RowsInfo
 from trainer.distributed.process_group import Peer
 from trainer.distributed.rendezvous import wait_for_keys
+from trainer.formatting import render_table
 from trainer.host.facts import host_facts
 from trainer.host.network_interface import Wire
 from trainer.host.numerics import Options
@@ -189,15 +189,6 @@ def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[s
         "Bring the odd hosts in line and train again.",
         render_table(table),
     )
-
-
-def render_table(rows: list[list[Any]]) -> str:
-    """Columns aligned with blanks, two between them."""
-    widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
-    )
-    return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
 def _ranks(ranks: list[int]) -> str:

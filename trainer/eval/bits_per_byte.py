@@ -11,11 +11,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.loader import rank_rows
+from trainer.data.loader import proportional_split, rank_rows
 from trainer.data.split import Split
 from trainer.distributed.process_group import Group
 from trainer.model.gpt import GPT
-from trainer.placement.batch_split import shares_like
 
 
 class Evaluation(NamedTuple):
@@ -41,7 +40,7 @@ def evaluate(
     losses count for nothing in val_bpb. The ranks take rows in the proportions of their `shares` of a step.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
-    mine = rank_rows(np.arange(n_rows), shares_like(shares, n_rows), group.rank)
+    mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)
     device = model.device
     token_bytes = token_bytes.to(device)
     totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens

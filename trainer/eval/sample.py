@@ -11,6 +11,8 @@ from pathlib import Path
 
 import torch
 
+from trainer.checkpoint.storage import load_model
+from trainer.config import ConfigError
 from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
 from trainer.model.gpt import GPT, KVCache
@@ -92,9 +94,6 @@ def last(run_dir: Path) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from trainer.checkpoint.storage import load_model
-    from trainer.config import ConfigError
-
     if 0 < args.temperature < COLDEST:
         raise ConfigError(f"--temperature is {args.temperature:g}: it takes 0, or {COLDEST:g} or more.")
     if args.max_tokens < 1:

@@ -27,6 +27,7 @@ from typing import Any
 from trainer.config import ConfigError
 from trainer.data.files import write_whole
 from trainer.distributed.process_group import Peer
+from trainer.health.attempt import Attempt
 from trainer.health.diagnosis import (
     FRESH_SECONDS,
     IMPAIRED_STALLS,
@@ -44,7 +45,7 @@ from trainer.health.status_exchange import EVERY_SECONDS, Board
 from trainer.host.logger import Voice
 from trainer.host.network_interface import Wire
 from trainer.host.rank_env import Place
-from trainer.outcome import EXIT_CODES, Attempt, Final, Retryable, RunEnd
+from trainer.outcome import EXIT_CODES, Final, Retryable, RunEnd
 
 STALL_VARIABLE = "NANOFLEET_STALL_SECONDS"
 STALL_SECONDS = 60.0

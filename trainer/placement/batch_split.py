@@ -17,6 +17,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from trainer.data.loader import equal_split
+
 GAIN = 0.1  # of a step's time: what another table must take off
 WINDOW_STEPS = 10  # the median of which is a rank's speed
 REST_STEPS = 20  # at least, between two changes
@@ -47,25 +49,6 @@ def slowest(seconds_per_row: Sequence[float], shares: Sequence[int]) -> float:
     return max(seconds * share for seconds, share in zip(seconds_per_row, shares, strict=True))
 
 
-def equal_shares(rows: int, world_size: int) -> list[int]:
-    """As equal as can be, the first ranks one more."""
-    share, rest = divmod(rows, world_size)
-    return [share + (rank < rest) for rank in range(world_size)]
-
-
-def shares_like(shares: Sequence[int], rows: int) -> list[int]:
-    """Another number of rows in the proportions of `shares`; equal ones stay as equal as can be."""
-    if max(shares) - min(shares) <= 1:
-        return equal_shares(rows, len(shares))
-    whole = sum(shares)
-    parts = [rows * share // whole for share in shares]
-    # What is left goes where rounding down took most.
-    order = sorted(range(len(shares)), key=lambda rank: (-(rows * shares[rank] % whole), rank))
-    for rank in order[: rows - sum(parts)]:
-        parts[rank] += 1
-    return parts
-
-
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
     """Speeds by rank from the seconds for equal work, the fastest 1, in twentieths; all 1 where alike."""
     best = min(seconds)
@@ -83,7 +66,7 @@ class Change(NamedTuple):
 
 def first_table(seconds_per_row: Sequence[float], rows: int, names: Sequence[str]) -> Change:
     """The table that a run begins with, from the speeds measured before it; `names` are the ranks' hosts."""
-    equal = equal_shares(rows, len(names))
+    equal = equal_split(rows, len(names))
     split = split_rows(seconds_per_row, rows)
     part = slowest(seconds_per_row, split) / slowest(seconds_per_row, equal)
     if part > 1 - GAIN:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config import SYNC_MODES
-from trainer.distributed.consistency import render_table
-from trainer.placement.batch_split import equal_shares, relative_speeds, slowest, split_rows
+from trainer.data.loader import equal_split
+from trainer.formatting import render_table
+from trainer.placement.batch_split import relative_speeds, slowest, split_rows
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.buckets import share_out
 from trainer.sync.local import TAIL_STEPS, Outer
@@ -85,7 +86,7 @@ class Predictor:
 
     def shares(self, rows: int) -> list[int]:
         if not self.by_speed:
-            return equal_shares(rows, len(self.speeds))
+            return equal_split(rows, len(self.speeds))
         return split_rows([speed.row for speed in self.speeds], rows)
 
     @property

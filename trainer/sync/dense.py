@@ -12,11 +12,11 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import Group
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync import Sync
 from trainer.sync.buckets import Owners, add_rows_alone, flatten_gradients, flatten_weights
+from trainer.sync.mode import SyncMode
 
 
-class Dense(Sync):
+class Dense(SyncMode):
     """All gradients after backward, all weights after the step."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import Group, Pending
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync import Sync
 from trainer.sync.buckets import Owners, add_rows_alone, flatten_gradients, flatten_weights
+from trainer.sync.mode import SyncMode
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Bucket:
     pending: list[Pending] = field(default_factory=list)
 
 
-class Exact(Sync):
+class Exact(SyncMode):
     """Rows of embeddings, and buckets that leave in one order on all ranks."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:

@@ -31,8 +31,8 @@ from torch import Tensor, nn
 from trainer.config import RunConfig
 from trainer.distributed.process_group import Group, Pending
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
-from trainer.sync import Sync
 from trainer.sync.buckets import add_rows_alone
+from trainer.sync.mode import SyncMode
 from trainer.sync.quantize import Quantiser
 
 # AdamW's momentum moves a row after its last token: by 0.8^32, under a thousandth, when this is over.
@@ -116,7 +116,7 @@ class Fragment:
         return (self.touched_at > self.met_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
 
-class Local(Sync):
+class Local(SyncMode):
     """Local steps, outer steps, and one set of parameters that all ranks have in common."""
 
     def __init__(

@@ -19,8 +19,8 @@ from trainer.distributed.process_group import Group, Pending
 from trainer.host.rank_env import Place
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
-from trainer.sync import make_sync
 from trainer.sync.local import Outer
+from trainer.sync.modes import make_sync
 
 
 def predicted_bytes(

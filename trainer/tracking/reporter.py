@@ -5,16 +5,17 @@ from __future__ import annotations
 import contextlib
 import statistics
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.train_state import TrainState
+from trainer.formatting import duration
+from trainer.health.attempt import Attempt
 from trainer.health.run_status import Heartbeat
 from trainer.host.logger import Voice
-from trainer.outcome import Attempt
 from trainer.placement.cost_model import Prediction
-from trainer.run_plan import Plan, duration
+from trainer.run_plan import Plan
 from trainer.tracking.tracker import Tracker
 
 SPLIT = ("data", "forward", "backward", "sync", "optimizer")
@@ -22,25 +23,6 @@ LINE_EVERY_SECONDS = 0.5
 MEASURED_STEPS = 3  # after which the expected time is said and collectives get their time-out
 RECENT_STEPS = 50
 SMOOTHING = 0.1  # what the newest step has to say in the share of sync
-
-
-@dataclass
-class Progress:
-    """Where the run stands; `step` counts the updates done."""
-
-    step: int = 0
-    first_loss: float | None = None
-    loss: float | None = None
-    val_bpb: float | None = None
-    val_bpb_step: int | None = None
-    best_val_bpb: float | None = None
-    checkpoint: str | None = None
-
-    @classmethod
-    def from_meta(cls, meta: Mapping[str, Any]) -> Progress:
-        """As a checkpoint's meta.json has it."""
-        names = ("step", "first_loss", "loss", "val_bpb", "val_bpb_step", "best_val_bpb")
-        return cls(**{name: meta[name] for name in names if name in meta})
 
 
 class Report:
@@ -52,7 +34,7 @@ class Report:
         """With `routine`, each step is said: by one rank a host, since all would say the same."""
         self.heartbeat, self.attempt, self.say, self.routine = heartbeat, attempt, say, routine
         self.tracker: Tracker | None = None
-        self.progress = Progress()
+        self.progress = TrainState()
         self.durations: list[float] = []  # seconds of this attempt's steps
         self.sync_share: float | None = None  # of a step's seconds, smoothed
         self.warning: str | None = None
@@ -80,7 +62,7 @@ class Report:
         """Seconds that the steps left will take."""
         return (self.plan.num_iterations - self.progress.step) * self.typical
 
-    def begin(self, plan: Plan, progress: Progress) -> None:
+    def begin(self, plan: Plan, progress: TrainState) -> None:
         """The run's length and where it stands are known."""
         self.plan, self.progress = plan, progress
         self.attempt.state(num_iterations=plan.num_iterations)
