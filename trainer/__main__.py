@@ -29,7 +29,7 @@ from trainer.host.logger import flush_streams
 
 if TYPE_CHECKING:
     from trainer.health.attempt import Attempt
-    from trainer.host.logger import Voice
+    from trainer.host.logger import RunLogger
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -138,29 +138,29 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
     from trainer.health.attempt import run_attempt
-    from trainer.host.logger import Voice
-    from trainer.host.rank_env import Place
+    from trainer.host.logger import RunLogger
+    from trainer.host.rank_env import RankEnv
 
-    place = Place.from_environment()
+    env = RankEnv.from_environment()
 
-    def start(run_file: RunFile, attempt: Attempt, say: Voice) -> str:
-        if place.speaks_for_host and "torch" not in sys.modules:
-            say("Importing torch; on a cold disk that takes a while.")
+    def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
+        if env.is_host_leader and "torch" not in sys.modules:
+            log("Importing torch; on a cold disk that takes a while.")
         from trainer.train import train as train_run
 
-        return train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
+        return train_run(run_file, args.data_dir, args.run_dir, env, attempt, log, args.tracker_uri)
 
-    return run_attempt(args.run_dir, place, Voice(place, args.json), lambda: run_file_from(args), start)
+    return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
 
 
 def plan(args: argparse.Namespace) -> int:
-    from trainer.host.logger import Voice, set_up_streams
-    from trainer.host.rank_env import Place
+    from trainer.host.logger import RunLogger, set_up_streams
+    from trainer.host.rank_env import RankEnv
     from trainer.plan import preview
 
     set_up_streams()
-    place = Place.from_environment()
-    return preview(run_file_from(args), args.data_dir, place, Voice(place, False))
+    env = RankEnv.from_environment()
+    return preview(run_file_from(args), args.data_dir, env, RunLogger(env, False))
 
 
 def sample(args: argparse.Namespace) -> int:

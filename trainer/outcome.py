@@ -1,12 +1,12 @@
 """How an attempt at a run ended, in a sentence: outcome.json in the run directory, and the exit code.
 
-finished   every step was done
-stopped    somebody asked for it
-retryable  trying again can help: a peer left, the store did not answer
-final      trying again cannot help: bad input, a loss that is not a number, ranks that disagree
+finished   all steps are done
+stopped    a person stopped the run
+retryable  a restart can help: a peer is lost, the rendezvous store did not answer
+final      a restart cannot help: bad input, a loss that is not finite, ranks that differ
 
-`settled` is whether nobody wants another attempt. A host that shuts down ends its ranks by SIGTERM, unasked,
-so what that stopped is not.
+`settled` is true if no attempt follows. A host that shuts down ends its ranks by SIGTERM; such a stop is not
+settled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAD_INPUT_EXIT_CODE = 2
 
 
 class RunEnd(Exception):  # noqa: N818 - an end, not always an error
-    """Ends the attempt with a sentence for its outcome; `detail`, lines under it, goes to the log alone."""
+    """Ends the attempt with a sentence for its outcome; `detail`, more lines, is only logged."""
 
     outcome = "final"
 
@@ -35,34 +35,34 @@ class RunEnd(Exception):  # noqa: N818 - an end, not always an error
 
 
 class Final(RunEnd):
-    """Trying again cannot help."""
+    """A restart cannot help."""
 
 
-class LeftToOne(Final):
-    """Not for these ranks: `host` would by itself be faster. The outcome has it as `alone`.
+class TransferToHost(Final):
+    """The run moves to `host`, which is faster than all ranks together. `alone` in the outcome.
 
-    seconds: of a step there, together: of one on all ranks; said: the table by which it was decided.
+    seconds: of a step on that host; together: of a step on all ranks; table: the prediction.
     """
 
-    def __init__(self, sentence: str, host: str, seconds: float, together: float, said: str) -> None:
-        super().__init__(sentence, said)
-        self.alone = {"host": host, "seconds": seconds, "together": together, "said": said}
+    def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:
+        super().__init__(sentence, table)
+        self.alone = {"host": host, "seconds": seconds, "together": together, "said": table}
 
 
 class Retryable(RunEnd):
-    """Trying again can help."""
+    """A restart can help."""
 
     outcome = "retryable"
 
 
 class Stopped(RunEnd):
-    """Somebody asked for the end."""
+    """A person stopped the run."""
 
     outcome = "stopped"
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:
-    """The outcome, its sentence and the exit code that an exception stands for."""
+    """Outcome, sentence and exit code of an exception."""
     if isinstance(error, RunEnd):
         return error.outcome, str(error), EXIT_CODES[error.outcome]
     if isinstance(error, RowsChangedError):
@@ -76,8 +76,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         )
         return "stopped", reason, 128 + signal.SIGINT
     if is_full(error):
-        place = getattr(error, "filename", None) or "the run directory"
-        return "final", f"No space is left on the disk of {place}.", EXIT_CODES["final"]
+        where = getattr(error, "filename", None) or "the run directory"
+        return "final", f"No space is left on the disk of {where}.", EXIT_CODES["final"]
     if is_out_of_memory(error):
         return (
             "final",
@@ -90,5 +90,5 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether a sentence says it all, so that a traceback would only hide it."""
+    """Whether the sentence is enough, without a traceback."""
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")

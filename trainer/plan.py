@@ -12,16 +12,16 @@ from pathlib import Path
 
 from trainer.config import RunFile
 from trainer.health.attempt import Attempt
-from trainer.health.run_status import Heartbeat
+from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
-from trainer.host.logger import Voice
-from trainer.host.rank_env import Place
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import RunEnd
-from trainer.run_plan import describe
-from trainer.setup import Beginning
+from trainer.run_plan import describe_plan
+from trainer.setup import RunSetup
 
 
-class Previewed(Beginning):
+class PlanSetup(RunSetup):
     """The way to step 0, for the sake of what is said on it."""
 
     def predicts(self) -> bool:
@@ -31,24 +31,24 @@ class Previewed(Beginning):
         return False
 
 
-def preview(run_file: RunFile, data_dir: Path, place: Place, say: Voice) -> int:
+def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> int:
     """Meet, measure, say the table, part; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
-        heartbeat = Heartbeat(run_dir, place, run_file.run_id)
-        watchdog = Watchdog(heartbeat, place, run_dir, Attempt(run_dir, place), say)
-        way = Previewed(run_file, data_dir, run_dir, place, heartbeat, watchdog, say)
+        run_status = RunStatus(run_dir, env, run_file.run_id)
+        watchdog = Watchdog(run_status, env, run_dir, Attempt(run_dir, env), log)
+        setup = PlanSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log)
         watchdog.start()
         try:
-            ready = way.ready()
-            if place.coordinates:
-                rows, sizes = ready.data.info.train_rows, ready.micro_batches
-                say(describe(ready.plan, run_file.config, ready.model, rows, sizes))
-            ready.group.close()
+            components = setup.components()
+            if env.is_coordinator:
+                rows, sizes = components.data.info.train_rows, components.micro_batches
+                log(describe_plan(components.plan, run_file.config, components.model, rows, sizes))
+            components.group.close()
         except RunEnd as end:
             print(end, file=sys.stderr)
             return 1
         finally:
             watchdog.stop()
-            heartbeat.stop()
+            run_status.stop()
     return 0

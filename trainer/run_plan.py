@@ -95,7 +95,7 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
     return steps_for_ratio(config.target_param_data_ratio, size, batch)
 
 
-def describe(
+def describe_plan(
     plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
 ) -> str:
     """The table a person reads before step 0. micro_batches: their rows by rank, where they are known."""

@@ -25,7 +25,7 @@ def stand_in() -> None:
         return replace(found, cuda=replace(found.cpu, processor="a stand-in for a GPU"), gpus=1)
 
     setup.explore = explore_both  # type: ignore[attr-defined]
-    decide.speed_on = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[attr-defined]
+    decide.measure_gpu = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[attr-defined]
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

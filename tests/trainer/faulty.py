@@ -21,7 +21,7 @@ def plant(fault: str, step: int, seconds: float) -> None:
     import torch
 
     from trainer.placement import batch_split
-    from trainer.train import Run
+    from trainer.train import Trainer
 
     if fault == "write":
         plant_slow_disk(step, seconds)
@@ -31,14 +31,14 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault == "slow":
         batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
-    sound = Run._accumulate
+    sound = Trainer.forward_backward
 
     def accumulate(self: Any, *arguments: Any) -> float:
         loss = sound(self, *arguments)
         if fault == "slow":
-            time.sleep(seconds * len(arguments[0]) if self.report.progress.step + 1 >= step else 0)
+            time.sleep(seconds * len(arguments[0]) if self.reporter.train_state.step + 1 >= step else 0)
             return loss
-        if self.report.progress.step + 1 != step:
+        if self.reporter.train_state.step + 1 != step:
             return loss
         if fault == "flip":
             self.model.lm_head.weight.data.view(-1).view(torch.int32)[:1].bitwise_xor_(1)
@@ -47,14 +47,14 @@ def plant(fault: str, step: int, seconds: float) -> None:
             raise KeyError("a fault of the trainer's own")
         if fault == "diverge":
             return float("nan")
-        self.heartbeat.enter("backward")
+        self.run_status.enter("backward")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if fault == "sleep":
                 time.sleep(0.1)
         return loss
 
-    Run._accumulate = accumulate  # type: ignore[method-assign]
+    Trainer.forward_backward = accumulate  # type: ignore[method-assign]
 
 
 def plant_misread(step: int) -> None:

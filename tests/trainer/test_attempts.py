@@ -12,14 +12,14 @@ import pytest
 from trainer.__main__ import main
 from trainer.health import restart_policy as policy
 from trainer.health.attempt import Attempt
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 
 
 def attempt(run_dir: Path, outcome: str, step: int, reason: str = "Lost rank 1 (laptop).") -> None:
     """One attempt, from its beginning to its end."""
-    one = Attempt(run_dir, Place())
+    one = Attempt(run_dir, RankEnv())
     one.begin()
-    one.state(step=step)
+    one.update(step=step)
     (run_dir / "heartbeat-0.json").write_text("{}")
     one.end(outcome, reason)
 
@@ -27,7 +27,7 @@ def attempt(run_dir: Path, outcome: str, step: int, reason: str = "Lost rank 1 (
 def test_the_first_attempt_needs_no_directory(tmp_path: Path) -> None:
     assert policy.judge(tmp_path / "none") == (
         True,
-        "Nothing stands against a first attempt.",
+        "This is the first attempt.",
         0,
         0.0,
     )
@@ -39,12 +39,12 @@ def test_what_is_settled_is_not_tried_again(
 ) -> None:
     attempt(tmp_path, outcome, 5, "The loss of step 6 is nan.")
     assert main(["again", "--run-dir", str(tmp_path)]) == 1
-    assert capsys.readouterr().out == f"Not again. {outcome}: The loss of step 6 is nan.\n"
+    assert capsys.readouterr().out == f"No restart. {outcome}: The loss of step 6 is nan.\n"
 
 
 def test_what_another_rank_of_the_host_knows_counts(tmp_path: Path) -> None:
     """Of two ranks of one host, the one that torchrun ended knows less than the one that failed."""
-    ranks = [Attempt(tmp_path, Place(rank, 2, rank, 2)) for rank in (0, 1)]
+    ranks = [Attempt(tmp_path, RankEnv(rank, 2, rank, 2)) for rank in (0, 1)]
     for rank in ranks:
         rank.begin()
     ranks[1].end("final", "Unexpected KeyError.")
@@ -76,7 +76,7 @@ def test_a_limit_ends_it_and_a_person_begins_anew(tmp_path: Path) -> None:
     assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 0
     attempt(tmp_path, "retryable", 3)
     verdict = policy.judge(tmp_path, limit=4)
-    assert verdict.reason.startswith("5 attempts in a row came no further than step 3. The last")
+    assert verdict.reason.startswith("5 attempts in a row did not get past step 3. The last")
     assert main(["again", "--run-dir", str(tmp_path), "--limit", "4"]) == 1
 
     (tmp_path / "outcome.json").unlink()
@@ -87,7 +87,7 @@ def test_a_limit_ends_it_and_a_person_begins_anew(tmp_path: Path) -> None:
 
 
 def test_an_attempt_that_was_killed_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    killed = Attempt(tmp_path, Place())
+    killed = Attempt(tmp_path, RankEnv())
     killed.begin()
     pid = json.loads((tmp_path / "attempt.json").read_text())["pid"]
     beat = {"pid": pid, "rank": 0, "run_id": "r", "step": 812, "phase": "backward", "time": time.time() + 9}
@@ -97,7 +97,7 @@ def test_an_attempt_that_was_killed_is_counted(tmp_path: Path, monkeypatch: pyte
     verdict = policy.judge(tmp_path)
     assert verdict.again
     assert verdict.reason.endswith(
-        "Killed without a word (SIGKILL, or the kernel for want of memory) in backward after step 812."
+        "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in backward after step 812."
     )
     with monkeypatch.context() as patch:
         patch.setattr(policy, "_boot_id", lambda: "another")
@@ -133,7 +133,7 @@ def test_a_first_attempt_that_made_no_step_may_be_the_last(tmp_path: Path) -> No
 def test_an_outcome_says_whether_nobody_wants_another_attempt(tmp_path: Path) -> None:
     """Who asks for a stop means it; a host that shuts down ends its ranks by SIGTERM, unasked."""
     for outcome, settled in (("finished", None), ("stopped", None), ("stopped", False), ("retryable", None)):
-        one = Attempt(tmp_path, Place())
+        one = Attempt(tmp_path, RankEnv())
         one.begin()
         one.end(outcome, "as it was", settled=settled)
     assert [line["settled"] for line in policy.history(tmp_path)] == [True, True, False, False]
@@ -155,7 +155,7 @@ def test_one_that_was_killed_once_too_often_gets_an_outcome(tmp_path: Path) -> N
     assert main(["again", "--run-dir", str(tmp_path), "--first-must-step", "--wait"]) == 1
     outcome = json.loads((tmp_path / "outcome.json").read_text())
     assert outcome["settled"]
-    assert outcome["reason"].startswith("Killed without a word")
+    assert outcome["reason"].startswith("Killed by SIGKILL")
 
 
 def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +165,7 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
     attempt(tmp_path, "retryable", 5)
     starts = [main(["again", "--run-dir", str(tmp_path), "--limit", "3", "--wait"]) for _ in range(5)]
     assert (starts, slept) == ([0, 0, 0, 1, 1], [0, 5, 10])
-    assert "ended while it was loading" in policy.judge(tmp_path, 3).reason
+    assert "ended while loading" in policy.judge(tmp_path, 3).reason
     assert [line["step"] for line in policy.history(tmp_path)] == [5, 5, 5]
     assert json.loads((tmp_path / "outcome.json").read_text())["settled"]
 
@@ -179,9 +179,9 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
         ),
         (
             "ModuleNotFoundError: No module named 'numpy'",
-            "It ended while it was loading: ModuleNotFoundError: No module named 'numpy'",
+            "It ended while loading: ModuleNotFoundError: No module named 'numpy'",
         ),
-        ("", "It ended while it was loading; train.log says why, or it was killed for want of memory."),
+        ("", "It ended while loading; train.log has the reason, or it was killed because memory ran out."),
     ],
 )
 def test_one_that_never_began_ends_with_the_word_of_its_log(tmp_path: Path, raised: str, reason: str) -> None:
@@ -207,7 +207,7 @@ def test_an_announced_attempt_that_begins_is_one(tmp_path: Path) -> None:
     attempt(tmp_path, "retryable", 5)
     assert not (tmp_path / "announced.json").exists()
     assert [(line["step"], line["asked_anew"]) for line in policy.history(tmp_path)] == [(5, True)]
-    killed = Attempt(tmp_path, Place())
+    killed = Attempt(tmp_path, RankEnv())
     killed.begin()
     (tmp_path / "heartbeat-0.json").write_text(json.dumps({"pid": os.getpid(), "step": 7, "phase": "sync"}))
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0

@@ -16,7 +16,7 @@ from trainer.checkpoint.storage import DamagedCheckpointError, State
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
 from trainer.health.attempt import Attempt
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable, Stopped, conclude, is_expected
@@ -161,9 +161,9 @@ def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:
     assert (outcome, code, is_expected(caught.value)) == ("final", 1, False)
     assert "Unexpected KeyError in test_checkpoint.py" in reason
 
-    attempt = Attempt(tmp_path / "run", Place(rank=1, world_size=2))
+    attempt = Attempt(tmp_path / "run", RankEnv(rank=1, world_size=2))
     attempt.begin()
-    attempt.state(step=3, loss=1.5)
+    attempt.update(step=3, loss=1.5)
     assert attempt.end("retryable", "Lost rank 0.")
     assert not attempt.end("stopped", "too late")
     outcome_file = json.loads((tmp_path / "run" / "outcome.json").read_text())

@@ -267,7 +267,7 @@ def test_a_host_that_is_cut_off_is_named_and_given_up(start: Start, hosts: list[
         "Lost rank 1 (host-2): it cannot be reached (its host does not answer at 10.77.0.2: down, asleep or "
         "cut off)" in last_line(said)
     )
-    assert "Look whether host-2 is up, awake and on the network." in last_line(said)
+    assert "Check that host-2 is running, awake and connected to the network." in last_line(said)
     code, said = ranks[1].wait(SOON)
     assert code == 75, said
     assert "Lost rank 0 (host-1): it cannot be reached" in last_line(said)

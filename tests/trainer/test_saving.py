@@ -14,7 +14,7 @@ from conftest import TINY, Rank, Start, losses, train_here
 
 from trainer.checkpoint import storage, writer
 from trainer.checkpoint.storage import State
-from trainer.checkpoint.writer import Saver
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunConfig
 from trainer.model.gpt import GPT, GPTConfig
 
@@ -40,7 +40,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
 
     monkeypatch.setattr(writer.storage, "save", slow_save)
     said: list[str] = []
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, said.append)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, said.append)
     saver.save(state_at(1, model))
     assert saver.busy
     assert saver.saved is None
@@ -65,7 +65,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path, data_dir: Path) -> None:
     model = GPT(MODEL)
     model.init_weights()
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
     for step, bpb in [(1, 2.0), (2, 1.5), (3, None), (4, 1.7), (5, None), (6, None)]:
         evaluated = {"val_bpb": bpb or 1.0, "val_bpb_step": step if bpb else step - 1}
         saver.save(state_at(step, model, **evaluated), last=True)
@@ -196,7 +196,7 @@ def test_a_disk_that_stands_still_is_a_problem_and_no_endless_wait(
     monkeypatch.setattr(writer.storage, "save", lambda folder, *_: stands_still.wait(30) and folder)
     monkeypatch.setattr(writer, "LAST_SECONDS", 0.0)
     monkeypatch.setattr(writer, "SETTLE_SECONDS", 0.2)
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
     saver.save(state_at(1, model), last=True)
     assert not saver.wait(0.01)
     assert saver.busy

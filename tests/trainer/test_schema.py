@@ -18,12 +18,12 @@ import torch
 from conftest import free_port, losses
 
 from trainer.checkpoint import storage
-from trainer.checkpoint.rank_state import find_own
+from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import DamagedCheckpointError
 from trainer.config import IDENTITY, SCHEMA, ConfigError, NewerSchemaError, RunConfig, RunFile, knob, migrate
 from trainer.health.attempt import Attempt
-from trainer.host.logger import Voice
-from trainer.host.rank_env import Place
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "checkpoints" / "schema1"
@@ -59,16 +59,16 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
 
     saved = json.loads((SCHEMA_1 / "dense" / "run.json").read_text())
     run_file = RunFile("dense", RunConfig.resumed(saved["config"], changes), ("host-1",))
-    place, said = Place(host="host-1"), []
+    env, said = RankEnv(host="host-1"), []
 
-    class Heard(Voice):
+    class Heard(RunLogger):
         def __call__(self, text: str, **more: Any) -> None:
             said.append(text)
 
-    attempt = Attempt(run_dir, place)
+    attempt = Attempt(run_dir, env)
     attempt.begin()
     try:
-        attempt.end("finished", train(run_file, data, run_dir, place, attempt, Heard(place)))
+        attempt.end("finished", train(run_file, data, run_dir, env, attempt, Heard(env)))
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
     return attempt, said
@@ -246,13 +246,13 @@ def test_too_little_memory_is_said_and_the_checkpoint_left(
 
     own = SCHEMA_1 / "local" / "rank1"
     meta = json.loads((SCHEMA_1 / "local/rank0/checkpoints/step_000004/meta.json").read_text())
-    assert find_own(own, meta, 1)
+    assert load_rank_state(own, meta, 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
         for load in (
             lambda: storage.newest(run_dir / "checkpoints", lambda text: pytest.fail(text)),
             lambda: storage.load_model(step_dir(run_dir)),
-            lambda: find_own(own, meta, 1),
+            lambda: load_rank_state(own, meta, 1),
         ):
             with pytest.raises(ConfigError, match=r"too little memory to load .*\.pt") as caught:
                 load()

@@ -32,14 +32,14 @@ from trainer.data.dataset import Dataset
 from trainer.distributed.process_group import Group
 from trainer.health.attempt import Attempt
 from trainer.host.facts import host_facts
-from trainer.host.logger import Voice
-from trainer.host.network_interface import Wire
+from trainer.host.logger import RunLogger
+from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import name_of
-from trainer.host.rank_env import Place
-from trainer.setup import Beginning
+from trainer.host.rank_env import RankEnv
+from trainer.setup import RunSetup
 from trainer.tracking.files import METRICS
 from trainer.tracking.reporter import SPLIT
-from trainer.train import Run
+from trainer.train import Trainer
 
 REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
 REDUCE_SECONDS = 6.0
@@ -59,45 +59,45 @@ class Mark:
     received: int | None
 
 
-class RehearsedBeginning(Beginning):
+class BenchSetup(RunSetup):
     """The way to step 0, with a prediction that ranks together are held against."""
 
     def predicts(self) -> bool:
-        return self.place.world_size > 1
+        return self.env.world_size > 1
 
 
-class SyntheticBeginning(RehearsedBeginning):
+class SyntheticSetup(BenchSetup):
     """The same without data."""
 
     def open_data(self) -> Dataset:
         return synthetic(self.config.sequence_len)
 
 
-class Rehearsal(Run):
+class BenchTrainer(Trainer):
     """A run of which the steps alone are wanted."""
 
-    beginning = RehearsedBeginning
+    setup_class = BenchSetup
 
     def __init__(
         self,
         run_file: RunFile,
         data_dir: Path | None,
         run_dir: Path,
-        place: Place,
+        env: RankEnv,
         attempt: Attempt,
-        say: Voice,
+        log: RunLogger,
     ) -> None:
         if data_dir is None:
-            self.beginning = SyntheticBeginning
-        super().__init__(run_file, data_dir or Path(), run_dir, place, attempt, say)
-        self.interface = Wire(place.address()).name if place.world_size > 1 else ""
+            self.setup_class = SyntheticSetup
+        super().__init__(run_file, data_dir or Path(), run_dir, env, attempt, log)
+        self.interface = NetworkInterface(env.address()).name if env.world_size > 1 else ""
         self.marks: list[Mark] = []  # as each step begins
         self.ends: list[Mark] = []
         self.rates: list[Rates] = []
         self.result: Result = {}
 
-    def _loop(self) -> bool:
-        stopped = super()._loop()
+    def train(self) -> bool:
+        stopped = super().train()
         if stopped:
             return True
         self.ends.append(self._mark())
@@ -107,14 +107,14 @@ class Rehearsal(Run):
         goodput = self._goodput()
         mine = json.dumps(self._of_this_rank(goodput, peak)).encode()
         ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
-        if self.place.coordinates:
+        if self.env.is_coordinator:
             self.result = self._of_all(ranks)
         return False
 
-    def _begin_step(self, step: int) -> None:
+    def _before_step(self, step: int) -> None:
         if self.marks:
             self.ends.append(self._mark())
-        if step >= WARM_STEPS and self.sync.at_rest():
+        if step >= WARM_STEPS and self.sync.is_idle():
             self._measure()
         self.marks.append(self._mark())
 
@@ -123,19 +123,21 @@ class Rehearsal(Run):
         return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
 
     def _measure(self) -> None:
-        with self._unhurried("evaluate"):
-            self.rates.append(measure(self.ready.numerics.compute_dtype, self.ready.numerics.device))
-            self.group.sum([torch.zeros(1)])  # all ranks go on together
+        with self._long_phase("evaluate"):
+            self.rates.append(
+                measure(self.components.numerics.compute_dtype, self.components.numerics.device)
+            )
+            self.group.all_reduce([torch.zeros(1)])  # all ranks go on together
 
     def _goodput(self) -> float | None:
         if self.group.world_size == 1:
             return None
-        with self._unhurried("evaluate"):
+        with self._long_phase("evaluate"):
             return reduce_goodput(self.group)
 
     # -- what belongs to a run and to no step ------------------------------------------------------------
 
-    def _meet_at_last(self) -> None:
+    def _finish_sync(self) -> None:
         """Later: in one of thirty steps it would count as much as all other meetings together."""
 
     def _evaluate(self) -> bool:
@@ -154,15 +156,15 @@ class Rehearsal(Run):
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
-        rows = self.plan.shares[self.place.rank]
+        rows = self.plan.shares[self.env.rank]
         owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
         work = work_of(self.model, self.optimizer, owned, rows * self.config.sequence_len)
-        rates, numerics = Rates.median(self.rates), self.ready.numerics
+        rates, numerics = Rates.median(self.rates), self.components.numerics
         spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
         return {
-            "rank": self.place.rank,
-            "host": self.place.host,
+            "rank": self.env.rank,
+            "host": self.env.host,
             "processor": numerics.processor,
             "cpu": host_facts().get("cpu", ""),
             "device": numerics.device.type,
@@ -189,12 +191,12 @@ class Rehearsal(Run):
 
     def _predicted(self) -> float | None:
         """Seconds a step, where that was predicted before the first one."""
-        prediction = self.ready.arrangement.prediction
+        prediction = self.components.placement.prediction
         return prediction.step_seconds if prediction else None
 
     def _steps(self, name: str) -> bool:
         """Whether this rank steps the matrix: the owner, or where it has none all of them."""
-        return self.sync.owner_of(name) in (None, self.place.rank)
+        return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
         lines = [json.loads(line) for line in (self.run_dir / METRICS).read_text().splitlines()]
@@ -210,9 +212,9 @@ class Rehearsal(Run):
             "device_batch_size": self.config.device_batch_size,
             "tokens": self.plan.total_batch_size,
             "shares": list(self.plan.shares),
-            "sync": self.ready.arrangement.sync if self.place.world_size > 1 else "",
+            "sync": self.components.placement.sync if self.env.world_size > 1 else "",
             "predicted_seconds": self._predicted(),
-            "world_size": self.place.world_size,
+            "world_size": self.env.world_size,
             "hosts": self.hosts,
             "steps": len(seconds),
             "step_seconds": step_seconds,
@@ -252,9 +254,9 @@ def reduce_goodput(group: Group) -> float:
 
 def _reduce_seconds(group: Group, size: int) -> float:
     payload = torch.zeros(size // 4)
-    group.sum([torch.zeros(1)])  # all ranks begin together
+    group.all_reduce([torch.zeros(1)])  # all ranks begin together
     started = time.perf_counter()
-    group.sum([payload])
+    group.all_reduce([payload])
     return time.perf_counter() - started
 
 
@@ -288,14 +290,14 @@ def _mean(values: Sequence[float]) -> float | None:
     return statistics.mean(values) if values else None
 
 
-def rehearse(
-    run_file: RunFile, data_dir: Path | None, run_dir: Path, place: Place, attempt: Attempt, say: Voice
+def run_bench(
+    run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
 ) -> Result:
     """Measure; raises what a training raises. The result is rank 0's; the others' is empty."""
-    run = Rehearsal(run_file, data_dir, run_dir, place, attempt, say)
+    run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
     try:
-        with run.telling_where():
-            run.go()
+        with run.report_failures():
+            run.run()
         return run.result
     finally:
         run.watchdog.stop()

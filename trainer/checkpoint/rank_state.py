@@ -21,7 +21,7 @@ from trainer.optim.muon_adamw import ParameterState
 OPTIMIZER = "optim/"
 
 
-def keep_own(
+def save_rank_state(
     run_dir: Path,
     step: int,
     rank: int,
@@ -38,7 +38,7 @@ def keep_own(
     tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
     for name, state in optim.items():
         tensors |= {f"{OPTIMIZER}{name}/{key}": tensor.cpu() for key, tensor in state.items()}
-    path = own_file(run_dir, step, rank)
+    path = rank_state_file(run_dir, step, rank)
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         save_tensors(tensors, file)
@@ -50,16 +50,16 @@ def keep_own(
     return file_sha256(path)
 
 
-def own_file(run_dir: Path, step: int, rank: int) -> Path:
+def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
     return run_dir / "own" / f"step_{step:06d}-rank{rank}.pt"
 
 
-def find_own(
+def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
     """What `keep_own` wrote for the checkpoint of that meta.json; None where it is not there, or another."""
     hashes = meta.get("own_sha256", [])
-    path = own_file(run_dir, int(meta["step"]), rank)
+    path = rank_state_file(run_dir, int(meta["step"]), rank)
     try:
         if rank >= len(hashes) or file_sha256(path) != hashes[rank]:
             return None

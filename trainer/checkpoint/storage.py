@@ -143,7 +143,7 @@ def best(folder: Path) -> Path | None:
     return min(evaluated, default=(0.0, None))[1]
 
 
-def newest(folder: Path, say: Callable[[str], None]) -> State | None:
+def newest(folder: Path, log: Callable[[str], None]) -> State | None:
     """The newest good checkpoint, None if there never was one.
 
     A damaged one is named, passed over and put aside as damaged_step_NNNNNN. Raises ConfigError for one that
@@ -153,9 +153,9 @@ def newest(folder: Path, say: Callable[[str], None]) -> State | None:
     damaged: list[Path] = []
     for path in found:
         try:
-            state = load(path, say)
+            state = load(path, log)
         except DamagedCheckpointError as error:
-            say(f"{error} The checkpoint before it is taken.")
+            log(f"{error} The checkpoint before it is taken.")
             damaged.append(path)
             continue
         for other in damaged:  # it would take the place of a good one among those that are kept
@@ -170,18 +170,18 @@ def newest(folder: Path, say: Callable[[str], None]) -> State | None:
     return None
 
 
-def load(path: Path, say: Callable[[str], None] | None = None) -> State:
+def load(path: Path, log: Callable[[str], None] | None = None) -> State:
     """Read and verify a checkpoint; `say` gets a note on settings that are dropped.
 
     Raises DamagedCheckpointError naming the file that is not right, ConfigError where it cannot be loaded.
     """
-    meta = read_meta(path, say=say)
+    meta = read_meta(path, log=log)
     tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
     return State(meta, tensors["model.pt"], tensors["optim.pt"])
 
 
 def read_meta(
-    path: Path, files: Sequence[str] = FILES, say: Callable[[str], None] | None = None
+    path: Path, files: Sequence[str] = FILES, log: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
     """The meta.json of a checkpoint whose `files` are as they were written, with today's settings."""
     if not path.is_dir():
@@ -210,11 +210,11 @@ def read_meta(
             actual = file_sha256(path / name)
         if actual != hashes[name]:
             raise DamagedCheckpointError(f"{path / name} is damaged: its sha256 is not the one in meta.json.")
-    return meta | _settings(config, model, path, say)
+    return meta | _settings(config, model, path, log)
 
 
 def _settings(
-    config: dict[str, Any], model: dict[str, Any], path: Path, say: Callable[[str], None] | None
+    config: dict[str, Any], model: dict[str, Any], path: Path, log: Callable[[str], None] | None
 ) -> dict[str, dict[str, Any]]:
     """The settings of a checkpoint as this release knows them. Raises ConfigError for what it refuses."""
     try:
@@ -223,8 +223,8 @@ def _settings(
         settings = {"config": run.to_dict(), "model_config": dataclasses.asdict(GPTConfig(**values))}
     except (ValueError, TypeError) as error:
         raise ConfigError(f"This release refuses the settings in {path / 'meta.json'}: {error}") from None
-    if say is not None and (unknown or unknown_of_model):
-        say(note_of_dropped(unknown + unknown_of_model, model | config, f"The checkpoint {path}"))
+    if log is not None and (unknown or unknown_of_model):
+        log(note_of_dropped(unknown + unknown_of_model, model | config, f"The checkpoint {path}"))
     return settings
 
 
@@ -324,7 +324,7 @@ def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict
             if sync.owner_of(name) == owner
             for key, tensor in tensors.items()
         }
-        for path, tensor in group.bring_to_coordinator(mine if group.rank == owner else {}, owner).items():
+        for path, tensor in group.send_to_coordinator(mine if group.rank == owner else {}, owner).items():
             name, _, key = path.rpartition("/")
             gathered.setdefault(name, {})[key] = tensor
     for name, tensors in sync.common_state().items():
@@ -332,7 +332,7 @@ def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict
     return gathered
 
 
-def take_common(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
+def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
     """Take out of a saved optimizer state what belongs to the sync mode."""
     common: dict[str, ParameterState] = {}
     for name, tensors in optim.items():
@@ -341,7 +341,7 @@ def take_common(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
     return common
 
 
-def give_to_all(group: Group, state: State | None) -> State:
+def broadcast_state(group: Group, state: State | None) -> State:
     """Rank 0's state on every rank; the others pass None."""
     if group.world_size == 1:
         assert state is not None
@@ -355,7 +355,7 @@ def give_to_all(group: Group, state: State | None) -> State:
             for name, tensors in state.optim.items()
             for key, tensor in tensors.items()
         }
-    flat = group.broadcast_named(flat)
+    flat = group.broadcast_tensors(flat)
     given = State(json.loads(flat.pop("meta").numpy().tobytes()), {}, {})
     for path, tensor in flat.items():
         kind, _, rest = path.partition("/")

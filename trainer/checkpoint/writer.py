@@ -37,18 +37,18 @@ SLOWEST_BYTES_A_SECOND = 10 * 2**20  # of a disk: what is slower is taken for on
 SETTLE_SECONDS = 60.0  # for a write of any size, beside that
 
 
-class Saver:
+class CheckpointWriter:
     """Writes one checkpoint at a time. `problem` is a sentence once one could not be written.
 
     `shortage` is one while the disk has no room.
     """
 
-    def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, log: Callable[[str], None]) -> None:
         self.saved: Path | None = None
         self.problem: str | None = None
         self.shortage: str | None = None
         self._short_at = self._reminded_at = 0.0
-        self.folder, self._tokenizer_dir, self._keep, self._say = folder, tokenizer_dir, keep, say
+        self.folder, self._tokenizer_dir, self._keep, self._log = folder, tokenizer_dir, keep, log
         self._copies: dict[str, Tensor] = {}  # reused, so that a save finds its memory mapped already
         self._writer: threading.Thread | None = None
         self._step = 0  # of what is being written
@@ -61,7 +61,7 @@ class Saver:
         return self._writer is not None and self._writer.is_alive() and self.problem is None
 
     @property
-    def wants_again(self) -> bool:
+    def wants_retry(self) -> bool:
         """Whether it is time to look for room again."""
         return self.shortage is not None and time.monotonic() - self._short_at >= AGAIN_SECONDS
 
@@ -120,7 +120,7 @@ class Saver:
             return
         self.shortage = None
         beside = "" if held is None else f" beside the training, which waited {held:.2f} s"
-        self._say(f"Saved {self.folder.name}/{self.saved.name} in {time.monotonic() - began:.1f} s{beside}.")
+        self._log(f"Saved {self.folder.name}/{self.saved.name} in {time.monotonic() - began:.1f} s{beside}.")
 
     def _fits(self, state: State) -> bool:
         """Whether there is room for `state`, which older checkpoints make if they must."""
@@ -146,7 +146,7 @@ class Saver:
         )
         if first or now - self._reminded_at >= REMIND_SECONDS:
             self._reminded_at = now
-            self._say(f"warning: {self.shortage} It is tried again each minute.")
+            self._log(f"warning: {self.shortage} It is tried again each minute.")
 
     def _copy(self, state: State) -> State:
         model = self._copies_of("model", state.model)

@@ -1,6 +1,6 @@
-"""What all ranks must agree on before step 0: gathered over the store, compared, odd host and field named.
+"""The check before step 0 that all ranks have the same run: records exchanged over the store and compared.
 
-No collective is entered before this has passed, so ranks that differ end with a table and not in silence.
+No collective is entered before, so ranks that differ end with a table of the fields and hosts.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from trainer.distributed.process_group import Peer
 from trainer.distributed.rendezvous import wait_for_keys
 from trainer.formatting import render_table
 from trainer.host.facts import host_facts
-from trainer.host.network_interface import Wire
+from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import Options
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
-ARRIVAL_SECONDS = 45.0  # so that a rank says within a minute of its start who is missing
-LOADING_SECONDS = 1800.0  # for one that is there, but still packs its rows
+ARRIVAL_SECONDS = 45.0  # so that a rank names missing ranks within a minute of its start
+LOADING_SECONDS = 1800.0  # for a rank that runs and still packs its rows
 FAREWELL_SECONDS = 5.0
 
 Fields = dict[str, str]
@@ -36,9 +36,9 @@ Fields = dict[str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """What one rank brings to the meeting: fields that must be equal, others that are only shown.
+    """The record of one rank: fields that must be equal, and fields that are only shown.
 
-    `problem` is why it cannot train, if it cannot; `facts` are its host's, for the tracker.
+    `problem` is the reason why it cannot train; empty if it can. `facts` describe its host, for the tracker.
     """
 
     rank: int
@@ -48,7 +48,7 @@ class Record:
     shown: Fields
     problem: str = ""
     facts: Fields = field(default_factory=dict)
-    told: str = ""  # where it can be asked how it is
+    endpoint: str = ""  # address of its health endpoint
 
     def to_json(self) -> str:
         return json.dumps(self.__dict__)
@@ -66,20 +66,20 @@ class Record:
 
 
 def make_record(
-    place: Place,
+    env: RankEnv,
     run_file: RunFile,
     options: Options | None = None,
     rows: RowsInfo | None = None,
     hashes: dict[str, str] | None = None,
     problem: str = "",
-    told: str = "",
+    endpoint: str = "",
 ) -> Record:
-    """This rank's record: what must be equal, and what may differ by host and is only shown."""
+    """The record of this rank."""
     compared = {
         "run_id": run_file.run_id,
         **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
         "hosts": " ".join(run_file.hosts),
-        "world_size": str(place.world_size),
+        "world_size": str(env.world_size),
         "shares": run_file.shown_shares,
         "trainer code": code_digest()[:16],
         "python": ".".join(platform.python_version_tuple()[:2]),
@@ -95,25 +95,25 @@ def make_record(
         }
     compared["run file"] = run_file.digest()[:16]
     shown = {
-        "interface": Wire(place.address()).name,
-        "local rank": f"{place.local_rank} of {place.local_world_size}",
+        "interface": NetworkInterface(env.address()).name,
+        "local rank": f"{env.local_rank} of {env.local_world_size}",
         **(options.shown() if options else {}),
     }
-    return Record(place.rank, place.host, place.address(), compared, shown, problem, host_facts(), told)
+    return Record(env.rank, env.host, env.address(), compared, shown, problem, host_facts(), endpoint)
 
 
-def meet(
+def check_consistency(
     store: dist.Store | None,
     mine: Record,
     world_size: int,
     arrival_seconds: float = ARRIVAL_SECONDS,
-    lives: Callable[[int], bool] = lambda rank: False,
+    is_alive: Callable[[int], bool] = lambda rank: False,
 ) -> list[Record]:
-    """Exchange records with all ranks, in rank order; those of whom `lives` knows are waited for longer.
+    """Exchange records with all ranks; returns them in rank order. `is_alive` ranks get more time.
 
-    Raises Final, on every rank alike, when one cannot train or they differ; Retryable when one stays away.
+    Raises Final on every rank if one cannot train or they differ; Retryable if one does not arrive.
     """
-    records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, lives)
+    records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     problems = {record.problem for record in records}
     if problems != {""}:
         if len(problems) == 1:  # the same everywhere
@@ -127,7 +127,7 @@ def meet(
 
 
 def check_layout(records: list[Record]) -> None:
-    """Raise Final unless the ranks sit on the hosts that the run file names, in its order."""
+    """Raise Final unless the ranks run on the hosts of the run file, in its order."""
     named = records[0].compared.get("hosts", "").split()
     found = [host for host, _ in itertools.groupby(record.host for record in records)]
     if named and found != named:
@@ -138,55 +138,57 @@ def check_layout(records: list[Record]) -> None:
 
 
 def _exchange(
-    store: dist.Store, mine: Record, world_size: int, arrival_seconds: float, lives: Callable[[int], bool]
+    store: dist.Store, mine: Record, world_size: int, arrival_seconds: float, is_alive: Callable[[int], bool]
 ) -> list[Record]:
-    keys = {rank: f"contract/{rank}" for rank in range(world_size)}
+    keys = {rank: f"consistency/{rank}" for rank in range(world_size)}
     try:
         store.set(keys[mine.rank], mine.to_json())
         missing = wait_for_keys(store, keys, arrival_seconds)
         until = time.monotonic() + LOADING_SECONDS
-        while missing and all(map(lives, missing)) and time.monotonic() < until:
+        while missing and all(map(is_alive, missing)) and time.monotonic() < until:
             missing = wait_for_keys(store, {rank: keys[rank] for rank in missing}, 1.0)
         if missing:
             raise Retryable(
                 f"{_ranks(missing)} did not arrive within {arrival_seconds:.0f} s of {mine}. "
-                "Look at the log of the hosts that are missing."
+                "Check the logs of the missing hosts."
             )
         records = [Record.from_json(store.get(keys[rank])) for rank in range(world_size)]
-        _part(store, mine.rank, world_size)
+        _leave(store, mine.rank, world_size)
         return records
     except RuntimeError as error:
-        raise Retryable(f"The store was lost while the ranks met: {error}") from None
+        raise Retryable(f"The rendezvous store was lost during the consistency check: {error}") from None
 
 
-def _part(store: dist.Store, rank: int, world_size: int) -> None:
-    """The store goes with rank 0's host, so rank 0 waits until the others have read."""
-    store.set(f"contract/read/{rank}", "1")
+def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+    """Rank 0 waits until the others have read: the store may end with it."""
+    store.set(f"consistency/read/{rank}", "1")
     if rank == 0:
-        wait_for_keys(store, {r: f"contract/read/{r}" for r in range(world_size)}, FAREWELL_SECONDS)
+        wait_for_keys(store, {r: f"consistency/read/{r}" for r in range(world_size)}, FAREWELL_SECONDS)
 
 
 def compare(records: list[Record]) -> dict[str, list[str]]:
-    """The compared fields that are not equal everywhere: the value of each rank ("-" where it has none)."""
+    """The compared fields that differ, with the value of each rank ("-" for none)."""
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
     differing = {name: row for name, row in values.items() if len(set(row)) > 1}
-    if len(differing) > 1:  # what is in the run file is named already
+    if len(differing) > 1:  # its differing fields are named already
         differing.pop("run file", None)
     return differing
 
 
 def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
-    """A sentence that names fields and odd hosts, and the table of field by host."""
+    """A sentence that names the differing fields and hosts, and a table of them."""
     sentences = []
     for name, row in differences.items():
-        usual = Counter(row).most_common(1)[0][0]  # among equals the first, rank 0's
-        odd = [f"{record} has {value}" for record, value in zip(records, row, strict=True) if value != usual]
-        sentences.append(f"{name} is {usual}, but {', '.join(odd)}")
+        usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0
+        others = [
+            f"{record} has {value}" for record, value in zip(records, row, strict=True) if value != usual
+        ]
+        sentences.append(f"{name} is {usual}, but {', '.join(others)}")
     table = [["field", *map(str, records)], *([name, *row] for name, row in differences.items())]
     return (
-        f"The ranks do not agree, so nothing was trained: {'; '.join(sentences)}. "
-        "Bring the odd hosts in line and train again.",
+        f"The ranks differ, so nothing was trained: {'; '.join(sentences)}. "
+        "Make these hosts equal and train again.",
         render_table(table),
     )
 

@@ -1,7 +1,7 @@
-"""Do all ranks hold the same bytes, and read the same batch? Digests are compared; a difference is named.
+"""Comparison of parameters and batches between ranks, by digests.
 
-A rank is accused only where more than half of all ranks agree on something else. Of two that differ either
-one may be wrong.
+A rank is named as faulty only if more than half of all ranks hold another value. Of two ranks that differ,
+either may be faulty.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ def tensor_digest(tensor: Tensor) -> int:
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
 
 
-def odd_ones(values: Sequence[Hashable]) -> list[int]:
-    """The ranks whose value is not that of more than half of them; all ranks where there is no such value."""
+def minority_ranks(values: Sequence[Hashable]) -> list[int]:
+    """The ranks whose value differs from that of the majority; all ranks without a majority."""
     usual, count = Counter(values).most_common(1)[0]
     return [rank for rank, value in enumerate(values) if 2 * count <= len(values) or value != usual]
 
 
 def compare_batches(group: Group, checksums: Sequence[int], step: int) -> None:
-    """Raise Retryable, on every rank, if the ranks have read different batches for `step`, counted from 1."""
+    """Raise Retryable on every rank if they have read different batches for `step`, counted from 1."""
     if len(set(checksums)) == 1:
         return
-    odd = odd_ones(checksums)
+    odd = minority_ranks(checksums)
     who = " and ".join(f"{group.peers[rank]} with {checksums[rank] >> 32} active rows" for rank in odd)
     if len(odd) < group.world_size:
         found = f"another batch for step {step} than the others was read by {who}"
@@ -53,27 +53,27 @@ def compare_batches(group: Group, checksums: Sequence[int], step: int) -> None:
 
 
 class ParameterCheck:
-    """Compares the parameters of all ranks, at a step after which they are to be equal.
+    """Compares the parameters of all ranks after a step at which they must be equal.
 
         check = ParameterCheck(group, model, run_dir)
-        found = check(step)                # Final where they differ, on every rank
+        found = check(step)                # raises Final on every rank if they differ
 
-    What a rank held then stays in its run directory: digests-<rank>.json. An attempt that resumes from a
-    checkpoint before that step computes the same bytes again, and so finds out which rank had changed them.
+    Each rank then writes its digests to digests-<rank>.json in its run directory. An attempt that resumes
+    from a checkpoint before that step computes the same bytes again, which shows the rank that was wrong.
     """
 
     def __init__(self, group: Group, model: nn.Module, run_dir: Path) -> None:
-        """All ranks make it together."""
+        """A collective call."""
         self._group, self._model = group, model
         self._path = run_dir / f"digests-{group.rank}.json"
         self._before = _read(self._path)
         steps = group.gather_int64(torch.tensor([self._before.step])).unique().tolist()
-        self.again_at = steps[0] if len(steps) == 1 else 0  # 0: never, or not on all ranks
+        self.recheck_at = steps[0] if len(steps) == 1 else 0  # 0: never, or not equal on all ranks
 
     def __call__(self, step: int) -> str:
-        """Compare after `step`; returns what it found out on an earlier difference, mostly nothing.
+        """Compare after `step`; returns the finding on an earlier difference, mostly empty.
 
-        Raises Final, on every rank and naming the odd ones, if parameters differ in a single bit.
+        Raises Final on every rank, naming the faulty ones, if parameters differ in a single bit.
         """
         if self._group.world_size == 1:
             return ""
@@ -82,14 +82,14 @@ class ParameterCheck:
         columns = dict(zip(digests, table.T.tolist(), strict=True))
         differing = {name: column for name, column in columns.items() if len(set(column)) > 1}
         if differing:
-            with contextlib.suppress(OSError):  # then it is not found out later
+            with contextlib.suppress(OSError):  # then a later attempt cannot name the rank
                 write_whole(self._path, json.dumps({"step": step, "digests": digests}).encode())
             raise Final(self._explain(differing, step))
-        return self._find_out(digests) if step == self.again_at else ""
+        return self._compare_with_recorded(digests) if step == self.recheck_at else ""
 
     def _explain(self, differing: dict[str, list[int]], step: int) -> str:
         said = [f"After step {step} the parameters are not the same on all ranks."]
-        odd = {name: odd_ones(column) for name, column in differing.items()}
+        odd = {name: minority_ranks(column) for name, column in differing.items()}
         open_names = [name for name in odd if len(odd[name]) == self._group.world_size]
         accused = {rank for name in odd.keys() - set(open_names) for rank in odd[name]}
         for rank in sorted(accused):
@@ -111,20 +111,20 @@ class ParameterCheck:
         return " ".join(said)
 
     def _groups(self, column: list[int]) -> str:
-        """The ranks that hold the same, joined by commas; between those that do not, `and`."""
+        """Ranks with equal values joined by commas, groups of them by `and`."""
         members: dict[int, list[str]] = {}
         for peer, value in zip(self._group.peers, column, strict=True):
             members.setdefault(value, []).append(str(peer))
         return " and ".join(", ".join(alike) for alike in members.values())
 
-    def _find_out(self, digests: dict[str, int]) -> str:
-        """The parameters are equal now: who held the same at this step in the attempt that ended with it?"""
+    def _compare_with_recorded(self, digests: dict[str, int]) -> str:
+        """The parameters are equal now: which ranks had the same bytes in the attempt that ended here?"""
         self._path.unlink(missing_ok=True)
         before = self._before.digests
         changed = [name for name, digest in digests.items() if before.get(name) != digest]
         found = [json.loads(raw) for raw in self._group.gather_bytes(json.dumps(changed).encode())]
         odd = [(peer, names) for peer, names in zip(self._group.peers, found, strict=True) if names]
-        what = f"Step {self.again_at}, after which the parameters once differed, is computed again"
+        what = f"Step {self.recheck_at}, after which the parameters once differed, is computed again"
         if len(odd) == self._group.world_size:
             return f"{what}: all ranks hold other bytes than then, so it stays open which had changed."
         who = "; ".join(f"{peer} held something else then, in {_some(names)}" for peer, names in odd)
@@ -132,7 +132,7 @@ class ParameterCheck:
 
 
 class _Before(NamedTuple):
-    """What this rank held when the parameters differed; step 0: nothing is known."""
+    """The digests of this rank when the parameters differed; step 0: none."""
 
     step: int = 0
     digests: Mapping[str, int] = {}

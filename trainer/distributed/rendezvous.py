@@ -1,6 +1,6 @@
-"""The rendezvous store: how ranks find each other before any collective, and the seat each one takes.
+"""The rendezvous store, through which ranks find each other before any collective.
 
-torchrun's agent on the coordinator owns the store; started by hand, rank 0 does.
+The agent of torchrun on the coordinator owns the store; without an agent, rank 0 does.
 """
 
 from __future__ import annotations
@@ -10,46 +10,46 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable
 
 JOIN_SECONDS = 45.0
 
 
-def prefix_of(place: Place) -> str:
-    """What the keys of this attempt begin with in the store."""
-    return f"nanofleet/{place.attempt}"
+def prefix_of(env: RankEnv) -> str:
+    """The prefix of the keys of this attempt in the store."""
+    return f"nanofleet/{env.attempt}"
 
 
-def join_store(place: Place, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
-    """Connect to the store and take this rank's seat. Raises Retryable if none is there, or an old one."""
+def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
+    """Connect to the store and register this rank. Raises Retryable if there is none, or an old one."""
     try:
         store = dist.TCPStore(
-            place.master_addr,
-            place.master_port,
+            env.master_addr,
+            env.master_port,
             world_size=None,
-            is_master=place.coordinates and not place.agent_store,
+            is_master=env.is_coordinator and not env.agent_store,
             timeout=timedelta(seconds=seconds),
             wait_for_workers=False,
         )
-        mine = dist.PrefixStore(prefix_of(place), store)
-        # A rank that comes back fast can meet the store of the attempt that is just dying.
-        taken = mine.add(f"seat/{run_id}/{place.rank}", 1) > 1
+        mine = dist.PrefixStore(prefix_of(env), store)
+        # A rank that restarts fast may find the store of the attempt that is ending.
+        registered = mine.add(f"rank/{run_id}/{env.rank}", 1) > 1
     except (RuntimeError, ValueError) as error:
         raise Retryable(
-            f"The store at {place.master_addr}:{place.master_port} did not answer within {seconds:.0f} s "
-            f"({_first_line(error)}). Is rank 0 running, and is its port open to {place.host}?"
+            f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
+            f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and is its port open to {env.host}?"
         ) from None
-    if taken:
+    if registered:
         raise Retryable(
-            f"The store at {place.master_addr}:{place.master_port} has seen rank {place.rank} of {run_id} "
-            "before: it belongs to an attempt that is ending. Try again in some seconds."
+            f"The rendezvous store at {env.master_addr}:{env.master_port} has rank {env.rank} of {run_id} "
+            "already: it belongs to an attempt that is ending. Try again in some seconds."
         )
     return mine
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until every rank has set its key; returns the ranks that had not when the time was up."""
+    """Wait until every rank has set its key; returns the ranks that have not after `seconds`."""
     deadline = time.monotonic() + seconds
     missing = sorted(keys)
     while True:

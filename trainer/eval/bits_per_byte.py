@@ -57,6 +57,6 @@ def evaluate(
                 torch.tensor(float(len(targets)), dtype=torch.float64, device=device),
             ]
         ).cpu()
-    group.sum([totals])
+    group.all_reduce([totals])
     nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
     return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)

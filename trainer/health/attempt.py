@@ -1,6 +1,6 @@
 """One attempt at a run on this rank: its files, its end by a signal, its exit code.
 
-    code = run_attempt(run_dir, place, say, make, start)
+    code = run_attempt(run_dir, env, log, make, start)
 
 Whatever ends the attempt, outcome.json says how. The first end counts; later ones change nothing.
 """
@@ -21,33 +21,33 @@ from typing import IO, Any
 from trainer.config import ConfigError, RunFile
 from trainer.data.files import try_lock, write_whole
 from trainer.health import restart_policy
-from trainer.host.logger import Voice, set_up_streams
-from trainer.host.rank_env import Place
+from trainer.host.logger import RunLogger, set_up_streams
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES, Retryable, RunEnd, Stopped, conclude, is_expected
 
-ENDING_SECONDS = 5.0  # for the attempt before to be gone
+ENDING_SECONDS = 5.0  # for the process of the previous attempt to exit
 PARENT_SECONDS = 0.5
-# For a checkpoint that is being written when SIGTERM comes: torchrun kills its ranks after 30 s.
+# For a checkpoint that is being written at SIGTERM: torchrun kills its ranks after 30 s.
 SIGTERM_WRITE_SECONDS = 20.0
-RESERVE_BYTES = 2**15  # held on the disk, so that there is room for the outcome when it is full
+RESERVE_BYTES = 2**15  # kept on the disk, so that a full disk has room for the outcome
 
 
 class Attempt:
     """One attempt at a run on this rank: gathers its figures and writes its outcome once."""
 
-    def __init__(self, run_dir: Path, place: Place) -> None:
-        name = "outcome.json" if place.speaks_for_host else f"outcome-{place.rank}.json"
+    def __init__(self, run_dir: Path, env: RankEnv) -> None:
+        name = "outcome.json" if env.is_host_leader else f"outcome-{env.rank}.json"
         self.path = run_dir / name
         self._reserve = run_dir / f".{name}.reserve"
-        self._place = place
+        self._env = env
         self._started = time.monotonic()
         self._lock = threading.Lock()
         self._ended = False
-        self._held: IO[str] | None = None  # open as long as this attempt is
+        self._held: IO[str] | None = None  # open during the attempt
         self._at_end: list[Callable[[str, bool], None]] = []
         self.reason = ""  # once it has ended
-        # Called before the process ends from another thread than the one that trains: completes a checkpoint
-        # that is being written, within so many seconds, and returns how the attempt ends then.
+        # Called before another thread than the training one ends the process: completes a checkpoint that is
+        # being written, within these seconds, and returns the end of the attempt.
         self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
         self._figures: dict[str, Any] = {
             "run_id": None,
@@ -63,46 +63,46 @@ class Attempt:
         }
 
     def begin(self, seconds: float = ENDING_SECONDS) -> None:
-        """Make the run directory, take it for this rank, and take the outcome of an earlier attempt away.
+        """Create the run directory, lock it for this rank, and remove the outcome of an earlier attempt.
 
-        Raises ConfigError where that cannot be, or another process still is this rank after `seconds`.
+        Raises ConfigError if that fails, or if another process still trains as this rank after `seconds`.
         """
-        lock = self.path.parent / f".rank-{self._place.rank}.lock"
+        lock = self.path.parent / f".rank-{self._env.rank}.lock"
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._held = try_lock(lock, seconds)
             if self._held is None:
                 raise ConfigError(
-                    f"Another process{_named(lock)} trains as rank {self._place.rank} in "
+                    f"Another process{_named(lock)} trains as rank {self._env.rank} in "
                     f"{self.path.parent}. End it, or give another --run-dir."
                 )
-            self._forget_the_one_before()
+            self._remove_previous_outcome()
             self._reserve.write_bytes(bytes(RESERVE_BYTES))
         except OSError as error:
             raise ConfigError(
                 f"The run directory {self.path.parent} cannot be used: {error.strerror}."
             ) from None
 
-    def _forget_the_one_before(self) -> None:
-        """Keep a line on how it ended; its outcome goes, and those of ranks this host no longer has."""
-        if self._place.speaks_for_host:
+    def _remove_previous_outcome(self) -> None:
+        """Add the previous attempt to the history; remove its outcome, and those of ranks that left."""
+        if self._env.is_host_leader:
             restart_policy.begin(self.path.parent)
-            first = self._place.rank
-            mine = {f"outcome-{rank}.json" for rank in range(first, first + self._place.local_world_size)}
+            first = self._env.rank
+            mine = {f"outcome-{rank}.json" for rank in range(first, first + self._env.local_world_size)}
             for path in self.path.parent.glob("outcome-*.json"):
                 if path.name not in mine:
                     path.unlink(missing_ok=True)
         self.path.unlink(missing_ok=True)
 
-    def state(self, **figures: Any) -> None:
-        """Set figures of the outcome: step, loss, val_bpb, checkpoint ..."""
+    def update(self, **figures: Any) -> None:
+        """Set figures of the outcome: step, loss, val_bpb, checkpoint."""
         unknown = figures.keys() - self._figures.keys()
         if unknown:
             raise ValueError(f"an outcome has no {', '.join(sorted(unknown))}")
         self._figures.update(figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
-        """Call `call` with the outcome, and whether there is a hurry, when the attempt ends."""
+        """Register `call(outcome, hurry)`, called when the attempt ends."""
         self._at_end.append(call)
 
     @property
@@ -115,7 +115,7 @@ class Attempt:
         return str(self._figures["checkpoint"]).endswith(f"step_{self.step:06d}")
 
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
-        """Write the outcome; only the first end of an attempt counts. Returns whether this was it."""
+        """Write the outcome. Only the first end of an attempt counts; returns whether this is it."""
         with self._lock:
             if self._ended:
                 return False
@@ -125,18 +125,18 @@ class Attempt:
                 "outcome": outcome,
                 "reason": reason,
                 "settled": outcome in restart_policy.SETTLED if settled is None else settled,
-                "rank": self._place.rank,
+                "rank": self._env.rank,
                 "seconds": round(time.monotonic() - self._started, 3),
                 "time": time.time(),
             }
             try:
                 self._reserve.unlink(missing_ok=True)
                 write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
-                if self._place.speaks_for_host:
+                if self._env.is_host_leader:
                     restart_policy.end(self.path.parent, content)
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
-        # Outside the lock: a SIGTERM while one of these takes its time must not have to wait for it.
+        # Outside the lock: SIGTERM must not wait for one of these calls.
         for call in self._at_end:
             call(outcome, hurry)
         if self._held is not None:
@@ -146,45 +146,45 @@ class Attempt:
 
 def run_attempt(
     run_dir: Path,
-    place: Place,
-    say: Voice,
+    env: RankEnv,
+    log: RunLogger,
     make: Callable[[], RunFile],
-    start: Callable[[RunFile, Attempt, Voice], str],
+    start: Callable[[RunFile, Attempt, RunLogger], str],
 ) -> int:
     """Make the run file, start what it describes, write the outcome; returns the exit code."""
     set_up_streams()
-    attempt = Attempt(run_dir, place)
+    attempt = Attempt(run_dir, env)
     try:
         attempt.begin()
-    except ConfigError as error:  # the outcome in the directory, if there is one, is another's
-        say.ended("final", str(error))
+    except ConfigError as error:  # an outcome in the directory belongs to another process
+        log.ended("final", str(error))
         return BAD_INPUT_EXIT_CODE
-    heed_sigterm(attempt, say)
+    handle_sigterm(attempt, log)
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        heed_torchrun(attempt, say)
+        watch_torchrun(attempt, log)
     try:
-        reason = start(make(), attempt, say)
+        reason = start(make(), attempt, log)
         outcome, code, detail = "finished", EXIT_CODES["finished"], ""
     except BaseException as error:
         if not is_expected(error):
-            say.failure(error)
+            log.failure(error)
         outcome, reason, code = conclude(error)
         detail = getattr(error, "detail", "")
     if attempt.end(outcome, reason):
-        say.ended(outcome, reason, detail)
-    else:  # another thread has written another outcome, and ends the process with its exit code
+        log.ended(outcome, reason, detail)
+    else:  # another thread has written an outcome and ends the process with its exit code
         time.sleep(ENDING_SECONDS)
     return code
 
 
 def _named(lock: Path) -> str:
-    """Who holds the lock, as it has written there itself."""
+    """The process that holds the lock, from its own entry there."""
     pid = lock.read_text(encoding="utf-8").strip()
     return f" (PID {pid})" if pid else ""
 
 
-def heed_torchrun(attempt: Attempt, say: Voice) -> None:
-    """From now on this rank ends when torchrun, which started it, is gone: SIGKILL leaves it no farewell."""
+def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
+    """End this rank when its parent torchrun is gone: a killed torchrun does not end its ranks."""
     torchrun = os.getppid()
 
     def watch() -> None:
@@ -193,17 +193,17 @@ def heed_torchrun(attempt: Attempt, say: Voice) -> None:
         reason = f"torchrun, which started this rank, is gone after step {attempt.step}."
         attempt.before_end(Retryable(reason), math.inf)
         if attempt.end("retryable", reason, hurry=True):
-            say.ended("retryable", reason)
+            log.ended("retryable", reason)
         os._exit(EXIT_CODES["retryable"])
 
     threading.Thread(target=watch, name="torchrun", daemon=True).start()
 
 
-def heed_sigterm(attempt: Attempt, say: Voice) -> None:
-    """From now on SIGTERM writes an outcome and ends the process, even in the middle of a collective.
+def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
+    """On SIGTERM write an outcome and end the process, even within a collective.
 
     A thread waits for the signal, because a Python handler would run only after the collective returns. Call
-    it before other threads start: they inherit the blocked signal.
+    this before other threads start: they inherit the blocked signal.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -212,14 +212,14 @@ def heed_sigterm(attempt: Attempt, say: Voice) -> None:
         attempt.before_end(_terminated(by_parent, attempt), SIGTERM_WRITE_SECONDS)
         end = _terminated(by_parent, attempt)  # it names the checkpoint
         if attempt.end(end.outcome, str(end), hurry=True, settled=False):
-            say.ended(end.outcome, str(end))
+            log.ended(end.outcome, str(end))
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
 def _await_sigterm() -> bool:
-    """Wait for SIGTERM; returns whether the parent sent it, or may have where the system does not tell."""
+    """Wait for SIGTERM; returns whether the parent sent it, or may have if the system does not know."""
     if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
         signal.sigwait({signal.SIGTERM})
         return True
@@ -227,7 +227,7 @@ def _await_sigterm() -> bool:
 
 
 def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
-    """torchrun also sends SIGTERM to the ranks left on its host when one of them has died."""
+    """The end by SIGTERM. torchrun also sends it to the other ranks of its host when one has died."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if by_parent and local_world_size > 1:
         return Retryable(

@@ -1,6 +1,6 @@
 """The diagnosis of a rank: one table over its run status, its health endpoint and its host.
 
-    diagnose(Status.FRESH, Endpoint.SILENT, reachable=True)    # Verdict.IMPAIRED
+    diagnose(Freshness.FRESH, EndpointResult.SILENT, reachable=True)    # Verdict.IMPAIRED
 
 docs/diagnosis.md explains the same table to a reader.
 """
@@ -14,7 +14,7 @@ FRESH_SECONDS = 10.0  # a rank publishes its status every second; a loaded host 
 IMPAIRED_STALLS = 5  # a run ends when a peer's traffic has been impaired for this many stall times
 
 
-class Status(StrEnum):
+class Freshness(StrEnum):
     """How old the last run status of a rank is that arrived through the store."""
 
     FRESH = "fresh"
@@ -22,8 +22,8 @@ class Status(StrEnum):
     NONE = "none"
 
 
-class Endpoint(StrEnum):
-    """What a query to a rank's health endpoint led to."""
+class EndpointResult(StrEnum):
+    """The result of a query to a rank's health endpoint."""
 
     ANSWERS = "answers"
     CUT_SHORT = "cut short"  # a small packet came back; packets of full size do not pass
@@ -34,7 +34,7 @@ class Endpoint(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The state of a rank. `describe` in blame.py has the sentences."""
+    """The state of a rank. `describe_rank` in report.py has the sentences."""
 
     RUNS = "runs"
     IMPAIRED = "impaired"
@@ -54,30 +54,30 @@ _U, _H, _A = Verdict.UNREACHABLE, Verdict.UNHEARD, Verdict.ABSENT
 
 # A host is reachable if a health endpoint on it answered, refused or accepted a connection: this rank's own
 # or that of another rank on the same host. So an unreachable host leaves only the last two endpoint results.
-TABLE: Mapping[tuple[Endpoint, bool], Mapping[Status, Verdict]] = {
-    key: dict(zip(Status, verdicts, strict=True))
+TABLE: Mapping[tuple[EndpointResult, bool], Mapping[Freshness, Verdict]] = {
+    key: dict(zip(Freshness, verdicts, strict=True))
     for key, verdicts in {
         # endpoint, host is reachable: status fresh, stale, none
-        (Endpoint.ANSWERS, True): (_R, _R, _R),
-        (Endpoint.CUT_SHORT, True): (_I, _I, _I),
-        (Endpoint.REFUSES, True): (_I, _G, _G),
-        (Endpoint.SILENT, True): (_I, _F, _F),
-        (Endpoint.UNREACHABLE, True): (_I, _I, _I),
-        (Endpoint.UNREACHABLE, False): (_I, _U, _U),
-        (Endpoint.UNKNOWN, True): (_R, _H, _A),
-        (Endpoint.UNKNOWN, False): (_R, _H, _A),
+        (EndpointResult.ANSWERS, True): (_R, _R, _R),
+        (EndpointResult.CUT_SHORT, True): (_I, _I, _I),
+        (EndpointResult.REFUSES, True): (_I, _G, _G),
+        (EndpointResult.SILENT, True): (_I, _F, _F),
+        (EndpointResult.UNREACHABLE, True): (_I, _I, _I),
+        (EndpointResult.UNREACHABLE, False): (_I, _U, _U),
+        (EndpointResult.UNKNOWN, True): (_R, _H, _A),
+        (EndpointResult.UNKNOWN, False): (_R, _H, _A),
     }.items()
 }
 
 
-def shows_host(endpoint: Endpoint) -> bool:
+def shows_host(endpoint: EndpointResult) -> bool:
     """Whether the result shows that packets to the rank's host arrive and are answered."""
-    return endpoint not in (Endpoint.UNREACHABLE, Endpoint.UNKNOWN)
+    return endpoint not in (EndpointResult.UNREACHABLE, EndpointResult.UNKNOWN)
 
 
-def diagnose(status: Status, endpoint: Endpoint, reachable: bool) -> Verdict:
+def diagnose(freshness: Freshness, endpoint: EndpointResult, reachable: bool) -> Verdict:
     """The verdict on a rank. `reachable`: whether any endpoint on its host shows that the host is."""
-    return TABLE[endpoint, reachable or shows_host(endpoint)][status]
+    return TABLE[endpoint, reachable or shows_host(endpoint)][freshness]
 
 
 def seconds_until_end(verdict: Verdict, stall: float, interval: float) -> float | None:

@@ -1,7 +1,7 @@
 """The health endpoint: a port at which a rank answers status queries while its collectives do not.
 
-    listener = Listener(address, answer)        # threads; the kernel picks the port
-    ask(listener.told, stacks=False)            # on another host
+    endpoint = HealthEndpoint(address, answer)     # threads; the kernel picks the port
+    query(endpoint.address, stacks=False)          # on another host
 
 A connection that only the kernel accepts belongs to a frozen process. A refused one belongs to a process that
 has ended. No connection at all: the host is down, asleep or cut off.
@@ -22,9 +22,9 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
-from trainer.health.diagnosis import Endpoint
+from trainer.health.diagnosis import EndpointResult
 
-ASK_SECONDS = 3.0
+QUERY_SECONDS = 3.0
 BACKLOG = 1024  # connections to a frozen process pile up, and a full queue would look like a dead host
 MOST_CONNECTIONS = 64
 LONGEST_LINE = 4096
@@ -32,7 +32,7 @@ LONGEST_ANSWER = 2**24
 PADDING = "." * 2048  # more than a packet of 1500 bytes
 
 
-class Told(NamedTuple):
+class EndpointAddress(NamedTuple):
     """The address of a health endpoint; `secret` proves both sides to each other."""
 
     address: str
@@ -40,7 +40,7 @@ class Told(NamedTuple):
     secret: str
 
     @classmethod
-    def parse(cls, text: str) -> Told | None:
+    def parse(cls, text: str) -> EndpointAddress | None:
         try:
             address, port, secret = text.split(" ")
             return cls(address, int(port), secret) if 0 < int(port) < 65536 else None
@@ -52,20 +52,20 @@ class Told(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of a query, and the rank's state if it answered."""
+    """The result of a query, and the status of the rank if it answered."""
 
-    how: Endpoint
-    said: dict[str, Any]
+    result: EndpointResult
+    status: dict[str, Any]
 
 
-class Listener:
+class HealthEndpoint:
     """Answers on `address` with the result of `answer(stacks)`, which several threads may call at once."""
 
     def __init__(self, address: str, answer: Callable[[bool], dict[str, Any]]) -> None:
-        """Raises OSError where the address is not this host's."""
+        """Raises OSError if the address does not belong to this host."""
         self._server = _Server(address, answer)
-        self.told = Told(address, int(self._server.server_address[1]), self._server.secret)
-        threading.Thread(target=self._server.serve_forever, name="listener", daemon=True).start()
+        self.address = EndpointAddress(address, int(self._server.server_address[1]), self._server.secret)
+        threading.Thread(target=self._server.serve_forever, name="health endpoint", daemon=True).start()
 
     def close(self) -> None:
         self._server.shutdown()
@@ -89,7 +89,7 @@ class _Server(socketserver.ThreadingTCPServer):
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
             return super().get_request()
-        except OSError:  # no file descriptor is left: the connection waits in the queue
+        except OSError:  # no file descriptor left: the connection waits in the queue
             time.sleep(0.1)
             raise
 
@@ -99,7 +99,7 @@ class _Server(socketserver.ThreadingTCPServer):
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end and closes it
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then reads the end and closes it
             self._unproven[request] = None
         super().process_request(request, client_address)
 
@@ -112,7 +112,7 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Whatever a connection raises ends that connection only."""
+        """An exception ends its connection only."""
 
 
 class _Query(socketserver.BaseRequestHandler):
@@ -120,50 +120,50 @@ class _Query(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         server, connection = cast(_Server, self.server), self.request
-        deadline = time.monotonic() + ASK_SECONDS
-        question = json.loads(_read_line(connection, LONGEST_LINE, deadline))
-        if not secrets.compare_digest(str(question["secret"]).encode(), server.secret.encode()):
+        deadline = time.monotonic() + QUERY_SECONDS
+        request = json.loads(_read_line(connection, LONGEST_LINE, deadline))
+        if not secrets.compare_digest(str(request["secret"]).encode(), server.secret.encode()):
             return
         server.proven(connection)
         try:
-            answer = server.answer(bool(question["stacks"]))
-        except Exception as error:  # still an answer: the process runs
+            answer = server.answer(bool(request["stacks"]))
+        except Exception as error:  # this is an answer too: the process runs
             answer = {"error": f"{type(error).__name__}: {error}"}
         _send(connection, {"secret": server.secret[::-1]}, deadline)
         _read_line(connection, LONGEST_LINE, deadline)
         _send(connection, answer | {"padding": PADDING}, deadline)
 
 
-def ask(told: Told, stacks: bool = False, seconds: float = ASK_SECONDS) -> Answer:
+def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
     """Query a rank. Takes `seconds` to connect and as many for the answer, and the same again at most."""
-    # A connection that is closed early is tried again: an endpoint that has too many closes one, and the
-    # process may have just ended, in which case the next one is refused.
+    # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
+    # the process has just ended, the next connection is refused.
     for _ in range(2):
-        if answer := _ask_once(told, stacks, seconds):
+        if answer := _query_once(address, stacks, seconds):
             return answer
-    return Answer(Endpoint.REFUSES, {})
+    return Answer(EndpointResult.REFUSES, {})
 
 
-def _ask_once(told: Told, stacks: bool, seconds: float) -> Answer | None:
-    """None where the connection was closed without an answer, or by another program."""
-    how = Endpoint.UNREACHABLE
+def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answer | None:
+    """None if the connection was closed without an answer, or if another program answered."""
+    result = EndpointResult.UNREACHABLE
     try:
-        with socket.create_connection((told.address, told.port), timeout=seconds) as connection:
-            how = Endpoint.SILENT
+        with socket.create_connection((address.address, address.port), timeout=seconds) as connection:
+            result = EndpointResult.SILENT
             deadline = time.monotonic() + seconds
-            _send(connection, {"secret": told.secret, "stacks": stacks}, deadline)
+            _send(connection, {"secret": address.secret, "stacks": stacks}, deadline)
             proof = json.loads(_read_line(connection, LONGEST_LINE, deadline))
-            if proof["secret"] != told.secret[::-1]:
+            if proof["secret"] != address.secret[::-1]:
                 return None
-            how = Endpoint.CUT_SHORT
+            result = EndpointResult.CUT_SHORT
             _send(connection, {"padding": PADDING}, deadline)
-            said = dict(json.loads(_read_line(connection, LONGEST_ANSWER, deadline)))
-            said.pop("padding", None)
-            return Answer(Endpoint.ANSWERS, said)
+            status = dict(json.loads(_read_line(connection, LONGEST_ANSWER, deadline)))
+            status.pop("padding", None)
+            return Answer(EndpointResult.ANSWERS, status)
     except ConnectionRefusedError:
-        return Answer(Endpoint.REFUSES, {})
+        return Answer(EndpointResult.REFUSES, {})
     except TimeoutError:
-        return Answer(how, {})
+        return Answer(result, {})
     except (
         OSError,
         ValueError,
@@ -171,13 +171,13 @@ def _ask_once(told: Told, stacks: bool, seconds: float) -> Answer | None:
         LookupError,
         RecursionError,
     ):  # closed, or not a rank
-        return Answer(how, {}) if how == Endpoint.UNREACHABLE else None
+        return Answer(result, {}) if result == EndpointResult.UNREACHABLE else None
 
 
-def _send(connection: socket.socket, words: dict[str, Any], deadline: float) -> None:
+def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
     """Raises TimeoutError at the deadline."""
-    connection.settimeout(_left(deadline))
-    connection.sendall(json.dumps(words).encode() + b"\n")
+    connection.settimeout(_seconds_left(deadline))
+    connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
@@ -185,7 +185,7 @@ def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
     parts: list[bytes] = []
     size = 0
     while size <= limit:
-        connection.settimeout(_left(deadline))
+        connection.settimeout(_seconds_left(deadline))
         part = connection.recv(65536)
         parts.append(part)
         size += len(part)
@@ -196,7 +196,7 @@ def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
     raise ValueError("too long")
 
 
-def _left(deadline: float) -> float:
+def _seconds_left(deadline: float) -> float:
     left = deadline - time.monotonic()
     if left <= 0:
         raise TimeoutError

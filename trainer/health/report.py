@@ -1,4 +1,4 @@
-"""Who is where when a run does not go on, in sentences.
+"""The diagnosis of a run that makes no progress, in sentences.
 
 "rank 1 (laptop) has been in backward of step 812 for 94 s (98 % of a core); rank 0 (tower) waits in sync"
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.distributed.process_group import Peer
-from trainer.health.diagnosis import Endpoint, Status, Verdict, diagnose
+from trainer.health.diagnosis import EndpointResult, Freshness, Verdict, diagnose
 
 BUSY, IDLE = 0.5, 0.1  # of a core, used by the thread that trains
 HOT = 90.0  # degrees Celsius
@@ -19,152 +19,157 @@ DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
 
 
 @dataclass(frozen=True)
-class Sighting:
+class RankEvidence:
     """The evidence on a rank: its endpoint, its run status of `age` seconds, its host's reachability."""
 
     peer: Peer
-    endpoint: Endpoint
-    status: Status = Status.NONE
-    words: Mapping[str, Any] = field(default_factory=dict)
+    endpoint: EndpointResult
+    freshness: Freshness = Freshness.NONE
+    status: Mapping[str, Any] = field(default_factory=dict)
     age: float = 0.0
     reachable: bool = False
 
     @property
     def verdict(self) -> Verdict:
-        return diagnose(self.status, self.endpoint, self.reachable)
+        return diagnose(self.freshness, self.endpoint, self.reachable)
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run cannot go on with it as it is."""
+        """Whether the run cannot continue with this rank as it is."""
         return self.verdict.is_dead or self.verdict == Verdict.IMPAIRED
 
     @property
-    def waits(self) -> bool:
-        return self.verdict == Verdict.RUNS and bool(self.words.get("waits"))
+    def is_waiting(self) -> bool:
+        return self.verdict == Verdict.RUNS and bool(self.status.get("waits"))
 
 
-def where(words: Mapping[str, Any]) -> str:
-    """The place that words of a rank tell of: backward of step 812, load, evaluate after step 250."""
-    phase, step = words.get("phase") or "load", int(words.get("step") or 0)
-    if words.get("stage") == "step":
+def phase_of(status: Mapping[str, Any]) -> str:
+    """Phase and step in a run status: backward of step 812, load, evaluate after step 250."""
+    phase, step = status.get("phase") or "load", int(status.get("step") or 0)
+    if status.get("stage") == "step":
         return f"{phase} of step {step + 1}"
     return f"{phase} after step {step}" if phase in ("evaluate", "checkpoint", "done") else str(phase)
 
 
-def describe(sighting: Sighting) -> str:
-    """What is to be said of one rank."""
-    peer, words, verdict = sighting.peer, sighting.words, sighting.verdict
+def describe_rank(each: RankEvidence) -> str:
+    """The diagnosis of one rank."""
+    peer, status, verdict = each.peer, each.status, each.verdict
     if verdict == Verdict.ABSENT:
         return f"{peer} has not arrived"
     if verdict == Verdict.UNHEARD:
-        return f"{peer} was{_last_seen(sighting)}"
+        return f"{peer} was{_last_seen(each)}"
     if verdict == Verdict.IMPAIRED:
-        return f"{_impairment(sighting)}: {DOCTOR}"
+        return f"{_impairment(each)}: {DOCTOR}"
     if verdict.is_dead:
-        return f"{peer} {_death(sighting)}"
-    if sighting.waits:
-        return f"{peer} waits in {where(words)}{_down(words)}"
-    return f"{peer} has been in {where(words)} for {words.get('phase_seconds', 0):.0f} s{_effort(words)}"
+        return f"{peer} {_death(each)}"
+    if each.is_waiting:
+        return f"{peer} waits in {phase_of(status)}{_down(status)}"
+    return (
+        f"{peer} has been in {phase_of(status)} for {status.get('phase_seconds', 0):.0f} s{_effort(status)}"
+    )
 
 
-def _death(sighting: Sighting) -> str:
-    last = f",{_last_seen(sighting)}" if sighting.words else ""
-    if sighting.verdict == Verdict.GONE:
+def _death(each: RankEvidence) -> str:
+    last = f",{_last_seen(each)}" if each.status else ""
+    if each.verdict == Verdict.GONE:
         return f"is gone (its host answers, the process does not exist any more){last}"
-    if sighting.verdict == Verdict.FROZEN:
+    if each.verdict == Verdict.FROZEN:
         return f"is frozen (its host takes the connection, the process does not answer){last}"
-    at = f" at {sighting.peer.address}" if sighting.peer.address else ""
+    at = f" at {each.peer.address}" if each.peer.address else ""
     return f"cannot be reached (its host does not answer{at}: down, asleep or cut off){last}"
 
 
-def _impairment(sighting: Sighting) -> str:
-    """The traffic to a rank that runs, or may run, and the evidence in brackets."""
+def _impairment(each: RankEvidence) -> str:
+    """The impaired traffic with a rank that runs, or may run, and the evidence in brackets."""
     result = {
-        Endpoint.CUT_SHORT: "its health endpoint answers, but packets of full size do not arrive",
-        Endpoint.REFUSES: "the connection to its health endpoint is refused",
-        Endpoint.SILENT: "its health endpoint takes the connection and does not answer",
-    }.get(sighting.endpoint, "its health endpoint cannot be reached")
-    if sighting.status == Status.FRESH:
-        result = f"its status arrived {sighting.age:.0f} s ago, but {result}"
-    elif sighting.endpoint == Endpoint.UNREACHABLE:
+        EndpointResult.CUT_SHORT: "its health endpoint answers, but packets of full size do not arrive",
+        EndpointResult.REFUSES: "the connection to its health endpoint is refused",
+        EndpointResult.SILENT: "its health endpoint takes the connection and does not answer",
+    }.get(each.endpoint, "its health endpoint cannot be reached")
+    if each.freshness == Freshness.FRESH:
+        result = f"its status arrived {each.age:.0f} s ago, but {result}"
+    elif each.endpoint == EndpointResult.UNREACHABLE:
         result = f"its host answers, but {result}"
-    return f"traffic with {sighting.peer} is impaired ({result})"
+    return f"traffic with {each.peer} is impaired ({result})"
 
 
-def _last_seen(sighting: Sighting) -> str:
-    return f" last seen in {where(sighting.words)} {sighting.age:.0f} s ago"
+def _last_seen(each: RankEvidence) -> str:
+    return f" last seen in {phase_of(each.status)} {each.age:.0f} s ago"
 
 
-def _down(words: Mapping[str, Any]) -> str:
-    return f" (its interface {words['interface']} is down)" if words.get("up") is False else ""
+def _down(status: Mapping[str, Any]) -> str:
+    return f" (its interface {status['interface']} is down)" if status.get("up") is False else ""
 
 
-def _arrives(sighting: Sighting) -> str:
-    words = sighting.words
-    if words.get("received") is None:
-        return f"{sighting.peer}{_down(words)}"
-    rate = f"{words['received'] / 1000:,.0f} kB/s arrive at {words['interface']}"
-    return f"{rate} of {sighting.peer}{_down(words)}"
+def _arrives(each: RankEvidence) -> str:
+    status = each.status
+    if status.get("received") is None:
+        return f"{each.peer}{_down(status)}"
+    rate = f"{status['received'] / 1000:,.0f} kB/s arrive at {status['interface']}"
+    return f"{rate} of {each.peer}{_down(status)}"
 
 
-def _effort(words: Mapping[str, Any]) -> str:
-    """How busy a rank is that works, and what slows it down, in brackets."""
+def _effort(status: Mapping[str, Any]) -> str:
+    """How busy a computing rank is, and what slows it down, in brackets."""
     notes = []
-    cpu = words.get("cpu")
+    cpu = status.get("cpu")
     if cpu is not None:
         verdict = "slow: " if cpu >= BUSY else "idle: " if cpu < IDLE else ""
         notes.append(f"{verdict}{100 * cpu:.0f} % of a core")
-    if words.get("throttled"):
+    if status.get("throttled"):
         notes.append("throttled")
-    if (words.get("temperature") or 0) >= HOT:
-        notes.append(f"{words['temperature']:.0f} °C")
+    if (status.get("temperature") or 0) >= HOT:
+        notes.append(f"{status['temperature']:.0f} °C")
     return f" ({', '.join(notes)})" if notes else ""
 
 
-def blame(sightings: Sequence[Sighting]) -> str:
-    """One sentence on all ranks, those that the others wait for first."""
-    waiting = [sighting for sighting in sightings if sighting.waits]
-    if len(waiting) == len(sightings) > 1:
-        places = sorted({where(sighting.words) for sighting in waiting})
-        seconds = min(float(sighting.words.get("phase_seconds", 0)) for sighting in waiting)
+def describe_delay(evidence: Sequence[RankEvidence]) -> str:
+    """One sentence on all ranks; those that delay the others come first."""
+    waiting = [each for each in evidence if each.is_waiting]
+    if len(waiting) == len(evidence) > 1:
+        phases = sorted({phase_of(each.status) for each in waiting})
+        seconds = min(float(each.status.get("phase_seconds", 0)) for each in waiting)
         return (
-            f"all ranks have waited in {' and '.join(places)} for {seconds:.0f} s: the network between them "
-            f"is slow, or was cut, and they go on within two minutes of its mending ({DOCTOR}): "
+            f"all ranks have waited in {' and '.join(phases)} for {seconds:.0f} s: the network between them "
+            f"is slow or interrupted; the run continues within two minutes after it is fixed ({DOCTOR}): "
             + ", ".join(map(_arrives, waiting))
         )
-    missing = [sighting for sighting in sightings if sighting.verdict.is_dead]
-    missing += [sighting for sighting in sightings if sighting.verdict == Verdict.IMPAIRED]
-    others = [sighting for sighting in sightings if not sighting.waits and sighting not in missing]
-    # Who has been at it longest is who is waited for.
-    others.sort(key=lambda sighting: -float(sighting.words.get("phase_seconds", 0)))
-    return "; ".join(describe(sighting) for sighting in [*missing, *others, *waiting])
+    missing = [each for each in evidence if each.verdict.is_dead]
+    missing += [each for each in evidence if each.verdict == Verdict.IMPAIRED]
+    others = [each for each in evidence if not each.is_waiting and each not in missing]
+    # The rank that has been in its phase for longest delays the others.
+    others.sort(key=lambda each: -float(each.status.get("phase_seconds", 0)))
+    return "; ".join(describe_rank(each) for each in [*missing, *others, *waiting])
 
 
-def lost(sightings: Sequence[Sighting], fallback: str, stood_still: float = 0.0) -> str:
-    """The sentence for a collective that failed: who of the others is lost, and how; else `fallback`.
+def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
+    """The sentence for a failed collective: which ranks are lost, and how; without one, `fallback`.
 
     Impaired traffic is named in both cases.
 
-    stood_still: seconds for which this rank itself did not run, in which the others may have given it up.
+    stood_still: seconds for which this process did not run.
     """
-    dead = [sighting for sighting in sightings if sighting.verdict.is_dead]
-    impaired = [capital(describe(each)) for each in sightings if each.verdict == Verdict.IMPAIRED]
-    own = f"This process itself had stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
+    dead = [each for each in evidence if each.verdict.is_dead]
+    impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]
+    own = f"This process stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
     if dead:
-        said = [f"Lost {'; '.join(f'{s.peer}: it {_death(s)}' for s in dead)}. {_remedy(dead)}"]
+        sentences = [f"Lost {'; '.join(f'{s.peer}: it {_death(s)}' for s in dead)}. {_remedy(dead)}"]
     else:
-        said = [fallback] if fallback else []
-    return own + " ".join([*said, *(f"{sentence}." for sentence in impaired)])
+        sentences = [fallback] if fallback else []
+    return own + " ".join([*sentences, *(f"{sentence}." for sentence in impaired)])
 
 
-def _remedy(dead: Sequence[Sighting]) -> str:
-    hosts = ", ".join(dict.fromkeys(sighting.peer.host for sighting in dead))
-    if all(sighting.verdict == Verdict.GONE for sighting in dead):
-        return f"Its log on {hosts} has the reason; none there: it was killed, by hand or for want of memory."
-    if all(sighting.verdict == Verdict.UNREACHABLE for sighting in dead):
-        return f"Look whether {hosts} is up, awake and on the network."
-    return f"Look whether {hosts} is stopped, suspended or starved of memory."
+def _remedy(dead: Sequence[RankEvidence]) -> str:
+    hosts = ", ".join(dict.fromkeys(each.peer.host for each in dead))
+    if all(each.verdict == Verdict.GONE for each in dead):
+        return (
+            f"Its log on {hosts} has the reason; "
+            "without one it was killed: by hand, or because memory ran out."
+        )
+    if all(each.verdict == Verdict.UNREACHABLE for each in dead):
+        return f"Check that {hosts} is running, awake and connected to the network."
+    return f"Check whether {hosts} is stopped, suspended or out of memory."
 
 
-def capital(sentence: str) -> str:
+def capitalize(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]

@@ -1,16 +1,16 @@
 """The attempts at a run on this host, and whether another one makes sense.
 
-attempts.jsonl   a line for each attempt that is over: how it ended and why, at which step, after how long
-attempt.json     the attempt under way; without an outcome beside it, it was killed
-announced.json   one that was let start and has not begun: if it is the last, it died while it was loading
+attempts.jsonl   a line for each ended attempt: outcome, reason, step, seconds
+attempt.json     the running attempt; without an outcome beside it, the attempt was killed
+announced.json   an attempt that may start and has not begun; if none follows, it died while loading
 
-python -m trainer again --run-dir runs/mine           # exit code 0: try again; 1: no, and why
-python -m trainer again --run-dir runs/mine --wait    # and sleeps first, longer after each fruitless attempt
+python -m trainer again --run-dir runs/mine           # exit code 0: try again; 1: do not, and the reason
+python -m trainer again --run-dir runs/mine --wait    # sleep first, longer after attempts without progress
 
-A run that was asked for anew (its outcome and heartbeats were taken away) starts without a wait, and its
-fruitless attempts are counted from there. With --first-must-step its first attempt is not repeated unless it
-has made a step: who asked for it is there to be told why. Where --wait finds that there will be no other one,
-outcome.json says so: `settled` is true there. Only the standard library is imported.
+A run that is requested (its outcome and heartbeats are removed) starts without a wait, and attempts without
+progress are counted from there. With --first-must-step, its first attempt is repeated only if it has made a
+step: whoever requested it reads the error now. If --wait finds that no attempt follows, it sets `settled` in
+outcome.json to true. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from trainer.data.files import write_whole
 
 HISTORY, UNDER_WAY, ANNOUNCED = "attempts.jsonl", "attempt.json", "announced.json"
 FIRST_WAIT_SECONDS = 5.0
-# Longer would be of no use: an attempt itself waits a minute for the other hosts, and they must meet.
+# Not longer: an attempt waits one minute for the other hosts, and the attempts must overlap.
 LONGEST_WAIT_SECONDS = 60.0
 LIMIT = 30
 SETTLED = ("final", "stopped", "finished")
 LOG_BYTES = 1 << 16
 RAISED = re.compile(r"^(?:\[[^]]*\]:? )?(?:\w+\.)*(\w+(?:Error|Exception)): (\S.*)$", re.MULTILINE)
 NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError")
-"""What torchrun raises when it does not find the others."""
+"""Raised by torchrun when the rendezvous fails."""
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class Verdict(NamedTuple):
-    """Whether to try again, why, how many attempts in a row came no further, how long to wait before."""
+class RestartDecision(NamedTuple):
+    """Whether to try again, the reason, the attempts in a row without progress, the wait before the next."""
 
     again: bool
     reason: str
@@ -48,29 +48,29 @@ class Verdict(NamedTuple):
     wait_seconds: float = 0.0
 
 
-def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> Verdict:
+def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> RestartDecision:
     """Whether another attempt at the run in `run_dir` makes sense. Reads only."""
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
-    for kind in SETTLED:  # what one rank of this host knows to be final is so for all of them
+    for kind in SETTLED:  # what is final for one rank of this host is final for all
         for end in ends:
             if end.get("outcome") == kind:
-                return Verdict(False, f"{kind}: {end.get('reason') or 'no reason was given'}")
+                return RestartDecision(False, f"{kind}: {end.get('reason') or 'no reason was given'}")
     if is_asked_anew(run_dir):
-        return Verdict(True, "Nothing stands against a first attempt.")
+        return RestartDecision(True, "This is the first attempt.")
     lines = history(run_dir) + _unwritten(run_dir)
     fruitless, last = _fruitless(lines), lines[-1] if lines else {}
     if first_must_step and last.get("asked_anew") and not has_stepped(run_dir):
-        return Verdict(
+        return RestartDecision(
             False, f"The first attempt made no step: {last.get('reason') or 'no reason was given'}"
         )
     why = f"The last attempt: {last.get('reason') or 'no reason was given'}"
     if fruitless > limit:
-        return Verdict(
+        return RestartDecision(
             False,
-            f"{fruitless} attempts in a row came no further than step {last.get('step', 0)}. {why}",
+            f"{fruitless} attempts in a row did not get past step {last.get('step', 0)}. {why}",
             fruitless,
         )
-    return Verdict(True, why, fruitless, wait_after(fruitless))
+    return RestartDecision(True, why, fruitless, wait_after(fruitless))
 
 
 def wait_after(fruitless: int) -> float:
@@ -81,7 +81,7 @@ def wait_after(fruitless: int) -> float:
 
 
 def _fruitless(lines: list[dict[str, Any]]) -> int:
-    """How many attempts at the end of the history came no further; one that did counts as the first."""
+    """The number of last attempts without progress; the one that reached the furthest step counts."""
     count, furthest = 0, -1
     for line in lines:
         if line.get("asked_anew"):
@@ -93,7 +93,7 @@ def _fruitless(lines: list[dict[str, Any]]) -> int:
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
-    """The attempts that are over, the oldest first; lines that are damaged are left out."""
+    """The ended attempts, the oldest first; damaged lines are left out."""
     try:
         raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -106,18 +106,18 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def is_asked_anew(run_dir: Path) -> bool:
-    """Whether nothing is left of an attempt before that would want to be tried again."""
+    """Whether the run directory has no trace of an earlier attempt: the run was requested."""
     names = ("outcome*.json", "heartbeat-*.json", ANNOUNCED)
     return not any(path for name in names for path in run_dir.glob(name))
 
 
 def has_stepped(run_dir: Path) -> bool:
-    """Whether a rank of this host has made a step in its last attempt."""
+    """Whether a rank of this host made a step in its last attempt."""
     return any(_load(path).get("loss") is not None for path in run_dir.glob("heartbeat-*.json"))
 
 
 def begin(run_dir: Path) -> None:
-    """Note that an attempt begins, after what became of one that was killed. Call it before its outcome goes.
+    """Record that an attempt begins, and the end of a killed one. Call it before its outcome is removed.
 
     Raises OSError.
     """
@@ -134,15 +134,15 @@ def begin(run_dir: Path) -> None:
     (run_dir / ANNOUNCED).unlink(missing_ok=True)
 
 
-def began_anew(run_dir: Path) -> bool:
-    """Whether the attempt under way was asked for, and does not follow on one that has ended by itself."""
+def was_requested(run_dir: Path) -> bool:
+    """Whether the running attempt was requested, and is not a restart."""
     return bool(_load(run_dir / UNDER_WAY).get("asked_anew", True))
 
 
 def announce(run_dir: Path) -> None:
-    """Note that an attempt is let start, so that one which cannot even load is counted."""
+    """Record that an attempt may start, so that one that fails while loading is counted."""
     content = {"began": time.time(), "asked_anew": is_asked_anew(run_dir)}
-    with contextlib.suppress(OSError):  # a full disk is told by the attempt itself
+    with contextlib.suppress(OSError):  # the attempt itself reports a full disk
         for line in _unwritten(run_dir):
             _add(run_dir, line)
         (run_dir / UNDER_WAY).unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def announce(run_dir: Path) -> None:
 
 
 def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
-    """What became of attempts that left no line: the one that was killed, the one that never began."""
+    """History lines of attempts that wrote none: one that was killed, or one that never began."""
     announced = _load(run_dir / ANNOUNCED)
     if announced:
         return [_never_began(run_dir, announced)]
@@ -161,41 +161,41 @@ def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
 def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
     return {
         "outcome": "retryable",
-        "reason": _last_word(run_dir)
-        or "It ended while it was loading; train.log says why, or it was killed for want of memory.",
+        "reason": _last_exception(run_dir)
+        or "It ended while loading; train.log has the reason, or it was killed because memory ran out.",
         "step": int((history(run_dir) or [{}])[-1].get("step") or 0),
         **announced,
-        "time": _last_words_at(run_dir) or announced.get("began"),
+        "time": _last_output_at(run_dir) or announced.get("began"),
     }
 
 
-def _last_words_at(run_dir: Path) -> float | None:
-    """When the log was last written to."""
+def _last_output_at(run_dir: Path) -> float | None:
+    """When the log was last written."""
     try:
         return (run_dir / "train.log").stat().st_mtime
     except OSError:
         return None
 
 
-def _last_word(run_dir: Path) -> str:
-    """What the last attempt's own log says of its end, as a sentence; empty if it says nothing."""
+def _last_exception(run_dir: Path) -> str:
+    """The last exception in the log of the last attempt, as a sentence; empty without one."""
     try:
         with open(run_dir / "train.log", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
             log = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    said = RAISED.findall(log.rpartition("\n=== ")[2])
-    if not said:
+    raised = RAISED.findall(log.rpartition("\n=== ")[2])
+    if not raised:
         return ""
-    kind, text = said[-1]
+    kind, text = raised[-1]
     if kind in NOT_MET:
         return f"The ranks did not meet: {text}"
-    return f"It ended while it was loading: {kind}: {text}"
+    return f"It ended while loading: {kind}: {text}"
 
 
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:
-    """Note how the attempt under way ended. Raises OSError."""
+    """Add the running attempt to the history. Raises OSError."""
     under_way = _load(run_dir / UNDER_WAY)
     names = (
         "run_id",
@@ -216,7 +216,7 @@ def end(run_dir: Path, outcome: dict[str, Any]) -> None:
 
 
 def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
-    """What became of an attempt that left no outcome: the line its history lacks. None if there is none."""
+    """The missing history line of an attempt that left no outcome; None if there is none."""
     under_way = _load(run_dir / UNDER_WAY)
     if not under_way:
         return None
@@ -226,7 +226,7 @@ def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
     if under_way.get("boot_id") and under_way["boot_id"] != _boot_id():
         what = "Its host went down"
     else:
-        what = "Killed without a word (SIGKILL, or the kernel for want of memory)"
+        what = "Killed by SIGKILL: by hand, or by the kernel because memory ran out,"
     began, seen = float(under_way.get("began") or 0), float(beat.get("time") or 0)
     return {
         "run_id": beat.get("run_id"),
@@ -244,7 +244,7 @@ def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
 
 
 def settle(run_dir: Path) -> None:
-    """Write into outcome.json that nothing follows; an attempt that was killed gets its outcome here."""
+    """Set `settled` in outcome.json; a killed attempt gets its outcome here."""
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
     known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
     outcome = (known or ends or _unwritten(run_dir) or [{}])[0]
@@ -281,29 +281,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=LIMIT,
         metavar="N",
-        help="attempts in a row that came no further, after which it is no use (%(default)s)",
+        help="attempts in a row without progress after which to give up (%(default)s)",
     )
     parser.add_argument(
-        "--first-must-step", action="store_true", help="not after a first attempt that made no step"
+        "--first-must-step", action="store_true", help="give up if the first attempt made no step"
     )
     parser.add_argument(
-        "--wait", action="store_true", help="sleep as long as is good before it; note where it is the end"
+        "--wait", action="store_true", help="sleep before the next attempt; set `settled` if none follows"
     )
-    parser.add_argument("--json", action="store_true", help="answer as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Say the verdict; returns 0 where another attempt makes sense, 1 where it does not."""
-    verdict = judge(args.run_dir, args.limit, args.first_must_step)
+    """Print the decision; returns 0 if another attempt makes sense, else 1."""
+    decision = judge(args.run_dir, args.limit, args.first_must_step)
     if args.json:
-        print(json.dumps(verdict._asdict()), flush=True)
-    elif verdict.again:
-        print(f"Again in {verdict.wait_seconds:g} s. {verdict.reason}", flush=True)
+        print(json.dumps(decision._asdict()), flush=True)
+    elif decision.again:
+        print(f"Restart in {decision.wait_seconds:g} s. {decision.reason}", flush=True)
     else:
-        print(f"Not again. {verdict.reason}", flush=True)
-    if args.wait and verdict.again:
-        time.sleep(verdict.wait_seconds)
+        print(f"No restart. {decision.reason}", flush=True)
+    if args.wait and decision.again:
+        time.sleep(decision.wait_seconds)
         announce(args.run_dir)
     elif args.wait:
         settle(args.run_dir)
-    return 0 if verdict.again else 1
+    return 0 if decision.again else 1

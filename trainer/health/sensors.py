@@ -1,4 +1,4 @@
-"""How hot this host is, and whether its CPU is slowed down for it, where Linux tells it under /sys."""
+"""Temperature and throttling of this host, where Linux shows them under /sys."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 THERMAL = Path("/sys/class/thermal")
 CPU = Path("/sys/devices/system/cpu")
 NOT_CPUS = ("iwlwifi", "nvme", "bat", "acpitz")  # zones of other parts; acpitz is often a constant
-SLOWED = 0.8  # of the clock that the processor allows itself at its best
+SLOWED = 0.8  # of the processor's highest clock
 
 
-class Heat:
-    """Looks at the host's sensors; `look` says what has changed since the look before."""
+class Sensors:
+    """Looks at the host's sensors; `read` compares with the reading before."""
 
     def __init__(self) -> None:
         self._throttle_events = self._count()
 
-    def look(self) -> dict[str, float | bool | None]:
-        """temperature in degrees Celsius and throttled, each None where the host does not tell."""
+    def read(self) -> dict[str, float | bool | None]:
+        """temperature in degrees Celsius and throttled, each None where the host does not show it."""
         events = self._count()
         slowed = None
         if events is not None and self._throttle_events is not None:
@@ -30,8 +30,8 @@ class Heat:
     @staticmethod
     def _count() -> int | None:
         counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
-        told = [count for count in counts if count is not None]
-        return sum(told) if told else None
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
 
 def _temperature() -> float | None:
@@ -46,7 +46,7 @@ def _temperature() -> float | None:
 
 
 def _clock_is_limited() -> bool | None:
-    """Whether someone holds the clock down now: the limit in force lies well under the processor's own."""
+    """Whether the clock is limited now: the limit in force is well below the processor's own."""
     best = _number(CPU / "cpu0/cpufreq/cpuinfo_max_freq")
     limit = _number(CPU / "cpu0/cpufreq/scaling_max_freq")
     return None if not best or limit is None else limit < SLOWED * best

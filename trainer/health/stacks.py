@@ -1,4 +1,4 @@
-"""Where all threads of this process are: their Python stacks as text, and the innermost main line."""
+"""The Python stacks of all threads of this process as text, and the innermost line of the main thread."""
 
 from __future__ import annotations
 

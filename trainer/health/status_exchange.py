@@ -1,12 +1,12 @@
-"""What ranks tell each other beside the collectives: how they are, each second, and how they ended.
+"""The run status of every rank, exchanged each second through the rendezvous store.
 
-    board = Board(place)                   # a thread with a store connection of its own
-    board.start(told)                      # told(): this rank's words
-    board.seen                             # rank -> words of the others, and how old they are
-    board.say("ended")                     # at once, in a bounded time
+    exchange = StatusExchange(env, prefix)     # a thread with its own connection to the store
+    exchange.start(status)                     # status() returns the status of this rank
+    exchange.received                          # rank -> last status of the others, and its age
+    exchange.publish()                         # at once, in a bounded time
 
-A connection is shared by nobody: a client waits behind another thread's call, and one whose server is frozen
-or cut off does not return. Then what was seen last grows old, which is all that its readers need.
+The connection is not shared: a client waits for the calls of other threads, and a call to a frozen or
+unreachable server does not return. The received statuses then grow old, and readers see their age.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 
-EVERY_SECONDS = 1.0
+PUBLISH_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
-AGAIN_SECONDS = 10.0  # between attempts to find a store that was lost
+RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
-Words = dict[str, Any]
+Status = dict[str, Any]
 
 
-class Seen(NamedTuple):
-    """The last words of a rank and when, by this host's clock, they were new."""
+class ReceivedStatus(NamedTuple):
+    """The last status of a rank and when, by this host's clock, it was new."""
 
-    words: Words
+    status: Status
     at: float
 
     @property
@@ -41,31 +41,31 @@ class Seen(NamedTuple):
         return time.monotonic() - self.at
 
 
-class Board:
-    """This rank's words to the others, and theirs to it."""
+class StatusExchange:
+    """Publishes the status of this rank and reads those of the others."""
 
-    def __init__(self, place: Place, prefix: str) -> None:
-        self._place, self._prefix = place, prefix
-        self._key = f"board/{place.rank}"
-        self._others = {rank: f"board/{rank}" for rank in range(place.world_size) if rank != place.rank}
-        self._told: Callable[[], Words] = dict
+    def __init__(self, env: RankEnv, prefix: str) -> None:
+        self._env, self._prefix = env, prefix
+        self._key = f"status/{env.rank}"
+        self._others = {rank: f"status/{rank}" for rank in range(env.world_size) if rank != env.rank}
+        self._status: Callable[[], Status] = dict
         self._count = 0
         self._lock = threading.Lock()  # of the connection
         self._store: dist.Store | None = None
         self._try_at = 0.0
         self._stopped = threading.Event()
-        self.seen: dict[int, Seen] = {}
+        self.received: dict[int, ReceivedStatus] = {}
 
-    def start(self, told: Callable[[], Words]) -> None:
-        self._told = told
+    def start(self, status: Callable[[], Status]) -> None:
+        self._status = status
         if self._others:
-            threading.Thread(target=self._work, name="board", daemon=True).start()
+            threading.Thread(target=self._work, name="status exchange", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
 
-    def say(self, seconds: float = 1.0) -> bool:
-        """Put this rank's words up now, and read the others'; returns whether that was done in time."""
+    def publish(self, seconds: float = 1.0) -> bool:
+        """Publish now and read the others; returns whether that was done within `seconds`."""
         if not self._others:
             return True
         done = threading.Event()
@@ -74,32 +74,32 @@ class Board:
             self._exchange()
             done.set()
 
-        threading.Thread(target=work, name="board, once", daemon=True).start()
+        threading.Thread(target=work, name="status exchange, once", daemon=True).start()
         return done.wait(seconds)
 
     def _work(self) -> None:
-        while not self._stopped.wait(EVERY_SECONDS):
+        while not self._stopped.wait(PUBLISH_SECONDS):
             self._exchange()
 
     def _exchange(self) -> None:
-        """A store that is gone is looked for again the next time."""
+        """Publish and read once. A lost connection is made again at a later call."""
         with self._lock:
             try:
                 if self._store is None:
                     if time.monotonic() < self._try_at:
                         return
-                    self._try_at = time.monotonic() + AGAIN_SECONDS
+                    self._try_at = time.monotonic() + RECONNECT_SECONDS
                     self._store = self._connect()
                 self._count += 1
-                self._store.set(self._key, json.dumps({**self._told(), "count": self._count}))
+                self._store.set(self._key, json.dumps({**self._status(), "count": self._count}))
                 self._read(self._store)
             except (RuntimeError, ValueError):
                 self._store = None
 
     def _connect(self) -> dist.Store:
         store = dist.TCPStore(
-            self._place.master_addr,
-            self._place.master_port,
+            self._env.master_addr,
+            self._env.master_port,
             is_master=False,
             timeout=timedelta(seconds=ANSWER_SECONDS),
             wait_for_workers=False,
@@ -107,12 +107,12 @@ class Board:
         return dist.PrefixStore(self._prefix, store)
 
     def _read(self, store: dist.Store) -> None:
-        there = [rank for rank, key in self._others.items() if rank in self.seen or store.check([key])]
+        there = [rank for rank, key in self._others.items() if rank in self.received or store.check([key])]
         if not there:
             return
         for rank, raw in zip(there, store.multi_get([self._others[rank] for rank in there]), strict=True):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):  # no run status
-                words = dict(json.loads(raw))
-                count, before = words["count"], self.seen.get(rank)
-                if before is None or before.words["count"] != count:
-                    self.seen[rank] = Seen(words, time.monotonic())
+                status = dict(json.loads(raw))
+                count, before = status["count"], self.received.get(rank)
+                if before is None or before.status["count"] != count:
+                    self.received[rank] = ReceivedStatus(status, time.monotonic())

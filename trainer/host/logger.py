@@ -20,14 +20,14 @@ import traceback
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.host.rank_env import Place
+from trainer.host.rank_env import RankEnv
 
 
-class Voice:
+class RunLogger:
     """Says each line whole and at once on standard output; a reader that has left does not end the run."""
 
-    def __init__(self, place: Place, as_json: bool = False) -> None:
-        self._rank, self._host, self._as_json = place.rank, place.host, as_json
+    def __init__(self, env: RankEnv, as_json: bool = False) -> None:
+        self._rank, self._host, self._as_json = env.rank, env.host, as_json
 
     def __call__(
         self,

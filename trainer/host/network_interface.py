@@ -1,4 +1,4 @@
-"""The network interface that a rank's traffic takes: its name, whether it is up, how much arrives at it."""
+"""The network interface of a rank: its name, whether it is up, the rate at which bytes arrive."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 import psutil
 
-NOT_TOLD = (OSError, RuntimeError, KeyError, psutil.Error)
-SPAN_SECONDS = 5.0  # that a rate is taken over at least
+NOT_AVAILABLE = (OSError, RuntimeError, KeyError, psutil.Error)
+SPAN_SECONDS = 5.0  # the shortest interval of a rate
 
 
-class Wire:
-    """The interface of `address`, or the one that Gloo was told to take."""
+class NetworkInterface:
+    """The interface of `address`, or the one that GLOO_SOCKET_IFNAME names."""
 
     def __init__(self, address: str) -> None:
         self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
@@ -23,8 +23,8 @@ class Wire:
         self._rate: float | None = None
         self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
 
-    def look(self) -> dict[str, Any]:
-        """For the other ranks: interface, up, and received in bytes per second of late."""
+    def read(self) -> dict[str, Any]:
+        """For the other ranks: interface, up, and received, the recent rate in bytes per second."""
         with self._lock:
             now = time.monotonic()
             if now - self._then >= SPAN_SECONDS:
@@ -35,19 +35,19 @@ class Wire:
         return {"interface": self.name, "up": self._is_up(), "received": self._rate}
 
     def _received(self) -> int | None:
-        with contextlib.suppress(*NOT_TOLD):
+        with contextlib.suppress(*NOT_AVAILABLE):
             return int(psutil.net_io_counters(pernic=True)[self.name].bytes_recv)
         return None
 
     def _is_up(self) -> bool | None:
-        with contextlib.suppress(*NOT_TOLD):
+        with contextlib.suppress(*NOT_AVAILABLE):
             return bool(psutil.net_if_stats()[self.name].isup)
         return None
 
 
 def interface_of(address: str) -> str:
     """The interface that has the address; empty where none does."""
-    with contextlib.suppress(*NOT_TOLD):
+    with contextlib.suppress(*NOT_AVAILABLE):
         for name, addresses in psutil.net_if_addrs().items():
             if any(known.address.partition("%")[0] == address for known in addresses):
                 return str(name)

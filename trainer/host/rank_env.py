@@ -15,7 +15,7 @@ MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host that has less memory, o
 
 
 @dataclass(frozen=True)
-class Place:
+class RankEnv:
     """This rank among all ranks."""
 
     rank: int = 0
@@ -29,12 +29,12 @@ class Place:
     agent_store: bool = False
 
     @classmethod
-    def from_environment(cls) -> Place:
+    def from_environment(cls) -> RankEnv:
         """Read torchrun's variables. Raises ConfigError when they contradict each other."""
         host = os.environ.get("NANOFLEET_HOST") or socket.gethostname()
         if "RANK" not in os.environ:
             return cls(host=host)
-        place = cls(
+        env = cls(
             rank=_number("RANK"),
             world_size=_number("WORLD_SIZE", 1),
             local_rank=_number("LOCAL_RANK", 0),
@@ -45,13 +45,11 @@ class Place:
             attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
             agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        if not 0 <= place.rank < place.world_size:
-            raise ConfigError(
-                f"RANK is {place.rank} but WORLD_SIZE is {place.world_size}: start it by torchrun."
-            )
-        if place.world_size > 1 and not (place.master_addr and place.master_port):
+        if not 0 <= env.rank < env.world_size:
+            raise ConfigError(f"RANK is {env.rank} but WORLD_SIZE is {env.world_size}: start it by torchrun.")
+        if env.world_size > 1 and not (env.master_addr and env.master_port):
             raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")
-        return place
+        return env
 
     @staticmethod
     def micro_batch(default: int) -> int:
@@ -65,12 +63,12 @@ class Place:
         return rows
 
     @property
-    def coordinates(self) -> bool:
+    def is_coordinator(self) -> bool:
         """Whether this is rank 0, which keeps checkpoints, metrics and the tracker."""
         return self.rank == 0
 
     @property
-    def speaks_for_host(self) -> bool:
+    def is_host_leader(self) -> bool:
         """Whether this rank writes the files of which a host has one."""
         return self.local_rank == 0
 

@@ -1,12 +1,12 @@
-"""What a step will take, before there was one: alone and in every sync mode, at the asked and larger batches.
+"""The cost model: predicted seconds per step on one host and in every sync mode, for several batch sizes.
 
-    predictor = Predictor(speeds, link, work, names)
-    predictor.step("exact", rows=16)               # seconds, with the rows split by speed
-    predictor.alone(rows=16)                       # (seconds, rank): the fastest host by itself
-    choose(predictor, 16, ["dense", "exact"])      # the mode to take
+    model = CostModel(speeds, link, work, names)
+    model.step("exact", rows=16)                   # seconds, with the rows split by speed
+    model.single_host(rows=16)                     # (seconds, rank): the single-host baseline
+    choose_mode(model, 16, ["dense", "exact"])     # the fastest mode
 
-Pure arithmetic over what was measured (trainer.placement.microbenchmark) and counted; a run says afterwards
-how far off it was.
+Pure arithmetic over measured speeds (trainer.placement.microbenchmark) and counted bytes. A finished run
+reports prediction and measurement.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from trainer.data.loader import equal_split
 from trainer.formatting import render_table
 from trainer.placement.batch_split import relative_speeds, slowest, split_rows
 from trainer.placement.microbenchmark import Link, Speed
-from trainer.sync.buckets import share_out
+from trainer.sync.buckets import assign_owners
 from trainer.sync.local import TAIL_STEPS, Outer
-from trainer.sync.quantize import Quantiser
+from trainer.sync.quantize import Quantizer
 
-# Of backward's and the optimizer's time in which exact and fast could send, the part in which they do: a
-# processor that computes is also the one that moves the bytes.
+# The part of backward's and the optimizer's time that hides transfers of exact and fast: the same processor
+# computes and moves the bytes.
 OVERLAP = 0.5
-BETTER = 0.03  # of a step, by which a mode must be faster than one that is named before it
-TIMES = (1, 4, 16)  # the asked batch, and larger ones
-LARGEST = 64  # times the asked batch: further on nobody looks for one that pays
+BETTER = 0.03  # the part of a step by which a mode must be faster than those listed before it
+TIMES = (1, 4, 16)  # multiples of the batch in the table
+LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
 
 
 @dataclass(frozen=True)
-class Work:
-    """What there is to do, and to send, whoever does it. Parameters are counted, not bytes."""
+class StepWork:
+    """Computation and transfers of a step over all ranks. Counts of parameters, not bytes."""
 
     tables: int  # embedding tables, together
     table_width: int  # values of one token's row in all tables
@@ -42,7 +42,7 @@ class Work:
     others: int  # lm_head and the scalars
     matrix_flops: tuple[float, ...]  # Muon's, one matrix each
     micro_batch: int  # rows
-    touched: Callable[[int], int]  # unique tokens in so many rows
+    active: Callable[[int], int]  # active rows of an embedding for so many rows of data
     value_bytes: int = 4
 
     @property
@@ -51,38 +51,38 @@ class Work:
 
 
 def _check(mode: str) -> None:
-    """Raise ValueError for a mode whose cost is not known here."""
+    """Raise ValueError for a mode without a cost."""
     if mode not in SYNC_MODES:
         raise ValueError(f"no cost is known for the sync mode {mode!r}, only for {', '.join(SYNC_MODES)}")
 
 
-def payload(mode: str, work: Work, rows: int, world_size: int, outer: Outer | None = None) -> float:
-    """Bytes that a rank sends in a step of so many rows, of local in the mean of its steps.
+def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
+    """Bytes that a rank sends in a step of so many rows; for local, the mean over its steps.
 
-    Ring and hand-out move (n-1)/n twice. trainer.sync.payload counts the same in the modes' own code.
+    Reduce and broadcast send (n-1)/n each. trainer.sync.payload counts the same with the code of the modes.
     """
     _check(mode)
-    way = 2 * (world_size - 1) / world_size
+    copies = 2 * (world_size - 1) / world_size
     if mode == "dense":
-        return way * work.value_bytes * work.parameters
+        return copies * work.value_bytes * work.parameters
     outer = outer or Outer()
     steps = outer.steps + TAIL_STEPS if mode == "local" else 1
-    values = work.touched(steps * rows) * work.table_width + work.matrices + work.others
+    values = work.active(steps * rows) * work.table_width + work.matrices + work.others
     if mode == "local":
-        return (world_size - 1) * values * Quantiser(outer.bits).bytes_a_value / outer.steps
-    return way * values * (2 if mode == "fast" else work.value_bytes)
+        return (world_size - 1) * values * Quantizer(outer.bits).bytes_per_value / outer.steps
+    return copies * values * (2 if mode == "fast" else work.value_bytes)
 
 
 @dataclass(frozen=True)
-class Predictor:
-    """Speeds by rank, and the link between them."""
+class CostModel:
+    """Speeds by rank, the link between them, and the work of a step."""
 
     speeds: Sequence[Speed]
     link: Link | None
-    work: Work
+    work: StepWork
     names: Sequence[str]
     by_speed: bool = True
-    outer: Outer | None = None  # how ranks meet in local
+    outer: Outer | None = None  # of the mode local
 
     def shares(self, rows: int) -> list[int]:
         if not self.by_speed:
@@ -91,25 +91,25 @@ class Predictor:
 
     @property
     def owner_speeds(self) -> list[float]:
-        """Relative speeds by rank that Muon's work is shared out by."""
+        """Relative speeds by rank, by which the Muon matrices are assigned."""
         return relative_speeds([speed.muon for speed in self.speeds])
 
-    def alone(self, rows: int) -> tuple[float, int]:
-        """Seconds of a step on the rank that is fastest by itself, and that rank."""
-        return min((speed.solo(rows), rank) for rank, speed in enumerate(self.speeds))
+    def single_host(self, rows: int) -> tuple[float, int]:
+        """The single-host baseline: seconds of a step on the fastest rank alone, and that rank."""
+        return min((speed.step_alone(rows), rank) for rank, speed in enumerate(self.speeds))
 
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
-        """Seconds of a step by all ranks; their rows split as the run would unless `shares` are given."""
+        """Seconds of a step on all ranks, with the split of the run unless `shares` is given."""
         _check(mode)
         shares = shares or self.shares(rows)
         compute = slowest([speed.row for speed in self.speeds], shares)
         adamw = max(speed.adamw for speed in self.speeds)
         if self.link is None:
-            return self.speeds[0].solo(rows)
+            return self.speeds[0].step_alone(rows)
         sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
-        wire = sent / self.link.goodput + 4 * self.link.latency
+        wire = sent / self.link.bandwidth + 4 * self.link.latency
         if mode == "local":
-            return max(s.solo(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
+            return max(s.step_alone(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
         muon = self._muon()
         if mode == "dense":
             return compute + wire + muon + adamw
@@ -121,9 +121,9 @@ class Predictor:
         return compute + max(0.0, wire - hidden) + muon + adamw
 
     def _muon(self) -> float:
-        """The slowest owner's part of Muon's work, shared out by speed."""
+        """Muon seconds of the slowest owner rank."""
         costs = self.work.matrix_flops
-        owners = share_out(costs, len(self.speeds), self.owner_speeds)
+        owners = assign_owners(costs, len(self.speeds), self.owner_speeds)
         total = sum(costs)
         return max(
             sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) / total * speed.muon
@@ -131,30 +131,30 @@ class Predictor:
         )
 
     def pays_from(self, mode: str, rows: int) -> int | None:
-        """The rows of a step from which all ranks are faster than one alone; None if none is found."""
+        """The rows of a step from which all ranks beat the single-host baseline; None if not found."""
         for times in range(1, LARGEST + 1):
-            if self.step(mode, times * rows) < self.alone(times * rows)[0]:
+            if self.step(mode, times * rows) < self.single_host(times * rows)[0]:
                 return times * rows
         return None
 
 
-def choose(predictor: Predictor, rows: int, modes: Sequence[str]) -> str:
-    """The fastest of these modes; one named before another goes first unless it is clearly slower."""
+def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
+    """The fastest of these modes; an earlier one unless a later one is clearly faster."""
     best = modes[0]
     for mode in modes[1:]:
-        if predictor.step(mode, rows) < (1 - BETTER) * predictor.step(best, rows):
+        if model.step(mode, rows) < (1 - BETTER) * model.step(best, rows):
             best = mode
     return best
 
 
-def table(
-    predictor: Predictor,
+def render_predictions(
+    model: CostModel,
     rows: int,
     sequence_len: int,
     modes: Sequence[str],
     gpus: Mapping[str, Speed] | None = None,
 ) -> str:
-    """Seconds a step and tokens a second, by mode and batch. gpus: those that are left idle, by host."""
+    """A table of seconds per step and tokens per second, by mode and batch. gpus: idle ones, by host."""
     batches = [times * rows for times in TIMES]
     head = ["predicted, s a step (tok/s)", *(f"{batch * sequence_len:,} tokens" for batch in batches)]
 
@@ -162,18 +162,18 @@ def table(
         cells = [(seconds(batch), batch * sequence_len / seconds(batch)) for batch in batches]
         return [name, *(f"{each:.3g} ({speed:,.0f})" for each, speed in cells)]
 
-    fastest = predictor.names[predictor.alone(rows)[1]]
-    lines = [line(f"{host}'s GPU alone", gpu.solo) for host, gpu in (gpus or {}).items()]
+    fastest = model.names[model.single_host(rows)[1]]
+    lines = [line(f"{host}'s GPU alone", gpu.step_alone) for host, gpu in (gpus or {}).items()]
     on_cpu = ", on its CPU" * bool(lines)
-    lines.append(line(f"{fastest} alone{on_cpu}", lambda batch: predictor.alone(batch)[0]))
-    if len(predictor.speeds) > 1:
-        lines += [line(mode, lambda batch, mode=mode: predictor.step(mode, batch)) for mode in modes]  # type: ignore[misc]
+    lines.append(line(f"{fastest} alone{on_cpu}", lambda batch: model.single_host(batch)[0]))
+    if len(model.speeds) > 1:
+        lines += [line(mode, lambda batch, mode=mode: model.step(mode, batch)) for mode in modes]  # type: ignore[misc]
     return render_table([head, *lines])
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What the tracker and the closing line compare the run with."""
+    """The prediction that tracker and closing line compare with the run."""
 
     sync: str
     step_seconds: float
@@ -188,16 +188,16 @@ class Prediction:
         return cls(**saved) if saved else None
 
     def against(self, seconds: float) -> str:
-        """predicted 5.2 s a step, measured 5.4."""
+        """Predicted 5.2 s a step, measured 5.4."""
         return f"Predicted {self.step_seconds:.3g} s a step, measured {seconds:.3g}."
 
 
-def verdict(predictor: Predictor, rows: int, sequence_len: int, mode: str) -> str:
-    """A warning where one host alone would be faster, with the batch from which all pay; empty where not."""
-    together, (alone, rank) = predictor.step(mode, rows), predictor.alone(rows)
-    if len(predictor.speeds) == 1 or together <= alone:
+def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) -> str:
+    """A warning if the single-host baseline is faster, with the batch from which ranks pay; else empty."""
+    together, (alone, rank) = model.step(mode, rows), model.single_host(rows)
+    if len(model.speeds) == 1 or together <= alone:
         return ""
-    from_rows = predictor.pays_from(mode, rows)
+    from_rows = model.pays_from(mode, rows)
     remedy = (
         f"they pay from total_batch_size {from_rows * sequence_len} on"
         if from_rows
@@ -205,6 +205,6 @@ def verdict(predictor: Predictor, rows: int, sequence_len: int, mode: str) -> st
     )
     return (
         f"warning: the other ranks do not pay at {rows * sequence_len:,} tokens a step: "
-        f"{predictor.names[rank]} alone would take {alone:.3g} s a step, all together take {together:.3g} "
+        f"{model.names[rank]} alone would take {alone:.3g} s a step, all together take {together:.3g} "
         f"({mode}); {remedy}."
     )

@@ -1,10 +1,10 @@
-"""How fast this rank is at the run's own work, and the link to the others: measured before step 0.
+"""The speed of this rank at the work of the run, and of the link to the others, measured before step 0.
 
     speed = measure_speed(model, optimizer, batch_size=2)   # all ranks at once, as in a step
     link = measure_link(group, device)
 
-By the clock on the wall and for long enough: a host that is limited to a share of its processor, or used by
-somebody else, is as slow as it will be in the run. Weights and optimizer state are spoilt: load them after.
+By wall-clock time and for long enough, so that a CPU quota or another user slows the measurement as it will
+slow the run. Weights and optimizer state are overwritten: load them afterwards.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ import torch
 from trainer.distributed.process_group import Group
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync.buckets import add_rows_alone
+from trainer.sync.buckets import add_only_active_rows
 
-LEAST_SECONDS = 0.6  # that each figure is taken over: several periods of a kernel that hands out shares
-WARM_TIMES = 2  # that it is the mean of, at least; the first time, memory is new and takes half as long again
-PATIENCE_SECONDS = 100.0  # for one figure; of work that would not be warm by then, the first time counts
-LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one where the link is fast
+LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota
+WARM_TIMES = 2  # the least repetitions in the mean; the first one also allocates memory and is excluded
+PATIENCE_SECONDS = 100.0  # for one figure; of slower work the first repetition counts
+LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one for a fast link
 LINK_SECONDS = 0.15
-WORDS = 8  # messages as short as they come
+SHORT_MESSAGES = 8
 
 
 @dataclass(frozen=True)
 class Speed:
-    """A rank's seconds: for a row forward and backward, for Muon on all matrices, for AdamW on the rest."""
+    """Seconds of a rank: forward and backward of one row, Muon on all matrices, AdamW on the rest."""
 
     row: float
     muon: float
     adamw: float
 
-    def solo(self, rows: int) -> float:
-        """A step of so many rows on this rank alone."""
+    def step_alone(self, rows: int) -> float:
+        """Seconds of a step of so many rows on this rank alone."""
         return rows * self.row + self.muon + self.adamw
 
     def saved(self) -> dict[str, float]:
@@ -48,33 +48,33 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """Between the ranks: bytes a second that each sends in a long all-reduce, seconds of a short one."""
+    """Bytes per second that each rank sends in a long all-reduce, and the seconds of a short one."""
 
-    goodput: float
+    bandwidth: float
     latency: float
 
     def saved(self) -> dict[str, float]:
-        return {"goodput": round(self.goodput), "latency": round(self.latency, 6)}
+        return {"bandwidth": round(self.bandwidth), "latency": round(self.latency, 6)}
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
-    """Passes of `batch_size` rows over drawn tokens, then the optimizer's work, in this rank's own way."""
+    """Time forward and backward of `batch_size` random rows, and the optimizer, on this rank."""
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
     shape = (batch_size, model.config.sequence_len + 1)
     tokens = torch.randint(model.config.vocab_size, shape, generator=draw).to(model.device)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    add_rows_alone(model)
+    add_only_active_rows(model)
 
     def passes() -> None:
         loss = model(tokens[:, :-1], tokens[:, 1:], loss_reduction="sum")
         loss.backward()
-        loss.item()  # a GPU is done by then
+        loss.item()  # waits for a GPU
 
     def adamw() -> None:
         optimizer.step_adamw()
-        _settle(model.device)
+        _synchronize(model.device)
 
     optimizer.set_schedule(1.0, 0.95, 1.0)
     speed = Speed(
@@ -87,7 +87,7 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
 
 
 def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
-    """One matrix of each shape is stepped, and counted as often as there are such."""
+    """Time one matrix of each shape, times the number of matrices of that shape."""
     matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
     total = 0.0
     for shape, matrix in matrices.items():
@@ -95,14 +95,14 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
 
         def step(parameter: torch.nn.Parameter = matrix.parameter) -> None:
             optimizer.muon_update(parameter)
-            _settle(model.device)
+            _synchronize(model.device)
 
         total += count * _seconds_of(step, LEAST_SECONDS / len(matrices))
     return total
 
 
 def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """The mean seconds of some work once it is warm, over `least` seconds; of very long work the first."""
+    """The mean seconds of some work after the first repetition, over `least` seconds; else the first."""
     times: list[float] = []
     began = time.monotonic()
     while sum(times[1:]) < least or len(times) <= WARM_TIMES:
@@ -114,32 +114,32 @@ def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
     return statistics.mean(times[1:] or times)
 
 
-def _settle(device: torch.device) -> None:
+def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def measure_link(group: Group, device: torch.device) -> Link | None:
-    """A short all-reduce, and one long enough to show the link's speed; None with one rank.
+    """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
 
-    Every rank comes to figures of its own, and the same number of collectives.
+    Each rank has its own figures, from the same number of collectives.
     """
     if group.world_size == 1:
         return None
     n = group.world_size
-    word = torch.zeros(1, device=device)
-    group.sum([word])  # all have arrived
+    short = torch.zeros(1, device=device)
+    group.all_reduce([short])  # all ranks start together
     began = time.monotonic()
-    for _ in range(WORDS):
-        group.sum([word])
-    latency = (time.monotonic() - began) / WORDS
+    for _ in range(SHORT_MESSAGES):
+        group.all_reduce([short])
+    latency = (time.monotonic() - began) / SHORT_MESSAGES
     for size in LINK_BYTES:
         payload = torch.zeros(size // 4, device=device)
         began = time.monotonic()
-        group.sum([payload])
-        _settle(device)
+        group.all_reduce([payload])
+        _synchronize(device)
         seconds = torch.tensor([time.monotonic() - began], dtype=torch.float64)
-        group.sum([seconds])  # so that all go on, or none
+        group.all_reduce([seconds])  # so that all ranks continue, or none
         mean = seconds.item() / n
         if mean > LINK_SECONDS:
             break

@@ -1,4 +1,4 @@
-"""A GPU that ranks leave idle as others have none: whether it would by itself be faster than all of them.
+"""The transfer of a run to one host whose GPU is faster than all ranks on their CPUs.
 
 speed = speed_on(numerics, model, batch_size)              # on the rank that has one
 alone = fastest_alone({1: speed}, rows, step, obstacles)   # the same on every rank
@@ -18,15 +18,15 @@ from trainer.distributed.process_group import Peer
 from trainer.host.numerics import Numerics
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import build_optimizer
-from trainer.outcome import LeftToOne
+from trainer.outcome import TransferToHost
 from trainer.placement.microbenchmark import Speed, measure_speed
 
 
 @dataclass(frozen=True)
-class Alone:
-    """A rank whose GPU would by itself be faster than all ranks on their CPUs; seconds a step.
+class FasterHost:
+    """A rank whose GPU is faster than all ranks on their CPUs, in seconds per step.
 
-    obstacle: why the run cannot be left to it; empty where it can.
+    obstacle: why the run cannot move to its host; empty if it can.
     """
 
     rank: int
@@ -34,7 +34,7 @@ class Alone:
     together: float
     obstacle: str = ""
 
-    def said(self, names: Sequence[str]) -> str:
+    def sentence(self, names: Sequence[str]) -> str:
         return (
             f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, {len(names)} ranks "
             f"together, on their CPUs, {self.together:.3g} s."
@@ -42,14 +42,16 @@ class Alone:
 
     def verdict(self, names: Sequence[str]) -> str:
         if self.obstacle:
-            return f"warning: {self.said(names)} The run is not left to it: {self.obstacle}."
-        return f"sync is auto: {self.said(names)} It should train by itself."
+            return f"warning: {self.sentence(names)} The run does not move there: {self.obstacle}."
+        return f"sync is auto: {self.sentence(names)} That host should train alone."
 
-    def end(self, peers: Sequence[Peer], names: Sequence[str], said: Sequence[str]) -> LeftToOne:
-        """Of ranks that have met and cannot become one; who has started them can start that one."""
+    def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
+        """The end of these ranks: a process group cannot shrink to one host, so that host is started anew."""
         host = peers[self.rank].host
-        sentence = f"{self.said(names)} The run is for {host} alone, or for all with another sync than auto."
-        return LeftToOne(sentence, host, self.seconds, self.together, "\n".join(said))
+        sentence = (
+            f"{self.sentence(names)} The run is for {host} alone, or for all with another sync than auto."
+        )
+        return TransferToHost(sentence, host, self.seconds, self.together, "\n".join(table))
 
 
 def find_obstacles(
@@ -57,45 +59,47 @@ def find_obstacles(
     fixed_shares: Sequence[int],
     meta: Mapping[str, Any],
     peers: Sequence[Peer],
-    asked_anew: bool,
+    requested: bool,
 ) -> dict[int, str]:
-    """By rank, why a run that begins with a state of this meta cannot be left to that rank's host alone.
+    """By rank, why a run that starts with this meta cannot move to the host of that rank.
 
-    asked_anew: whether somebody has started this attempt: one that follows on another has nobody to move it.
+    requested: whether a person started this attempt; nobody moves a run that has restarted by itself.
     """
     why = ""
     if config.sync != "auto":
         why = f"sync is {config.sync}, not auto"
     elif fixed_shares:
-        why = "its shares were given by hand"
+        why = "its shares are set by hand"
     elif meta.get("step"):
-        why = "it goes on from a checkpoint"
-    elif not asked_anew:
-        why = "it has restarted by itself, so nobody is there to start it elsewhere"
+        why = "it resumes from a checkpoint"
+    elif not requested:
+        why = "it has restarted by itself, so nobody starts it on another host"
     if why:
         return {peer.rank: why for peer in peers}
     elsewhere = [peer.rank for peer in peers if "imported" in meta and peer.host != peers[0].host]
     return dict.fromkeys(elsewhere, f"its imported weights are on {peers[0].host}")
 
 
-def fastest_alone(
+def find_faster_host(
     gpus: Mapping[int, Speed], rows: int, step: float, obstacles: Mapping[int, str]
-) -> Alone | None:
-    """The GPU, by rank, that needs the least for a step of so many rows, and less than all ranks' `step`.
+) -> FasterHost | None:
+    """The fastest GPU, by rank, if its step of so many rows is shorter than `step` of all ranks.
 
-    One that the run can be left to goes before those that have an obstacle.
+    A GPU without an obstacle goes first.
     """
     faster = [
-        (rank in obstacles, gpu.solo(rows), rank) for rank, gpu in gpus.items() if gpu.solo(rows) < step
+        (rank in obstacles, gpu.step_alone(rows), rank)
+        for rank, gpu in gpus.items()
+        if gpu.step_alone(rows) < step
     ]
     if not faster:
         return None
     _, seconds, rank = min(faster)
-    return Alone(rank, round(seconds, 6), round(step, 6), obstacles.get(rank, ""))
+    return FasterHost(rank, round(seconds, 6), round(step, 6), obstacles.get(rank, ""))
 
 
-def speed_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
-    """What a model of this shape takes on the GPU, None if its memory is too small; it is free afterwards."""
+def measure_gpu(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
+    """The speed of a model of this shape on the GPU; None if its memory is too small. Frees the GPU."""
     torch.cuda.set_device(gpu.device)
     try:
         return _measured_on(gpu, model, batch_size)

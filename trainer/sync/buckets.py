@@ -1,9 +1,9 @@
-"""Who owns which matrix, and where gradients and weights lie: what all sync modes share.
+"""Owner ranks of the Muon matrices, and flat tensors of gradients and weights.
 
-A Muon matrix has one owner: its gradient goes there, the owner alone multiplies matrices (unlike CPUs get
-unlike bits), and the result goes to all. That moves as many bytes as an all-reduce and shares the work out.
-Gradients and owned weights live in flat tensors of which the parameters are views: nothing is copied to be
-sent.
+A Muon matrix has one owner rank: its gradient is reduced there, only the owner computes the update (different
+CPUs round differently), and the weights are broadcast. That sends as many bytes as an all-reduce and
+distributes the work. Gradients and owned weights are flat tensors with the parameters as views, so that
+nothing is copied for a transfer.
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ from trainer.optim.muon_adamw import MuonAdamW
 
 
 class Owners:
-    """The owner of each Muon matrix: work is shared out by cost and speed, the same on every rank."""
+    """The owner rank of each Muon matrix, assigned by cost and speed; equal on every rank."""
 
     def __init__(self, optimizer: MuonAdamW, world_size: int, speeds: Sequence[float] = ()) -> None:
         matrices = optimizer.muon_parameters()
-        owners = share_out([matrix.flops for matrix in matrices], world_size, speeds)
+        owners = assign_owners([matrix.flops for matrix in matrices], world_size, speeds)
         self._of = {matrix.name: owner for matrix, owner in zip(matrices, owners, strict=True)}
         self.parts: dict[int, list[nn.Parameter]] = {rank: [] for rank in range(world_size)}
         for matrix, owner in zip(matrices, owners, strict=True):
             self.parts[owner].append(matrix.parameter)
 
     def of(self, name: str) -> int | None:
-        """The rank that owns the parameter of that name; None where all ranks step it."""
+        """The owner rank of a parameter; None if all ranks step it."""
         return self._of.get(name)
 
 
-def add_rows_alone(model: nn.Module) -> None:
-    """Let backward add an embedding's rows to its gradient, instead of a table that is zero elsewhere.
+def add_only_active_rows(model: nn.Module) -> None:
+    """Let backward add only active rows to the gradient of an embedding, not a table of zeros elsewhere.
 
-    The gradients must be there already, dense, as `flatten_gradients` leaves them.
+    The gradients must exist and be dense, as after `flatten_gradients`.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
             module.sparse = True
             if module.weight.device.type != "cpu":
-                add_rows_in_order(module.weight)
+                add_rows_deterministically(module.weight)
 
 
-def add_rows_in_order(table: Tensor) -> None:
-    """Let backward add the rows of a token that occurs more than once in one order, always the same.
+def add_rows_deterministically(table: Tensor) -> None:
+    """Let backward add the rows of a repeated token in a fixed order.
 
     Autograd adds a sparse gradient by `index_add_`, which does so on a CPU and in any order on CUDA. There
     `index_put_` sorts the rows first; autograd then has nothing left to add.
@@ -60,8 +60,8 @@ def add_rows_in_order(table: Tensor) -> None:
     table.register_hook(add)
 
 
-def share_out(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
-    """The owner of each piece of work: the dearest first, each to the rank that would be done with it first.
+def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
+    """The owner rank of each piece of work: the largest first, each to the rank that would finish it first.
 
     `speeds` are relative, by rank; without them all are equal.
     """
@@ -76,7 +76,7 @@ def share_out(costs: Sequence[float], world_size: int, speeds: Sequence[float] =
 
 
 def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One flat tensor of zeros whose pieces are the parameters' `.grad` from now on."""
+    """One flat tensor of zeros, whose pieces become the `.grad` of the parameters."""
     flat = _flat_like(parameters)
     for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
         parameter.grad = piece
@@ -85,7 +85,7 @@ def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def flatten_weights(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One flat tensor that holds the parameters' values and whose pieces they are from now on."""
+    """One flat tensor with the values of the parameters, which become views of its pieces."""
     flat = _flat_like(parameters)
     for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
         piece.copy_(parameter)

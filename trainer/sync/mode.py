@@ -1,12 +1,12 @@
-"""How gradients travel between ranks: one class a sync mode, all behind the same calls.
+"""The interface of a sync mode.
 
 sync = make_sync("dense", group, model, optimizer)
-sync.begin_step(touched); loss.backward()
+sync.begin_step(active); loss.backward()
 with sync.last_backward(): loss.backward()
-sync.reduce_gradients(tokens, mine)    # gradients: summed over ranks, divided once by all tokens
-sync.step()                            # this rank's part of the optimizer's work
-sync.hand_out()                        # its results to all: every rank holds the same bytes again
-with sync.agreed(): evaluate(model)    # on parameters that are the same on all ranks, in every mode
+sync.reduce_gradients(tokens, mine)    # sum over ranks, divided once by all tokens
+sync.step()                            # the optimizer step of this rank
+sync.broadcast()                       # its results to all ranks
+with sync.shared_parameters(): evaluate(model)    # equal on all ranks, in every mode
 """
 
 from __future__ import annotations
@@ -21,57 +21,57 @@ from trainer.optim.muon_adamw import ParameterState
 
 
 class SyncMode(Protocol):
-    """What the loop asks of a sync mode.
+    """What the training loop calls.
 
-    From `owner_of` on, the answers of a mode whose ranks hold the same bytes after every step.
+    The methods from `is_idle` on have defaults for a mode whose ranks hold equal bytes after each step.
     """
 
-    def begin_step(self, touched: Tensor) -> None:
-        """Start a step with empty gradients. `touched`: all ranks' input ids of it, each once, ascending."""
+    def begin_step(self, active: Tensor) -> None:
+        """Start a step with zero gradients. `active`: the input ids of all ranks, each once, ascending."""
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """The backward inside is the step's last: what it has finished may leave at once."""
+        """Within it, the last backward of the step runs: finished gradients may be sent at once."""
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
-        """Bring the gradients to where they are needed, or on their way there.
+        """Reduce the gradients to the ranks that need them, or start to.
 
-        `tokens` of the whole step, `mine` on this rank; 0 for an equal share.
+        tokens: of the step; mine: of this rank, 0 for an equal part.
         """
 
     def step(self) -> None:
-        """Do this rank's part of the optimizer's work."""
+        """Step the parameters that this rank owns, and those that every rank steps."""
 
-    def hand_out(self) -> None:
-        """Give all ranks what owners have computed."""
+    def broadcast(self) -> None:
+        """Broadcast the parameters that owner ranks have stepped."""
 
-    def at_rest(self) -> bool:
-        """Between two steps: whether nothing is on its way between ranks. The same on all of them."""
+    def is_idle(self) -> bool:
+        """Whether no transfer is in flight between two steps; equal on all ranks."""
         return True
 
     def owner_of(self, name: str) -> int | None:
-        """The rank that keeps the optimizer state of a parameter alone; None where rank 0's is the run's."""
+        """The owner rank of a parameter's optimizer state; None if rank 0 has all of it."""
         return None
 
     def finish(self) -> None:
-        """The last step is done: bring together what ranks have not shared yet."""
+        """After the last step: complete transfers, so that all ranks hold equal parameters."""
 
-    def agreed(self) -> AbstractContextManager[None]:
-        """Inside, the model's parameters are the run's, the same bytes on all ranks: to look at alone.
+    def shared_parameters(self) -> AbstractContextManager[None]:
+        """Within it, the model has parameters that are equal on all ranks, for reading only.
 
-        All ranks enter it after the same step. However often they do, the training takes the same course.
+        All ranks enter it after the same step. It does not change the training.
         """
         return nullcontext()
 
     def common_state(self) -> dict[str, ParameterState]:
-        """What the mode itself keeps of parameters, the same on all ranks. All take it, within `agreed`.
+        """The state of the mode by parameter, equal on all ranks. All call it, within `shared_parameters`.
 
-        What is in flight between ranks is part of it, once its bytes are there.
+        Transfers in flight are waited for and included.
         """
         return {}
 
-    def own_state(self) -> dict[str, Tensor]:
-        """What this rank has for itself, beside its optimizer's state. Taken within `agreed`."""
+    def rank_state(self) -> dict[str, Tensor]:
+        """The state that differs between ranks, besides that of the optimizer; within `shared_parameters`."""
         return {}
 
     def load(self, step: int, common: Mapping[str, ParameterState], own: Mapping[str, Tensor]) -> None:
-        """Go on after `step`: the model holds the run's parameters. Without `own` a rank begins with them."""
+        """Resume after `step`; the model holds the shared parameters, the start of a rank without `own`."""

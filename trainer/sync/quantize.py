@@ -1,9 +1,9 @@
-"""Numbers in few bits: blocks of values, each block with a scale of its own.
+"""Quantization in blocks of values, each block with its own scale.
 
-    packed = Quantiser(4).pack(values)               # bytes, to be sent
-    values = Quantiser(4).unpack(packed, n, dtype)   # the same bits on every CPU: one multiplication a value
+    packed = Quantizer(4).pack(values)               # bytes to send
+    values = Quantizer(4).unpack(packed, n, dtype)   # equal bits on every CPU: one multiplication per value
 
-The largest value of a block is met exactly or nearly; no value is off by more than half of the block's scale.
+The largest value of a block is exact or nearly so; the error of any value is at most half the scale.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import Tensor
 BLOCK = 256  # values that share a scale: 4 bytes on 128 or 256
 
 
-class Quantiser:
-    """Packs a flat tensor of floats into bytes. With 32 bits it is passed on as it is."""
+class Quantizer:
+    """Packs a flat tensor of floats into bytes. With 32 bits the values are copied unchanged."""
 
     def __init__(self, bits: int) -> None:
         if bits not in (4, 8, 32):
-            raise ValueError(f"no packing in {bits} bits is known: 4, 8 or 32")
+            raise ValueError(f"bits is {bits}: it must be 4, 8 or 32")
         self.bits = bits
         self._largest = 7 if bits == 4 else 127
 
     @property
-    def bytes_a_value(self) -> float:
-        """Of float32, a block's scale among them."""
+    def bytes_per_value(self) -> float:
+        """For float32 values, the scales included."""
         return self.bits / 8 + (4 / BLOCK if self.bits < 32 else 0)
 
     def pack(self, values: Tensor) -> Tensor:
