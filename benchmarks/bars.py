@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.bench.words import markdown, percent
+from trainer.bench.text import markdown, percent
 
 HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # of it a host has to reach; in bfloat16 with AMX
 MOST_MEMORY = 4.5e9

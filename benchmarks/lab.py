@@ -56,7 +56,7 @@ from benchmarks.stages import (
 from fleet import corpus
 from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
-from trainer.bench.words import percent
+from trainer.bench.text import percent
 from trainer.config import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -18,20 +18,18 @@ import dataclasses
 import difflib
 import os
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer import attempts
 from trainer.config import ConfigError, RunConfig, RunFile, number_from_zero, parse_shares
 from trainer.data import DataError
-from trainer.host.voice import flush_streams
+from trainer.health import restart_policy
+from trainer.host.logger import flush_streams
 
 if TYPE_CHECKING:
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice
-    from trainer.outcome import Attempt
+    from trainer.health.attempt import Attempt
+    from trainer.host.logger import RunLogger
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -73,7 +71,7 @@ def make_parser() -> argparse.ArgumentParser:
     sender.add_arguments(command)
 
     command = commands.add_parser("again", allow_abbrev=False, help="whether another attempt makes sense")
-    attempts.add_arguments(command)
+    restart_policy.add_arguments(command)
 
     command = commands.add_parser("sample", allow_abbrev=False, help="text from a checkpoint")
     add_sample_arguments(command)
@@ -139,78 +137,34 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 def train(args: argparse.Namespace) -> int:
     """Run one attempt and write its outcome, whatever happens."""
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice
+    from trainer.health.attempt import run_attempt
+    from trainer.host.logger import RunLogger
+    from trainer.host.rank_env import RankEnv
 
-    place = Place.from_environment()
+    env = RankEnv.from_environment()
 
-    def start(run_file: RunFile, attempt: Attempt, say: Voice) -> str:
-        if place.speaks_for_host and "torch" not in sys.modules:
-            say("Importing torch; on a cold disk that takes a while.")
+    def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
+        if env.is_host_leader and "torch" not in sys.modules:
+            log("Importing torch; on a cold disk that takes a while.")
         from trainer.train import train as train_run
 
-        return train_run(run_file, args.data_dir, args.run_dir, place, attempt, say, args.tracker_uri)
+        return train_run(run_file, args.data_dir, args.run_dir, env, attempt, log, args.tracker_uri)
 
-    return one_attempt(args.run_dir, place, Voice(place, args.json), lambda: run_file_from(args), start)
-
-
-def one_attempt(
-    run_dir: Path,
-    place: Place,
-    say: Voice,
-    make: Callable[[], RunFile],
-    start: Callable[[RunFile, Attempt, Voice], str],
-) -> int:
-    """Make the run file, start what it says, write the outcome; returns the exit code."""
-    from trainer.host.voice import set_up_streams
-    from trainer.outcome import (
-        BAD_INPUT_EXIT_CODE,
-        ENDING_SECONDS,
-        EXIT_CODES,
-        Attempt,
-        conclude,
-        heed_sigterm,
-        heed_torchrun,
-        is_expected,
-    )
-
-    set_up_streams()
-    attempt = Attempt(run_dir, place)
-    try:
-        attempt.begin()
-    except ConfigError as error:  # the outcome in the directory, if there is one, is another's
-        say.ended("final", str(error))
-        return BAD_INPUT_EXIT_CODE
-    heed_sigterm(attempt, say)
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        heed_torchrun(attempt, say)
-    try:
-        reason = start(make(), attempt, say)
-        outcome, code, detail = "finished", EXIT_CODES["finished"], ""
-    except BaseException as error:
-        if not is_expected(error):
-            say.failure(error)
-        outcome, reason, code = conclude(error)
-        detail = getattr(error, "detail", "")
-    if attempt.end(outcome, reason):
-        say.ended(outcome, reason, detail)
-    else:  # another thread has written another outcome, and ends the process with its exit code
-        time.sleep(ENDING_SECONDS)
-    return code
+    return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
 
 
 def plan(args: argparse.Namespace) -> int:
-    from trainer.host.place import Place
-    from trainer.host.voice import Voice, set_up_streams
-    from trainer.preview import preview
+    from trainer.host.logger import RunLogger, set_up_streams
+    from trainer.host.rank_env import RankEnv
+    from trainer.plan import preview
 
     set_up_streams()
-    place = Place.from_environment()
-    return preview(run_file_from(args), args.data_dir, place, Voice(place, False))
+    env = RankEnv.from_environment()
+    return preview(run_file_from(args), args.data_dir, env, RunLogger(env, False))
 
 
 def sample(args: argparse.Namespace) -> int:
-    from trainer import sample
+    from trainer.eval import sample
 
     return sample.run(args)
 
@@ -251,7 +205,7 @@ COMMANDS = {
     "bench": bench,
     "plan": plan,
     "track": track,
-    "again": attempts.run,
+    "again": restart_policy.run,
     "sample": sample,
     "export": export,
     "import": import_,

@@ -10,7 +10,7 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
-from ansible_collections.nanofleet.fleet.trainer import schedule
+from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
 
 RESERVED = {"tracker", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""

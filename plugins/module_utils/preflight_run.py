@@ -2,7 +2,7 @@
 
 Facts are those of preflight_hosts.py. Sizes are GiB, worked out from the parameter count: float32 weights and
 gradients, AdamW's two moments of the tables and Muon's one of the matrices it owns, a micro-batch's
-activations, and on the coordinator the copy that a checkpoint is written from (trainer/saving.py). In sync
+activations, and on the coordinator the copy that a checkpoint is written from (trainer/checkpoint). In sync
 mode local each rank has all of the optimizer's state, and beside its own parameters the run's, their momentum
 and what rounding left over (trainer/sync/local.py).
 """

@@ -108,7 +108,7 @@ Line = dict[str, Any]
 Entry = tuple[str, float | None]
 """A line's text and its time."""
 STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
-"""How a rank tells of a step (see trainer.report)."""
+"""How a rank tells of a step (see trainer.tracking.reporter)."""
 RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 

@@ -69,7 +69,7 @@ def test_a_rank_killed_by_the_kernel_for_want_of_memory(site: Site, run: str) ->
 
     site.survives(run, "a rank killed for want of memory", plant, "Lost rank 1", within=30, mend=mend)
     attempts = site.inside(WORKER, f"tail -n 3 {STATE}/runs/{run}/attempts.jsonl")
-    assert "Killed without a word (SIGKILL, or the kernel for want of memory)" in attempts
+    assert "Killed by SIGKILL: by hand, or by the kernel because memory ran out," in attempts
 
 
 def test_a_damaged_checkpoint_is_passed_over(site: Site, run: str) -> None:
@@ -111,7 +111,7 @@ def test_a_run_file_that_differs_ends_the_run_with_a_table(site: Site, run: str)
     path = f"{STATE}/runs/{run}/run.json"
     site.inside(WORKER, f'sed -i \'s/"seed": [0-9]*/"seed": 7/\' {path} && grep -q \'"seed": 7\' {path}')
     log = site.log_size(COORDINATOR, run)
-    with site.hears(run, "The ranks do not agree", "config.seed is 42", f"{site.names[1]}) has 7") as said:
+    with site.hears(run, "The ranks differ", "config.seed is 42", f"{site.names[1]}) has 7") as said:
         site.inside(WORKER, f"kill -KILL {site.pid(WORKER, run)}")
     site.ended(run, 30)
     for host in (COORDINATOR, WORKER):

@@ -13,18 +13,19 @@ from typing import Any
 
 def stand_in() -> None:
     """Let this process find a fast GPU beside its CPU."""
-    from trainer import arrange, begin
+    from trainer import setup
     from trainer.host.numerics import Options
-    from trainer.speed import Speed
+    from trainer.placement import decide
+    from trainer.placement.microbenchmark import Speed
 
-    explore = begin.explore
+    explore = setup.explore
 
     def explore_both(*arguments: Any) -> Options:
         found = explore(*arguments)
         return replace(found, cuda=replace(found.cpu, processor="a stand-in for a GPU"), gpus=1)
 
-    begin.explore = explore_both  # type: ignore[attr-defined]
-    arrange.speed_on = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[attr-defined]
+    setup.explore = explore_both  # type: ignore[attr-defined]
+    decide.measure_gpu = lambda *_: Speed(1e-5, 1e-5, 1e-5)  # type: ignore[attr-defined]
 
 
 if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ:

@@ -18,9 +18,9 @@ import pytest
 
 from trainer.__main__ import main
 from trainer.config import RunConfig, RunFile
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.outcome import Attempt
+from trainer.health.attempt import Attempt
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
 
 TINY = {
     "depth": 2,
@@ -169,11 +169,11 @@ def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
 
     from trainer.train import train
 
-    attempt = Attempt(run_dir, Place())
+    attempt = Attempt(run_dir, RankEnv())
     attempt.begin()
     run_file = RunFile("here", RunConfig.from_strings({**TINY, **knobs}))
     try:
-        reason = train(run_file, data_dir, run_dir, Place(), attempt, Voice(Place()))
+        reason = train(run_file, data_dir, run_dir, RankEnv(), attempt, RunLogger(RankEnv()))
         attempt.end("finished", reason)
     except Exception as error:
         attempt.end("final", str(error))  # which releases the run directory

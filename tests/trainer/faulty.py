@@ -20,8 +20,8 @@ def plant(fault: str, step: int, seconds: float) -> None:
     """Put the fault after the gradients of `step`, counted from 1."""
     import torch
 
-    from trainer import shares
-    from trainer.train import Run
+    from trainer.placement import batch_split
+    from trainer.train import Trainer
 
     if fault == "write":
         plant_slow_disk(step, seconds)
@@ -30,15 +30,15 @@ def plant(fault: str, step: int, seconds: float) -> None:
         plant_misread(step)
         return
     if fault == "slow":
-        shares.WINDOW_STEPS, shares.REST_STEPS = 3, 6
-    sound = Run._accumulate
+        batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
+    sound = Trainer.forward_backward
 
     def accumulate(self: Any, *arguments: Any) -> float:
         loss = sound(self, *arguments)
         if fault == "slow":
-            time.sleep(seconds * len(arguments[0]) if self.report.progress.step + 1 >= step else 0)
+            time.sleep(seconds * len(arguments[0]) if self.reporter.train_state.step + 1 >= step else 0)
             return loss
-        if self.report.progress.step + 1 != step:
+        if self.reporter.train_state.step + 1 != step:
             return loss
         if fault == "flip":
             self.model.lm_head.weight.data.view(-1).view(torch.int32)[:1].bitwise_xor_(1)
@@ -47,14 +47,14 @@ def plant(fault: str, step: int, seconds: float) -> None:
             raise KeyError("a fault of the trainer's own")
         if fault == "diverge":
             return float("nan")
-        self.heartbeat.enter("backward")
+        self.run_status.enter("backward")
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if fault == "sleep":
                 time.sleep(0.1)
         return loss
 
-    Run._accumulate = accumulate  # type: ignore[method-assign]
+    Trainer.forward_backward = accumulate  # type: ignore[method-assign]
 
 
 def plant_misread(step: int) -> None:
@@ -80,16 +80,16 @@ def plant_misread(step: int) -> None:
 
 def plant_slow_disk(step: int, seconds: float) -> None:
     """Let the checkpoint of `step`, or with 0 each one, take longer, with one of its files written."""
-    from trainer import checkpoint
+    from trainer.checkpoint import storage
 
-    sound = checkpoint._write_tensors
+    sound = storage._write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         sound(path, tensors)
         if step in (0, int(path.parent.name[6:12])) and path.name == "model.pt":
             time.sleep(seconds)
 
-    checkpoint._write_tensors = write
+    storage._write_tensors = write
 
 
 if __name__ == "__main__":

@@ -9,12 +9,12 @@ import torch
 import upstream
 from conftest import TINY
 
-from trainer import checkpoint
 from trainer.__main__ import main
-from trainer.checkpoint import State
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import State
 from trainer.config import RunConfig
 from trainer.data.tokenizer import Tokenizer
-from trainer.model import GPTConfig
+from trainer.model.gpt import GPTConfig
 
 CONFIG = RunConfig.from_strings({**TINY, "n_kv_head": 1, "depth": 3})
 MODEL = GPTConfig.from_depth(3, 300, 32, aspect_ratio=16, head_dim=16, n_kv_head=1)
@@ -40,7 +40,7 @@ def step_dir(folder: Path, tokenizer: Path, dtype: torch.dtype = torch.float32, 
         "model_config": MODEL.__dict__,
         "hashes": {},
     }
-    return checkpoint.save(folder, State(meta, weights_of(step, dtype), {}), tokenizer)
+    return storage.save(folder, State(meta, weights_of(step, dtype), {}), tokenizer)
 
 
 def encoding_of(tokenizer: Tokenizer) -> tiktoken.Encoding:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.model import GPTConfig
+from trainer.model.gpt import GPTConfig
 
 GOLDEN: list[dict[str, Any]] = json.loads((Path(__file__).parent / "golden.json").read_text())
 POLAR_EXPRESS = (

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer import attention
-from trainer.attention import BLOCK, attend
+from trainer.model import attention
+from trainer.model.attention import BLOCK, attend
 
 LENGTHS = (1, 5, BLOCK, 2 * BLOCK, 2 * BLOCK + 44)
 WINDOWS = (BLOCK, BLOCK + 32, 2 * BLOCK, 4 * BLOCK)

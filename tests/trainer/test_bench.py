@@ -16,10 +16,10 @@ from conftest import RATES, TINY, flags, free_port
 from trainer.__main__ import main
 from trainer.bench import WARM_STEPS
 from trainer.bench.limits import Rates, Work, iterated_flops, work_of
-from trainer.bench.rehearsal import share_of_limit
-from trainer.bench.words import markdown
-from trainer.model import GPT, GPTConfig
-from trainer.optim import build_optimizer
+from trainer.bench.steps import share_of_limit
+from trainer.bench.text import markdown
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import build_optimizer
 
 KNOBS = {name: TINY[name] for name in ("aspect_ratio", "head_dim", "sequence_len", "dtype", "threads")}
 

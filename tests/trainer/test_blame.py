@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 
-from trainer.blame import Sighting, blame, lost
-from trainer.contract import Record, check_layout
-from trainer.diagnosis import Endpoint, Status, Verdict
-from trainer.host import heat
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.host.watchdog import Blaming, Watchdog, stall_seconds
-from trainer.host.wire import Wire, interface_of
-from trainer.outcome import Attempt, Final
-from trainer.sync.group import Peer
+from trainer.distributed.consistency import Record, check_layout
+from trainer.distributed.process_group import Peer
+from trainer.health import sensors
+from trainer.health.attempt import Attempt
+from trainer.health.diagnosis import EndpointResult, Freshness, Verdict
+from trainer.health.report import RankEvidence, describe_delay, describe_loss
+from trainer.health.run_status import RunStatus
+from trainer.health.watchdog import DelayReport, Watchdog, stall_seconds
+from trainer.host.logger import RunLogger
+from trainer.host.network_interface import NetworkInterface, interface_of
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Final
 
 TOWER, LAPTOP, ATTIC = (
     Peer(0, "tower", "10.0.0.1"),
@@ -32,8 +33,8 @@ def words(phase: str, seconds: float = 94, **others: Any) -> dict[str, Any]:
     return {"phase": phase, "step": 811, "stage": "step", "phase_seconds": seconds, "cpu": 0.98, **others}
 
 
-def answering(peer: Peer, state: dict[str, Any]) -> Sighting:
-    return Sighting(peer, Endpoint.ANSWERS, Status.FRESH, state)
+def answering(peer: Peer, state: dict[str, Any]) -> RankEvidence:
+    return RankEvidence(peer, EndpointResult.ANSWERS, Freshness.FRESH, state)
 
 
 WAITS = answering(TOWER, words("sync", waits=True, interface="eno1", up=True, received=12_300))
@@ -60,31 +61,32 @@ WAITS = answering(TOWER, words("sync", waits=True, interface="eno1", up=True, re
             "rank 1 (laptop) has been in evaluate after step 811 for 200 s",
         ),
         (
-            Sighting(LAPTOP, Endpoint.SILENT, Status.STALE, words("optimizer"), 94),
+            RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.STALE, words("optimizer"), 94),
             "rank 1 (laptop) is frozen (its host takes the connection, the process does not answer), last "
             "seen in optimizer of step 812 94 s ago",
         ),
         (
-            Sighting(LAPTOP, Endpoint.UNREACHABLE, Status.STALE, words("forward"), 94),
+            RankEvidence(LAPTOP, EndpointResult.UNREACHABLE, Freshness.STALE, words("forward"), 94),
             "rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut "
             "off), last seen in forward of step 812 94 s ago",
         ),
         (
-            Sighting(LAPTOP, Endpoint.REFUSES),
+            RankEvidence(LAPTOP, EndpointResult.REFUSES),
             "rank 1 (laptop) is gone (its host answers, the process does not exist any more)",
         ),
-        (Sighting(LAPTOP, Endpoint.UNKNOWN), "rank 1 (laptop) has not arrived"),
+        (RankEvidence(LAPTOP, EndpointResult.UNKNOWN), "rank 1 (laptop) has not arrived"),
     ],
 )
-def test_who_is_waited_for_comes_first(laptop: Sighting, sentence: str) -> None:
-    assert blame([WAITS, laptop]) == f"{sentence}; rank 0 (tower) waits in sync of step 812"
+def test_who_is_waited_for_comes_first(laptop: RankEvidence, sentence: str) -> None:
+    assert describe_delay([WAITS, laptop]) == f"{sentence}; rank 0 (tower) waits in sync of step 812"
 
 
 def test_ranks_that_all_wait_blame_the_network() -> None:
     down = answering(LAPTOP, words("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
-    assert blame([WAITS, down]) == (
-        "all ranks have waited in sync of step 812 for 90 s: the network between them is slow, or was cut, "
-        "and they go on within two minutes of its mending (`ansible-playbook doctor.yml` finds the fault): "
+    assert describe_delay([WAITS, down]) == (
+        "all ranks have waited in sync of step 812 for 90 s: the network between them is slow or "
+        "interrupted; the run continues within two minutes after it is fixed "
+        "(`ansible-playbook doctor.yml` finds the fault): "
         "12 kB/s arrive at eno1 of rank 0 (tower), "
         "0 kB/s arrive at wlan0 of rank 1 (laptop) (its interface wlan0 is down)"
     )
@@ -93,21 +95,26 @@ def test_ranks_that_all_wait_blame_the_network() -> None:
 def test_ranks_that_wait_in_different_steps_blame_the_network_too() -> None:
     """As after a cut: one has had the other's last packets, the other not its."""
     ahead = answering(LAPTOP, {**words("sync", 95, waits=True), "step": 812})
-    assert blame([WAITS, ahead]).startswith(
+    assert describe_delay([WAITS, ahead]).startswith(
         "all ranks have waited in sync of step 812 and sync of step 813 for 94 s: the network"
     )
 
 
 def test_what_was_lost_comes_with_where_to_look() -> None:
-    assert lost([WAITS], "Timed out.") == "Timed out."
-    gone, asleep = Sighting(LAPTOP, Endpoint.REFUSES), Sighting(ATTIC, Endpoint.UNREACHABLE)
-    assert lost([WAITS, gone], "").endswith("none there: it was killed, by hand or for want of memory.")
-    assert lost([WAITS, asleep], "").startswith("Lost rank 2 (attic): it cannot be reached")
-    slept = lost([WAITS, gone], "", stood_still=177.2)
-    assert slept.startswith("This process itself had stood still for 177 s; meanwhile: Lost rank 1 (laptop)")
-    both = lost([gone, asleep], "")
+    assert describe_loss([WAITS], "Timed out.") == "Timed out."
+    gone, asleep = (
+        RankEvidence(LAPTOP, EndpointResult.REFUSES),
+        RankEvidence(ATTIC, EndpointResult.UNREACHABLE),
+    )
+    assert describe_loss([WAITS, gone], "").endswith(
+        "without one it was killed: by hand, or because memory ran out."
+    )
+    assert describe_loss([WAITS, asleep], "").startswith("Lost rank 2 (attic): it cannot be reached")
+    slept = describe_loss([WAITS, gone], "", stood_still=177.2)
+    assert slept.startswith("This process stood still for 177 s; meanwhile: Lost rank 1 (laptop)")
+    both = describe_loss([gone, asleep], "")
     assert "rank 1 (laptop): it is gone" in both
-    assert both.endswith("Look whether laptop, attic is stopped, suspended or starved of memory.")
+    assert both.endswith("Check whether laptop, attic is stopped, suspended or out of memory.")
 
 
 class Clock:
@@ -122,21 +129,21 @@ class Clock:
 
 def test_a_rank_is_given_up_when_it_stays_dead() -> None:
     clock = Clock()
-    blaming = Blaming(60.0, clock)
+    delay = DelayReport(60.0, clock)
     frozen = {1: Verdict.FROZEN}
-    assert blaming.is_due
-    assert blaming.wants_to_say(frozen, 60)
-    assert not blaming.is_due
+    assert delay.is_due
+    assert delay.should_report(frozen, 60)
+    assert not delay.is_due
     clock.now += 10
-    assert blaming.is_due
-    assert not blaming.wants_to_say(frozen, 70)
-    assert blaming.wants_to_say({}, 80)  # it is back
-    assert blaming.wants_to_say(frozen, 90)
-    assert blaming.wants_to_say(frozen, 180)  # twice as late
+    assert delay.is_due
+    assert not delay.should_report(frozen, 70)
+    assert delay.should_report({}, 80)  # it is back
+    assert delay.should_report(frozen, 90)
+    assert delay.should_report(frozen, 180)  # twice as late
     clock.now += 59
-    assert not blaming.is_over
+    assert not delay.is_over
     clock.now += 1
-    assert blaming.is_over
+    assert delay.is_over
 
 
 @pytest.mark.parametrize(
@@ -144,35 +151,35 @@ def test_a_rank_is_given_up_when_it_stays_dead() -> None:
 )
 def test_each_verdict_ends_a_run_in_its_time(verdict: Verdict, seconds: float) -> None:
     clock = Clock()
-    blaming = Blaming(60.0, clock)
-    blaming.wants_to_say({1: verdict}, 60)
+    delay = DelayReport(60.0, clock)
+    delay.should_report({1: verdict}, 60)
     clock.now += seconds - 1
-    blaming.wants_to_say({1: verdict}, 60)
-    assert not blaming.is_over
+    delay.should_report({1: verdict}, 60)
+    assert not delay.is_over
     clock.now += 1
-    assert blaming.is_over
+    assert delay.is_over
 
 
 def test_a_verdict_that_changes_begins_anew_but_not_for_ever() -> None:
     clock = Clock()
-    blaming = Blaming(60.0, clock)
+    delay = DelayReport(60.0, clock)
     for verdict in [Verdict.IMPAIRED, Verdict.FROZEN] * 3:
-        blaming.wants_to_say({1: verdict}, 60)
-        assert not blaming.is_over
+        delay.should_report({1: verdict}, 60)
+        assert not delay.is_over
         clock.now += 50
-    assert blaming.is_over
+    assert delay.is_over
 
 
 def test_late_is_a_minute_or_five_medians(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NANOFLEET_STALL_SECONDS", raising=False)
-    heartbeat = Heartbeat(tmp_path, Place(), "run")
-    watchdog = Watchdog(heartbeat, Place(), tmp_path, Attempt(tmp_path, Place()), Voice(Place()))
-    heartbeat.enter("forward")
+    run_status = RunStatus(tmp_path, RankEnv(), "run")
+    watchdog = Watchdog(run_status, RankEnv(), tmp_path, Attempt(tmp_path, RankEnv()), RunLogger(RankEnv()))
+    run_status.enter("forward")
     assert watchdog.limit() == 60
-    heartbeat.state(step=5, step_seconds=30.0)
+    run_status.update(step=5, step_seconds=30.0)
     assert watchdog.limit() == 150
     watchdog.evaluation_steps = 16
-    heartbeat.enter("evaluate")
+    run_status.enter("evaluate")
     assert watchdog.limit() == 480
     for text in ("soon", "nan", "inf", "0", "-1"):
         monkeypatch.setenv("NANOFLEET_STALL_SECONDS", text)
@@ -181,45 +188,47 @@ def test_late_is_a_minute_or_five_medians(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_rank_that_stood_still_says_so_until_it_has_come_further(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path, Place(), "run")
-    watchdog = Watchdog(heartbeat, Place(), tmp_path, Attempt(tmp_path, Place()), Voice(Place()))
-    heartbeat.enter("backward")
-    watchdog._stood_still = heartbeat.stage._replace(seconds=177.0)
-    heartbeat.enter("sync")
-    assert str(watchdog._lost([Sighting(LAPTOP, Endpoint.REFUSES)], "")).startswith(
-        "This process itself had stood still"
+    run_status = RunStatus(tmp_path, RankEnv(), "run")
+    watchdog = Watchdog(run_status, RankEnv(), tmp_path, Attempt(tmp_path, RankEnv()), RunLogger(RankEnv()))
+    run_status.enter("backward")
+    watchdog._stood_still = run_status.stage._replace(seconds=177.0)
+    run_status.enter("sync")
+    assert str(watchdog._end_by_loss([RankEvidence(LAPTOP, EndpointResult.REFUSES)], "")).startswith(
+        "This process stood still"
     )
-    heartbeat.state(step=1)
-    assert str(watchdog._lost([Sighting(LAPTOP, Endpoint.REFUSES)], "")).startswith("Lost rank 1 (laptop)")
+    run_status.update(step=1)
+    assert str(watchdog._end_by_loss([RankEvidence(LAPTOP, EndpointResult.REFUSES)], "")).startswith(
+        "Lost rank 1 (laptop)"
+    )
 
 
 def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> None:
     clock = Clock()
-    heartbeat = Heartbeat(tmp_path, Place(), "run", clock)
-    heartbeat.enter("data")
-    heartbeat.state(blame="rank 1 (laptop) ...")
+    run_status = RunStatus(tmp_path, RankEnv(), "run", clock)
+    run_status.enter("data")
+    run_status.update(blame="rank 1 (laptop) ...")
     clock.now += 7
-    heartbeat.enter("forward")
-    assert heartbeat.stage == ("step", 0, 7.0)
-    heartbeat.state(step=1)
-    assert heartbeat.stage == ("step", 1, 0.0)
+    run_status.enter("forward")
+    assert run_status.stage == ("step", 0, 7.0)
+    run_status.update(step=1)
+    assert run_status.stage == ("step", 1, 0.0)
     path = tmp_path / "heartbeat-0.json"
     before = json.loads(path.read_text())
     assert before["blame"] is None  # it was the step's before
-    heartbeat.start(every_seconds=0.001)
+    run_status.start(every_seconds=0.001)
     deadline = time.monotonic() + 60
     while (after := json.loads(path.read_text()))["time"] == before["time"]:
         assert time.monotonic() < deadline
         time.sleep(0.001)
-    heartbeat.stop()
+    run_status.stop()
     assert after["phase"] == "forward"
 
 
 def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tree of files as under /sys: no test can heat a CPU."""
-    monkeypatch.setattr(heat, "THERMAL", tmp_path / "thermal")
-    monkeypatch.setattr(heat, "CPU", tmp_path / "cpu")
-    assert heat.Heat().look() == {"temperature": None, "throttled": None}
+    monkeypatch.setattr(sensors, "THERMAL", tmp_path / "thermal")
+    monkeypatch.setattr(sensors, "CPU", tmp_path / "cpu")
+    assert sensors.Sensors().read() == {"temperature": None, "throttled": None}
     for zone, kind, value in [
         (0, "x86_pkg_temp", "71000"),
         (1, "iwlwifi_1", "99000"),
@@ -232,24 +241,24 @@ def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     count = tmp_path / "cpu/cpu0/thermal_throttle/core_throttle_count"
     count.parent.mkdir(parents=True)
     count.write_text("7\n")
-    looks = heat.Heat()
-    assert looks.look() == {"temperature": 71.0, "throttled": False}
+    looks = sensors.Sensors()
+    assert looks.read() == {"temperature": 71.0, "throttled": False}
     count.write_text("9\n")
-    assert looks.look()["throttled"] is True
-    assert looks.look()["throttled"] is False
+    assert looks.read()["throttled"] is True
+    assert looks.read()["throttled"] is False
     frequency = tmp_path / "cpu/cpu0/cpufreq"
     frequency.mkdir()
     (frequency / "cpuinfo_max_freq").write_text("4000000\n")
     (frequency / "scaling_max_freq").write_text("1200000\n")
-    assert looks.look()["throttled"] is True
+    assert looks.read()["throttled"] is True
 
 
 def test_the_wire_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     assert interface_of("127.0.0.1") == "lo"
     assert interface_of("192.0.2.77") == ""
-    assert Wire("127.0.0.1").look()["up"] is True
-    assert Wire("192.0.2.77").look() == {"interface": "", "up": None, "received": None}
+    assert NetworkInterface("127.0.0.1").read()["up"] is True
+    assert NetworkInterface("192.0.2.77").read() == {"interface": "", "up": None, "received": None}
 
 
 def test_ranks_elsewhere_than_the_run_file_says_are_refused() -> None:

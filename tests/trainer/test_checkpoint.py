@@ -11,14 +11,15 @@ import pytest
 import torch
 from conftest import RATES, TINY
 
-from trainer import checkpoint
-from trainer.checkpoint import DamagedCheckpointError, State
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import DamagedCheckpointError, State
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import build_optimizer
-from trainer.outcome import Attempt, Final, Retryable, Stopped, conclude, is_expected
+from trainer.health.attempt import Attempt
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import build_optimizer
+from trainer.outcome import Final, Retryable, Stopped, conclude, is_expected
 
 CONFIG = RunConfig.from_strings(TINY)
 MODEL = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
@@ -43,14 +44,14 @@ def said_by(lines: list[str]) -> str:
 def folder(tmp_path: Path, data_dir: Path) -> Path:
     """Checkpoints of steps 20 and 30; step 10's has been dropped."""
     for step in (10, 20, 30):
-        checkpoint.save(tmp_path / "checkpoints", state_at(step), data_dir / "tokenizer")
+        storage.save(tmp_path / "checkpoints", state_at(step), data_dir / "tokenizer")
     return tmp_path / "checkpoints"
 
 
 def test_the_newest_two_are_kept_and_come_back_bitwise(folder: Path) -> None:
-    assert [path.name for path in checkpoint.checkpoints(folder)] == ["step_000030", "step_000020"]
+    assert [path.name for path in storage.checkpoints(folder)] == ["step_000030", "step_000020"]
     assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000030"]
-    state = checkpoint.newest(folder, lambda text: pytest.fail(text))
+    state = storage.newest(folder, lambda text: pytest.fail(text))
     assert state is not None
     expected = state_at(30)
     assert state.step == 30
@@ -58,7 +59,7 @@ def test_the_newest_two_are_kept_and_come_back_bitwise(folder: Path) -> None:
     assert all(torch.equal(state.model[name], tensor) for name, tensor in expected.model.items())
     for name, tensors in expected.optim.items():
         assert all(torch.equal(state.optim[name][key], tensor) for key, tensor in tensors.items()), name
-    model, tokenizer = checkpoint.load_model(folder / "step_000030")
+    model, tokenizer = storage.load_model(folder / "step_000030")
     assert model.config == MODEL
     assert tokenizer.vocab_size == 300
 
@@ -70,7 +71,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(folder: Path, file: str
     data[len(data) // 2] ^= 1
     path.write_bytes(data if file != "meta.json" else data[: len(data) // 2])
     said: list[str] = []
-    state = checkpoint.newest(folder, said.append)
+    state = storage.newest(folder, said.append)
     assert state is not None
     assert state.step == 20
     assert len(said) == 1
@@ -82,8 +83,8 @@ def test_none_whole_is_refused_and_none_at_all_is_a_start(folder: Path, tmp_path
     for path in folder.glob("*/model.pt"):
         path.unlink()
     with pytest.raises(ConfigError, match="None of the 2 checkpoint"):
-        checkpoint.newest(folder, lambda text: None)
-    assert checkpoint.newest(tmp_path / "none", lambda text: None) is None
+        storage.newest(folder, lambda text: None)
+    assert storage.newest(tmp_path / "none", lambda text: None) is None
 
 
 def test_an_interrupted_save_leaves_the_old_ones(
@@ -93,12 +94,12 @@ def test_an_interrupted_save_leaves_the_old_ones(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "write_whole", full_disk)
+        patch.setattr(storage, "write_whole", full_disk)
         with pytest.raises(OSError, match="No space"):
-            checkpoint.save(folder, state_at(40), data_dir / "tokenizer")
+            storage.save(folder, state_at(40), data_dir / "tokenizer")
     assert sorted(path.name for path in folder.iterdir()) == ["step_000020", "step_000030"]
     (folder / ".step_000050.tmp").mkdir()  # as SIGKILL leaves it
-    checkpoint.save(folder, state_at(40), data_dir / "tokenizer")
+    storage.save(folder, state_at(40), data_dir / "tokenizer")
     assert sorted(path.name for path in folder.iterdir()) == ["step_000030", "step_000040"]
 
 
@@ -110,15 +111,15 @@ def test_a_full_disk_is_told_in_its_own_words() -> None:
             raise OSError(errno.ENOSPC, "No space left on device")
 
     with pytest.raises(OSError, match="No space left on device") as caught:
-        checkpoint.save_tensors({"x": torch.ones(1000)}, Full())
+        storage.save_tensors({"x": torch.ones(1000)}, Full())
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_the_model_can_be_used_though_the_optimizers_state_is_damaged(folder: Path) -> None:
     (folder / "step_000030" / "optim.pt").write_bytes(b"damaged")
-    assert checkpoint.load_model(folder / "step_000030")[0].config == MODEL
+    assert storage.load_model(folder / "step_000030")[0].config == MODEL
     with pytest.raises(ConfigError, match=r"holds some: take .*step_000030\.$"):
-        checkpoint.load_model(folder.parent)
+        storage.load_model(folder.parent)
 
 
 def test_pickles_are_not_loaded(folder: Path) -> None:
@@ -129,20 +130,20 @@ def test_pickles_are_not_loaded(folder: Path) -> None:
     path = folder / "step_000030" / "model.pt"
     torch.save({"x": Evil()}, path)
     meta = json.loads((path.parent / "meta.json").read_text())
-    meta["sha256"]["model.pt"] = checkpoint.file_sha256(path)
+    meta["sha256"]["model.pt"] = storage.file_sha256(path)
     (path.parent / "meta.json").write_text(json.dumps(meta))
     with pytest.raises(DamagedCheckpointError, match=r"model\.pt cannot be read"):
-        checkpoint.load(path.parent)
+        storage.load(path.parent)
 
 
 def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) -> None:
-    state = checkpoint.load(folder / "step_000030")
-    checkpoint.check_continues(state, CONFIG, {"rows": "r"}, "run")
+    state = storage.load(folder / "step_000030")
+    storage.check_continues(state, CONFIG, {"rows": "r"}, "run")
     other = RunConfig.from_strings({**TINY, "seed": 43, "tracker": "mlflow"})
     with pytest.raises(ConfigError, match=r"configuration: seed was 42, now 43\. Give"):
-        checkpoint.check_continues(state, other, {"rows": "r"}, "run")
+        storage.check_continues(state, other, {"rows": "r"}, "run")
     with pytest.raises(DataError, match=r"other data \(rows\)"):
-        checkpoint.check_continues(state, CONFIG, {"rows": "s"}, "run")
+        storage.check_continues(state, CONFIG, {"rows": "s"}, "run")
 
 
 def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:
@@ -160,9 +161,9 @@ def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:
     assert (outcome, code, is_expected(caught.value)) == ("final", 1, False)
     assert "Unexpected KeyError in test_checkpoint.py" in reason
 
-    attempt = Attempt(tmp_path / "run", Place(rank=1, world_size=2))
+    attempt = Attempt(tmp_path / "run", RankEnv(rank=1, world_size=2))
     attempt.begin()
-    attempt.state(step=3, loss=1.5)
+    attempt.update(step=3, loss=1.5)
     assert attempt.end("retryable", "Lost rank 0.")
     assert not attempt.end("stopped", "too late")
     outcome_file = json.loads((tmp_path / "run" / "outcome.json").read_text())

@@ -14,9 +14,10 @@ import torch
 from trainer.__main__ import main
 from trainer.bench.report import main as report_bench
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.host.place import Place
-from trainer.model import GPT
-from trainer.plan import describe, duration, make_plan
+from trainer.formatting import duration
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT
+from trainer.run_plan import describe_plan, make_plan
 
 
 def test_text_becomes_numbers() -> None:
@@ -183,7 +184,7 @@ def test_what_depth_8_says_before_step_0() -> None:
     plan = make_plan(config, vocab_size=32768, world_size=2)
     with torch.device("meta"):
         model = GPT(plan.model)
-    said = describe(plan, config, model, train_rows=5000)
+    said = describe_plan(plan, config, model, train_rows=5000)
     for expected in (
         "total                   125,829,354",
         "value_embeds             67,108,864",
@@ -198,7 +199,7 @@ def test_what_depth_8_says_before_step_0() -> None:
         assert expected in said
     long = RunConfig.from_strings({"target_param_data_ratio": 12})
     plan = make_plan(long, vocab_size=32768, world_size=3)
-    said = describe(plan, long, model, train_rows=1_000_000)
+    said = describe_plan(plan, long, model, train_rows=1_000_000)
     assert "warning" not in said
     assert "reads them" not in said
     assert "2/1/1 rows a rank in 1 micro-batch" in said
@@ -208,14 +209,14 @@ def test_place_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("NANOFLEET_HOST", "attic")
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
-    assert Place.from_environment() == Place(host="attic")
+    assert RankEnv.from_environment() == RankEnv(host="attic")
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="RANK is 2 but WORLD_SIZE is 2"):
-        Place.from_environment()
+        RankEnv.from_environment()
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ConfigError, match="takes a whole number"):
-        Place.from_environment()
+        RankEnv.from_environment()
 
 
 def test_durations_read_well() -> None:

@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 
 from trainer.config import RunConfig, RunFile
-from trainer.contract import Record, compare, explain, make_record
-from trainer.host.place import Place
+from trainer.distributed.consistency import Record, compare, explain, make_record
+from trainer.host.rank_env import RankEnv
 
 RUN = RunFile("a", RunConfig(depth=2), ("tower", "laptop"), "code", "manifest", (3, 5))
-TOWER = Place(rank=0, world_size=2, host="tower")
-LAPTOP = Place(rank=1, world_size=2, host="laptop")
+TOWER = RankEnv(rank=0, world_size=2, host="tower")
+LAPTOP = RankEnv(rank=1, world_size=2, host="laptop")
 
 
-def differing(other: RunFile, **told: Any) -> list[str]:
-    return list(compare([make_record(TOWER, RUN), make_record(LAPTOP, other, **told)]))
+def differing(other: RunFile, **endpoint: Any) -> list[str]:
+    return list(compare([make_record(TOWER, RUN), make_record(LAPTOP, other, **endpoint)]))
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,10 @@ def test_data_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
     records = [make_record(TOWER, RUN)]
     for name in ("torch", "numpy", "python", "trainer code", "world_size"):
         assert name in records[0].compared
-    monkeypatch.setattr("trainer.contract.importlib.metadata.version", lambda name: "2.13.0+cu130")
-    monkeypatch.setattr("trainer.contract.code_digest", lambda: "f" * 64)
+    monkeypatch.setattr(
+        "trainer.distributed.consistency.importlib.metadata.version", lambda name: "2.13.0+cu130"
+    )
+    monkeypatch.setattr("trainer.distributed.consistency.code_digest", lambda: "f" * 64)
     records.append(make_record(LAPTOP, RUN))
     sentence, table = explain(compare(records), records)
     assert (
@@ -55,7 +57,7 @@ def test_data_and_versions_are_compared(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_what_may_differ_by_host_is_shown_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     tower = make_record(TOWER, RUN)
-    monkeypatch.setattr(Place, "address", lambda _place: "10.0.0.2")
+    monkeypatch.setattr(RankEnv, "address", lambda _place: "10.0.0.2")
     laptop = replace(make_record(LAPTOP, RUN), shown={"interface": "wlan0", "cpu": "bfloat16, 4 threads"})
     assert {"interface", "local rank"} <= set(tower.shown)
     assert not set(tower.shown) & set(tower.compared)

@@ -93,12 +93,12 @@ def test_sigterm_is_heeded_where_its_sender_is_not_told(ranks: str, outcome: str
         "import signal, sys, time\n"
         "from pathlib import Path\n"
         "del signal.sigwaitinfo\n"
-        "from trainer.host.place import Place\n"
-        "from trainer.host.voice import Voice\n"
-        "from trainer.outcome import Attempt, heed_sigterm\n"
-        "attempt = Attempt(Path(sys.argv[1]), Place())\n"
+        "from trainer.host.rank_env import RankEnv\n"
+        "from trainer.host.logger import RunLogger\n"
+        "from trainer.health.attempt import Attempt, handle_sigterm\n"
+        "attempt = Attempt(Path(sys.argv[1]), RankEnv())\n"
         "attempt.begin()\n"
-        "heed_sigterm(attempt, Voice(Place()))\n"
+        "handle_sigterm(attempt, RunLogger(RankEnv()))\n"
         "print('ready', flush=True)\n"
         "time.sleep(30)\n"
     )
@@ -119,7 +119,7 @@ def test_sigterm_is_heeded_where_its_sender_is_not_told(ranks: str, outcome: str
 def test_nothing_starts_a_thread_before_sigterm_is_blocked() -> None:
     """numpy and torch start threads as they are imported, and SIGTERM would end the process through one."""
     program = (
-        "import sys, trainer.__main__, trainer.host.voice, trainer.outcome\n"
+        "import sys, trainer.__main__, trainer.host.logger, trainer.health.attempt\n"
         "print([name for name in ('numpy', 'torch', 'pyarrow') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

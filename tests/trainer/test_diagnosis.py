@@ -9,15 +9,24 @@ from pathlib import Path
 
 import pytest
 
-from trainer.blame import Sighting, blame, lost
-from trainer.diagnosis import TABLE, Endpoint, Status, Verdict, diagnose, seconds_until_end, shows_host
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.host.watchdog import Watchdog
-from trainer.outcome import Attempt, Retryable
-from trainer.sync.board import Board, Seen
-from trainer.sync.group import Peer
+from trainer.distributed.process_group import Peer
+from trainer.health.attempt import Attempt
+from trainer.health.diagnosis import (
+    TABLE,
+    EndpointResult,
+    Freshness,
+    Verdict,
+    diagnose,
+    seconds_until_end,
+    shows_host,
+)
+from trainer.health.report import RankEvidence, describe_delay, describe_loss
+from trainer.health.run_status import RunStatus
+from trainer.health.status_exchange import ReceivedStatus, StatusExchange
+from trainer.health.watchdog import Watchdog
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Retryable
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 LAPTOP = Peer(1, "laptop", "10.0.0.2")
@@ -75,26 +84,26 @@ CELLS = [
 def test_every_cell_has_its_verdict_and_sentence(
     status: str, endpoint: str, reachable: bool, verdict: str, sentence: str
 ) -> None:
-    assert diagnose(Status(status), Endpoint(endpoint), reachable) == verdict
+    assert diagnose(Freshness(status), EndpointResult(endpoint), reachable) == verdict
     words = WORDS if status != "none" or endpoint == "answers" else {}
     age = 4.0 if status == "fresh" else 94.0
-    sighting = Sighting(LAPTOP, Endpoint(endpoint), Status(status), words, age, reachable)
-    assert blame([sighting]) == sentence
+    sighting = RankEvidence(LAPTOP, EndpointResult(endpoint), Freshness(status), words, age, reachable)
+    assert describe_delay([sighting]) == sentence
 
 
 def test_the_table_has_these_cells_and_no_other() -> None:
     cells = {(endpoint, reachable, status) for (endpoint, reachable), row in TABLE.items() for status in row}
-    assert cells == {(Endpoint(e), reachable, Status(s)) for s, e, reachable, *_ in CELLS}
-    assert {endpoint for endpoint, _ in TABLE} == set(Endpoint)
-    for endpoint in Endpoint:  # one that shows its host to be reachable has no row of the contrary
+    assert cells == {(EndpointResult(e), reachable, Freshness(s)) for s, e, reachable, *_ in CELLS}
+    assert {endpoint for endpoint, _ in TABLE} == set(EndpointResult)
+    for endpoint in EndpointResult:  # one that shows its host to be reachable has no row of the contrary
         assert ((endpoint, False) in TABLE) != shows_host(endpoint)
-        assert all(diagnose(status, endpoint, False) for status in Status)
+        assert all(diagnose(status, endpoint, False) for status in Freshness)
 
 
 def test_a_fresh_status_is_never_called_dead() -> None:
-    for endpoint in Endpoint:
+    for endpoint in EndpointResult:
         for reachable in (True, False):
-            assert not diagnose(Status.FRESH, endpoint, reachable).is_dead
+            assert not diagnose(Freshness.FRESH, endpoint, reachable).is_dead
 
 
 def test_impaired_traffic_ends_a_run_later_than_death_but_does() -> None:
@@ -106,12 +115,12 @@ def test_impaired_traffic_ends_a_run_later_than_death_but_does() -> None:
 
 
 def test_a_collective_that_failed_names_impaired_traffic() -> None:
-    sighting = Sighting(LAPTOP, Endpoint.SILENT, Status.FRESH, WORDS, 4.0, True)
-    said = lost([sighting], "Timed out.")
+    sighting = RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.FRESH, WORDS, 4.0, True)
+    said = describe_loss([sighting], "Timed out.")
     assert said == f"Timed out. Traffic with rank 1 (laptop) is impaired ({FRESH}{SILENT}){DOCTOR}."
-    gone = Sighting(Peer(2, "attic", "10.0.0.3"), Endpoint.REFUSES)
-    assert lost([sighting, gone], "Timed out.").startswith("Lost rank 2 (attic): it is gone")
-    assert lost([sighting, gone], "Timed out.").endswith(f"{DOCTOR}.")
+    gone = RankEvidence(Peer(2, "attic", "10.0.0.3"), EndpointResult.REFUSES)
+    assert describe_loss([sighting, gone], "Timed out.").startswith("Lost rank 2 (attic): it is gone")
+    assert describe_loss([sighting, gone], "Timed out.").endswith(f"{DOCTOR}.")
 
 
 # -- the evidence, gathered by a watchdog ------------------------------------------------------------------
@@ -127,11 +136,11 @@ def frozen() -> Iterator[str]:
 @pytest.fixture
 def watchdog(tmp_path: Path) -> Watchdog:
     """That of rank 0 of 3, which has heard of no other yet."""
-    place = Place(world_size=3, host="tower")
+    env = RankEnv(world_size=3, host="tower")
     watchdog = Watchdog(
-        Heartbeat(tmp_path, place, "run"), place, tmp_path, Attempt(tmp_path, place), Voice(place)
+        RunStatus(tmp_path, env, "run"), env, tmp_path, Attempt(tmp_path, env), RunLogger(env)
     )
-    watchdog._board = Board(place, "")
+    watchdog._exchange = StatusExchange(env, "")
     return watchdog
 
 
@@ -143,16 +152,16 @@ def refused() -> str:
 def meet(watchdog: Watchdog, *ends: tuple[str, str]) -> None:
     """The other ranks: host and address of the endpoint of each."""
     peers = [Peer(rank, host, "") for rank, (host, _) in enumerate(ends, 1)]
-    watchdog.meet(peers, {rank: told for rank, (_, told) in enumerate(ends, 1)})
+    watchdog.set_peers(peers, {rank: told for rank, (_, told) in enumerate(ends, 1)})
 
 
 def verdicts(watchdog: Watchdog) -> list[str]:
-    return [str(each.verdict) for each in watchdog._look_around(seconds=0.2)]
+    return [str(each.verdict) for each in watchdog._collect_evidence(seconds=0.2)]
 
 
 def hear(watchdog: Watchdog, rank: int, seconds_ago: float) -> None:
-    assert watchdog._board is not None
-    watchdog._board.seen[rank] = Seen({**WORDS, "count": 1}, time.monotonic() - seconds_ago)
+    assert watchdog._exchange is not None
+    watchdog._exchange.received[rank] = ReceivedStatus({**WORDS, "count": 1}, time.monotonic() - seconds_ago)
 
 
 def test_a_rank_that_published_its_status_seconds_ago_is_not_called_frozen(
@@ -162,7 +171,7 @@ def test_a_rank_that_published_its_status_seconds_ago_is_not_called_frozen(
     hear(watchdog, 1, 4)
     hear(watchdog, 2, 40)
     assert verdicts(watchdog) == ["runs", "impaired", "frozen"]
-    sentence = blame(watchdog._look_around(seconds=0.2))
+    sentence = describe_delay(watchdog._collect_evidence(seconds=0.2))
     assert sentence.startswith("rank 2 (attic) is frozen")
     assert "; traffic with rank 1 (laptop) is impaired (its status arrived" in sentence
 
@@ -191,12 +200,12 @@ def test_a_rank_that_was_just_killed_is_gone_though_its_status_is_young(
     hear(watchdog, 1, 4)
     hear(watchdog, 2, 4)
     assert verdicts(watchdog) == ["runs", "impaired", "impaired"]
-    monkeypatch.setattr(watchdog._board, "say", lambda seconds: True)
-    said = str(watchdog.why(Retryable("Connection closed.")))
+    monkeypatch.setattr(watchdog._exchange, "publish", lambda seconds: True)
+    said = str(watchdog.explain(Retryable("Connection closed.")))
     assert said.startswith("Lost rank 1 (laptop): it is gone")
     hear(watchdog, 1, -60)  # it publishes again, after the failure
     hear(watchdog, 2, -60)
-    assert str(watchdog.why(Retryable("Connection closed."))).startswith(
+    assert str(watchdog.explain(Retryable("Connection closed."))).startswith(
         "Connection closed. Traffic with rank 1 (laptop) is impaired"
     )
 

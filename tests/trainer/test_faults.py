@@ -20,8 +20,8 @@ from typing import Any
 import pytest
 from conftest import Rank, Start, losses
 
-from trainer import checkpoint
 from trainer.__main__ import main
+from trainer.checkpoint import storage
 
 STALL_SECONDS = 3.0
 IMPATIENT = {"NANOFLEET_STALL_SECONDS": str(STALL_SECONDS)}
@@ -62,7 +62,7 @@ def test_a_frozen_rank_is_named_then_given_up_and_the_run_goes_on_to_the_same_en
     code, said = ranks[0].wait(SOON)
     assert code == 75, said
     assert "Lost rank 1 (host-2): it is frozen" in last_line(said)
-    assert "is at group.py" in said
+    assert "is at process_group.py" in said
 
     ranks[1].process.send_signal(signal.SIGCONT)
     code, said = ranks[1].wait(SOON)
@@ -206,7 +206,7 @@ def test_a_full_disk_is_told_and_the_run_goes_on(start: Start, small_disk: tuple
     until(lambda: beat(outside)["step"] > full_at + 20)
     assert shutil.disk_usage(run_dir).free < 4096
     assert checkpoints()[-1] >= newest[-1]
-    assert checkpoint.load(run_dir / "checkpoints" / checkpoints()[-1]).step > 0
+    assert storage.load(run_dir / "checkpoints" / checkpoints()[-1]).step > 0
     (run_dir / "ballast").unlink()
     (run_dir / "more").unlink()
     until(lambda: len(checkpoints()) == 2)
@@ -267,7 +267,7 @@ def test_a_host_that_is_cut_off_is_named_and_given_up(start: Start, hosts: list[
         "Lost rank 1 (host-2): it cannot be reached (its host does not answer at 10.77.0.2: down, asleep or "
         "cut off)" in last_line(said)
     )
-    assert "Look whether host-2 is up, awake and on the network." in last_line(said)
+    assert "Check that host-2 is running, awake and connected to the network." in last_line(said)
     code, said = ranks[1].wait(SOON)
     assert code == 75, said
     assert "Lost rank 0 (host-1): it cannot be reached" in last_line(said)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.model import GPT, GPTConfig
-from trainer.sync.layout import add_rows_alone, add_rows_in_order
-from trainer.train import Run
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.sync.buckets import add_only_active_rows, add_rows_deterministically
+from trainer.train import Trainer
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
 
@@ -33,10 +33,10 @@ def test_rows_added_in_order_make_the_same_gradient() -> None:
             p.normal_(0, 0.1)
     idx = torch.randint(0, 40, (3, 33))
     expected = {name: gradient.clone() for name, gradient in gradients(model, idx, 2).items()}
-    add_rows_alone(model)
+    add_only_active_rows(model)
     tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in tables:
-        add_rows_in_order(table)
+        add_rows_deterministically(table)
     found = gradients(model, idx, 2)
     assert found.keys() == expected.keys()
     for name, gradient in found.items():
@@ -50,7 +50,7 @@ def test_rows_are_put_in_order_where_a_device_would_not() -> None:
     for device, hooks in (("cpu", 0), ("meta", 1)):
         with torch.device(device):
             model = GPT(CONFIG)
-        add_rows_alone(model)
+        add_only_active_rows(model)
         for module in model.modules():
             if isinstance(module, nn.Embedding):
                 assert module.sparse
@@ -62,9 +62,9 @@ def test_the_loss_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = GPT(CONFIG)
     model.init_weights()
     run = SimpleNamespace(
-        ready=SimpleNamespace(micro_batches=[1]),
-        place=SimpleNamespace(rank=0),
-        heartbeat=SimpleNamespace(enter=lambda phase: None),
+        components=SimpleNamespace(micro_batches=[1]),
+        env=SimpleNamespace(rank=0),
+        run_status=SimpleNamespace(enter=lambda phase: None),
         sync=SimpleNamespace(last_backward=nullcontext),
         model=model,
     )
@@ -72,5 +72,5 @@ def test_the_loss_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = sum(model(row[None, :-1], row[None, 1:], loss_reduction="sum").item() for row in idx)
     reads, item = [], Tensor.item
     monkeypatch.setattr(Tensor, "item", lambda tensor: reads.append(1) or item(tensor))
-    assert Run._accumulate(run, idx[:, :-1], idx[:, 1:]) == expected  # type: ignore[arg-type]
+    assert Trainer.forward_backward(run, idx[:, :-1], idx[:, 1:]) == expected  # type: ignore[arg-type]
     assert len(reads) == 1

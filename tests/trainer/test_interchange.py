@@ -32,11 +32,11 @@ from nanochat_base import (
     weights_of,
 )
 
-from trainer import checkpoint
+from trainer.checkpoint import storage
 from trainer.config import ConfigError
 from trainer.data.tokenizer import Tokenizer
 from trainer.interchange.layout import find_pair
-from trainer.model import GPT
+from trainer.model.gpt import GPT
 from trainer.outcome import Final
 
 
@@ -96,7 +96,7 @@ def test_out_and_back_is_bitwise(ours: Path, tmp_path: Path, capsys: pytest.Capt
     assert export(ours, tmp_path / "base", "--model-tag", "mine") == 0
     assert take_in(tmp_path / "base", "--run-dir", tmp_path / "run") == 0
     back = tmp_path / "run" / "checkpoints" / "step_000100"
-    state = checkpoint.load(back)
+    state = storage.load(back)
     assert bitwise(state.model, weights_of(100))
     assert (back / "tokenizer" / "tokenizer.json").read_bytes() == (
         ours / "tokenizer" / "tokenizer.json"
@@ -134,7 +134,7 @@ def test_the_model_computes_the_same_there_and_here(base: Path, tmp_path: Path) 
     model = GPT(MODEL)
     model.load_state_dict(upstream.load_model(base).weights)
     assert take_in(base / "base_checkpoints" / "d3", "--run-dir", tmp_path / "run") == 0
-    taken, _ = checkpoint.load_model(tmp_path / "run" / "checkpoints" / "step_000005")
+    taken, _ = storage.load_model(tmp_path / "run" / "checkpoints" / "step_000005")
     with torch.no_grad():
         assert torch.equal(model(IDS), taken(IDS))
 
@@ -151,7 +151,7 @@ def test_weights_of_a_gpu_run_come_in_as_float32(
     said = capsys.readouterr().out
     assert "transformer.wte.weight, value_embeds.0.weight, value_embeds.2.weight came as bfloat16" in said
     assert "the values are the same" in said
-    state = checkpoint.load(tmp_path / "run" / "checkpoints" / "step_000006")
+    state = storage.load(tmp_path / "run" / "checkpoints" / "step_000006")
     assert bitwise(state.model, {name: tensor.float() for name, tensor in weights.items()})
     assert bitwise({n: state.model[n].bfloat16() for n in in_bf16}, {n: weights[n] for n in in_bf16})
 
@@ -296,7 +296,7 @@ def test_a_tokenizer_elsewhere_is_given_by_name(
 
 def test_a_run_goes_on_from_an_imported_checkpoint(base: Path, data_dir: Path, tmp_path: Path) -> None:
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
-    config = checkpoint.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
+    config = storage.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
     assert (config["num_iterations"], config["total_batch_size"], config["matrix_lr"]) == (8, 128, 0.03)
     attempt = train_here(data_dir, tmp_path / "run", **config)
     assert len(losses(tmp_path / "run")) == 3
@@ -343,7 +343,7 @@ def test_a_base_directory_is_adopted_as_it_is(
     assert everything(base) == before
     for path in (base / "base_data_climbmix").iterdir():
         assert (tmp_path / "data" / "shards" / path.name).read_bytes() == path.read_bytes()
-    config = checkpoint.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
+    config = storage.read_meta(tmp_path / "run" / "checkpoints" / "step_000005")["config"]
     train_here(tmp_path / "data", tmp_path / "run", **config)
     assert len(losses(tmp_path / "run")) == 3
     other = upstream.train_tokenizer(["some other text of other words " * 9], 270)

@@ -18,7 +18,7 @@ from nanochat_base import (
 
 from trainer.config import ConfigError
 from trainer.interchange.meta import run_config
-from trainer.model import GPTConfig
+from trainer.model.gpt import GPTConfig
 
 
 @pytest.fixture

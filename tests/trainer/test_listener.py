@@ -12,8 +12,8 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
 
-from trainer.host import listener as endpoint
-from trainer.host.listener import Listener, Told, ask
+from trainer.health import endpoint as endpoint
+from trainer.health.endpoint import EndpointAddress, HealthEndpoint, query
 
 BAD = {
     "empty object": b"{}\n",
@@ -36,39 +36,39 @@ def state(stacks: bool) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def rank() -> Iterator[Listener]:
-    listener = Listener("127.0.0.1", state)
+def rank() -> Iterator[HealthEndpoint]:
+    listener = HealthEndpoint("127.0.0.1", state)
     yield listener
     listener.close()
 
 
-def send(told: Told, question: bytes) -> None:
-    with socket.create_connection((told.address, told.port), timeout=10) as connection:
+def send(address: EndpointAddress, question: bytes) -> None:
+    with socket.create_connection((address.address, address.port), timeout=10) as connection:
         connection.settimeout(10)
         with suppress(ConnectionError):  # a question that is too long is not read to its end
             connection.sendall(question)
 
 
 def test_a_rank_answers_with_its_state() -> None:
-    rank = Listener("127.0.0.1", state)
-    told = Told.parse(str(rank.told))
-    assert told == rank.told
-    assert ask(told) == ("answers", {"phase": "sync", "stacks": ""})
-    assert ask(told, stacks=True).said["stacks"] == "..."
-    assert ask(told._replace(secret="0" * 16)).how == "refuses"
+    rank = HealthEndpoint("127.0.0.1", state)
+    address = EndpointAddress.parse(str(rank.address))
+    assert address == rank.address
+    assert query(address) == ("answers", {"phase": "sync", "stacks": ""})
+    assert query(address, stacks=True).status["stacks"] == "..."
+    assert query(address._replace(secret="0" * 16)).result == "refuses"
     rank.close()
-    assert ask(told).how == "refuses"
+    assert query(address).result == "refuses"
 
 
 @pytest.mark.parametrize("question", BAD.values(), ids=BAD.keys())
-def test_bad_input_ends_its_own_connection_only(rank: Listener, question: bytes) -> None:
-    send(rank.told, question)
-    assert ask(rank.told).how == "answers"
+def test_bad_input_ends_its_own_connection_only(rank: HealthEndpoint, question: bytes) -> None:
+    send(rank.address, question)
+    assert query(rank.address).result == "answers"
 
 
-def test_ten_thousand_random_inputs_leave_the_rank_diagnosable(rank: Listener) -> None:
+def test_ten_thousand_random_inputs_leave_the_rank_diagnosable(rank: HealthEndpoint) -> None:
     draw = random.Random(20)
-    good = json.dumps({"secret": rank.told.secret, "stacks": True}).encode() + b"\n"
+    good = json.dumps({"secret": rank.address.secret, "stacks": True}).encode() + b"\n"
 
     def mutated() -> bytes:
         text = bytearray(good)
@@ -86,26 +86,26 @@ def test_ten_thousand_random_inputs_leave_the_rank_diagnosable(rank: Listener) -
         mutated,
     ]
     for number in range(10_000):
-        send(rank.told, draw.choice(kinds)())
+        send(rank.address, draw.choice(kinds)())
         if number % 500 == 499:
-            assert ask(rank.told).how == "answers", f"after {number + 1} inputs"
+            assert query(rank.address).result == "answers", f"after {number + 1} inputs"
 
 
-def test_idle_connections_keep_nobody_from_an_answer(rank: Listener) -> None:
+def test_idle_connections_keep_nobody_from_an_answer(rank: HealthEndpoint) -> None:
     """Three times as many as the endpoint holds open: the oldest are closed."""
     with ExitStack() as idle:
         for _ in range(3 * endpoint.MOST_CONNECTIONS):
-            idle.enter_context(socket.create_connection((rank.told.address, rank.told.port)))
-        assert ask(rank.told).how == "answers"
+            idle.enter_context(socket.create_connection((rank.address.address, rank.address.port)))
+        assert query(rank.address).result == "answers"
         waiting = [thread for thread in threading.enumerate() if "process_request_thread" in thread.name]
         assert len(waiting) <= 2 * endpoint.MOST_CONNECTIONS  # one that is closed takes a moment to end
 
 
 def test_a_connection_has_one_deadline_however_slowly_it_sends(
-    rank: Listener, monkeypatch: pytest.MonkeyPatch
+    rank: HealthEndpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "ASK_SECONDS", 0.3)
-    with socket.create_connection((rank.told.address, rank.told.port)) as slow:
+    monkeypatch.setattr(endpoint, "QUERY_SECONDS", 0.3)
+    with socket.create_connection((rank.address.address, rank.address.port)) as slow:
         for _ in range(200):
             try:
                 slow.sendall(b" ")
@@ -119,7 +119,7 @@ def test_a_connection_has_one_deadline_however_slowly_it_sends(
 
 
 @contextmanager
-def process(*connections: Callable[[socket.socket], object]) -> Iterator[Told]:
+def process(*connections: Callable[[socket.socket], object]) -> Iterator[EndpointAddress]:
     """A process that treats its connections one after the other in these manners, the last one ever after."""
     server = socket.create_server(("127.0.0.1", 0))
 
@@ -134,7 +134,7 @@ def process(*connections: Callable[[socket.socket], object]) -> Iterator[Told]:
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
     try:
-        yield Told("127.0.0.1", server.getsockname()[1], "secret")
+        yield EndpointAddress("127.0.0.1", server.getsockname()[1], "secret")
     finally:
         server.shutdown(socket.SHUT_RDWR)
         server.close()
@@ -169,31 +169,33 @@ def proves_itself_and_answers(connection: socket.socket) -> None:
     [b"", b"[]\n", b"1\n", b"{}\n", b"null\n", b"[" * 4000 + b"\n", b"\xff\n", b'{"secret": "other"}\n'],
 )
 def test_another_program_on_the_port_is_not_the_rank(text: bytes) -> None:
-    with process(says(text)) as told:
-        assert ask(told).how == "refuses"
+    with process(says(text)) as address:
+        assert query(address).result == "refuses"
 
 
 def test_a_query_ends_at_its_deadline_however_slowly_the_answer_comes() -> None:
-    with process(drips) as told:
-        assert ask(told, seconds=0.3).how == "silent"
+    with process(drips) as address:
+        assert query(address, seconds=0.3).result == "silent"
 
 
 def test_a_process_that_only_the_kernel_accepts_for_is_silent() -> None:
     with socket.create_server(("127.0.0.1", 0)) as frozen:
-        assert ask(Told("127.0.0.1", frozen.getsockname()[1], ""), seconds=0.3).how == "silent"
+        assert (
+            query(EndpointAddress("127.0.0.1", frozen.getsockname()[1], ""), seconds=0.3).result == "silent"
+        )
 
 
 def test_a_short_answer_without_the_long_one_is_cut_short() -> None:
-    with process(says(b'{"secret": "terces"}\n')) as told:
-        assert ask(told, seconds=0.3).how == "cut short"
+    with process(says(b'{"secret": "terces"}\n')) as address:
+        assert query(address, seconds=0.3).result == "cut short"
 
 
 def test_a_connection_that_is_closed_early_is_tried_again() -> None:
     """As an endpoint with too many connections closes one."""
-    with process(lambda connection: None, proves_itself_and_answers) as told:
-        assert ask(told) == ("answers", {"phase": "sync"})
+    with process(lambda connection: None, proves_itself_and_answers) as address:
+        assert query(address) == ("answers", {"phase": "sync"})
 
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1 http secret", "10.0.0.1 99999 secret", "10.0.0.1 0 secret"])
 def test_an_address_that_cannot_be_is_none(text: str) -> None:
-    assert Told.parse(text) is None
+    assert EndpointAddress.parse(text) is None

@@ -15,16 +15,16 @@ import torch
 from conftest import RATES, Start
 from torch import Tensor
 
+from trainer.checkpoint.rank_state import load_rank_state, save_rank_state
 from trainer.config import ConfigError, RunConfig
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import ParameterState, build_optimizer
-from trainer.own import find_own, keep_own
-from trainer.plan import describe, make_plan
-from trainer.sync.group import Group, Pending
+from trainer.distributed.process_group import Group, Pending
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import ParameterState, build_optimizer
+from trainer.run_plan import describe_plan, make_plan
 from trainer.sync.local import Local, Outer
 from trainer.sync.payload import predicted_bytes
-from trainer.sync.quantise import BLOCK, Quantiser
+from trainer.sync.quantize import BLOCK, Quantizer
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)
@@ -44,10 +44,10 @@ class RankThread(Group):
     """A rank in a thread of its own."""
 
     def __init__(self, rank: int, world_size: int, room: Room) -> None:
-        super().__init__(Place(rank=rank, world_size=world_size), [])
+        super().__init__(RankEnv(rank=rank, world_size=world_size), [])
         self.room, self.count = room, 0
 
-    def start_gather_all(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         number, table = self.count, tensor.new_empty(self.world_size, len(tensor))
         self.count += 1
         self.room.tensors[number, self.rank] = tensor.clone()
@@ -71,7 +71,7 @@ class Rank:
 
     def step(self, batches: Sequence[Tensor]) -> None:
         self.train(batches)
-        self.sync.hand_out()
+        self.sync.broadcast()
 
     def train(self, batches: Sequence[Tensor]) -> None:
         """A step up to where ranks may meet."""
@@ -86,7 +86,7 @@ class Rank:
         return [p.detach().clone() for p in self.model.parameters()]
 
     def in_common(self) -> list[Tensor]:
-        with self.sync.agreed():
+        with self.sync.shared_parameters():
             return [p.detach().clone() for p in self.model.parameters()]
 
 
@@ -114,8 +114,8 @@ def equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 
 def look(rank: Rank) -> tuple[dict[str, Tensor], dict[str, ParameterState], dict[str, Tensor]]:
     """All that a checkpoint takes of a rank: parameters, the common state, its own."""
-    with rank.sync.agreed():
-        return copy.deepcopy((rank.model.state_dict(), rank.sync.common_state(), rank.sync.own_state()))
+    with rank.sync.shared_parameters():
+        return copy.deepcopy((rank.model.state_dict(), rank.sync.common_state(), rank.sync.rank_state()))
 
 
 def resume(states: Sequence[tuple[Any, ...]], step: int, outer: Outer, owned: Sequence[bool]) -> list[Rank]:
@@ -146,7 +146,7 @@ def test_meeting_after_each_step_is_the_mean_weighted_by_tokens(rows: tuple[int,
         for step in range(steps):
             rank.train(batches_of(step, rows))
             seen += rank.own()
-            rank.sync.hand_out()
+            rank.sync.broadcast()
             assert equal(rank.own(), rank.in_common())
             seen += rank.own()
         return seen
@@ -270,7 +270,7 @@ def test_a_checkpoint_in_a_sync_round_resumes_bitwise() -> None:
         states = [of_rank[step - 1] for of_rank in saved]
         in_flight |= {name for name, state in states[0][0][1].items() if "round_table" in state}
         others = resume(states, step, outer, [True] * 3)
-        assert others[0].sync.at_rest() == (not any("round_table" in s for s in states[0][0][1].values()))
+        assert others[0].sync.is_idle() == (not any("round_table" in s for s in states[0][0][1].values()))
 
         def go_on(rank: Rank, step: int = step) -> list[Tensor]:
             for later in range(step, last):
@@ -294,19 +294,19 @@ def test_ranks_without_their_own_file_finish_the_sync_round(owned: tuple[bool, .
             rank.step(batches_of(step, rows))
         saved[rank.rank] = (look(rank), copy.deepcopy(rank.optimizer.state_dict()))
         for fragment in rank.sync._fragments:
-            if fragment.journey:
-                rank.sync._arrive(fragment)
+            if fragment.sync_round:
+                rank.sync._finish_round(fragment)
         return rank.in_common()
 
     saved: dict[int, Any] = {}
     arrived = together(ranks, train)
     others = resume([saved[rank] for rank in range(3)], 6, outer, owned)
-    assert not others[0].sync.at_rest()
+    assert not others[0].sync.is_idle()
 
     def go_on(rank: Rank) -> list[Tensor]:
         for fragment in rank.sync._fragments:
-            if fragment.journey:
-                rank.sync._arrive(fragment)
+            if fragment.sync_round:
+                rank.sync._finish_round(fragment)
         outer_parameters = rank.in_common()
         for step in range(6, 9):
             rank.step(batches_of(step, rows[: len(owned)]))
@@ -330,7 +330,7 @@ def test_a_state_without_a_sync_round_is_loaded() -> None:
     [again] = resume(
         [((weights, common, own), rank.optimizer.state_dict())], 1, Outer(steps=4, delay=2), [True]
     )
-    assert again.sync.at_rest()
+    assert again.sync.is_idle()
     again.step(batches_of(1, (4,)))
     again.sync.finish()
     assert equal(again.own(), again.in_common())
@@ -355,7 +355,7 @@ def test_no_number_is_off_by_more_than_half_a_level(bits: int, levels: int) -> N
     torch.manual_seed(2)
     values = torch.randn(5 * BLOCK + 3) * torch.logspace(-9, 3, 5 * BLOCK + 3)
     values[BLOCK : 2 * BLOCK] = 0
-    quantiser = Quantiser(bits)
+    quantiser = Quantizer(bits)
     packed = quantiser.pack(values)
     assert packed.dtype == torch.uint8
     assert len(packed) == 6 * BLOCK * bits // 8 + 6 * 4
@@ -363,14 +363,14 @@ def test_no_number_is_off_by_more_than_half_a_level(bits: int, levels: int) -> N
     for block, found in zip(values.split(BLOCK), back.split(BLOCK), strict=True):
         assert (found - block).abs().max() <= block.abs().max() / levels * (0.5 + 1e-5)
     assert torch.equal(back[BLOCK : 2 * BLOCK], torch.zeros(BLOCK))
-    exact = Quantiser(32)
+    exact = Quantizer(32)
     assert torch.equal(exact.unpack(exact.pack(values), len(values), values.dtype), values)
 
 
 def test_what_rounding_takes_is_not_lost() -> None:
     """The errors of single rounds are fed back: after many of them the sum is right to one level."""
     torch.manual_seed(3)
-    quantiser, error, sent = Quantiser(4), torch.zeros(BLOCK), torch.zeros(BLOCK)
+    quantiser, error, sent = Quantizer(4), torch.zeros(BLOCK), torch.zeros(BLOCK)
     value = torch.rand(BLOCK)
     for _ in range(50):
         packed = quantiser.pack(value + error)
@@ -397,7 +397,7 @@ def test_rates_are_those_of_all_tokens() -> None:
     assert local.scales == solo.scales
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
     with torch.device("meta"):
-        said = describe(local, config, GPT(local.model), train_rows=1000)
+        said = describe_plan(local, config, GPT(local.model), train_rows=1000)
     assert "each rank steps on its own 4,096 tokens; ranks meet every 30 steps" in said
 
 
@@ -417,19 +417,19 @@ def test_a_delay_as_long_as_the_way_is_refused() -> None:
 def test_a_rank_finds_its_own_file_and_no_other(tmp_path: Path) -> None:
     own = {"here/wte": torch.ones(3)}
     optim = {"wte": {"exp_avg": torch.full((3,), 2.0)}}
-    hashes = [keep_own(tmp_path, step, 1, own, optim, keep=2) for step in (4, 5, 10, 15)]
+    hashes = [save_rank_state(tmp_path, step, 1, own, optim, keep=2) for step in (4, 5, 10, 15)]
     assert sorted(path.name for path in (tmp_path / "own").iterdir()) == [
         "step_000005-rank1.pt",  # while the coordinator writes step 15, it has kept 5 and 10
         "step_000010-rank1.pt",
         "step_000015-rank1.pt",
     ]
-    found = find_own(tmp_path, {"step": 15, "own_sha256": ["", hashes[3]]}, 1)
+    found = load_rank_state(tmp_path, {"step": 15, "own_sha256": ["", hashes[3]]}, 1)
     assert found is not None
     assert equal(list(found[0].values()), list(own.values()))
     assert torch.equal(found[1]["wte"]["exp_avg"], optim["wte"]["exp_avg"])
-    assert find_own(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
-    assert find_own(tmp_path, {"step": 4, "own_sha256": ["", hashes[0]]}, 1) is None
-    assert find_own(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
+    assert load_rank_state(tmp_path, {"step": 15, "own_sha256": ["", "0" * 64]}, 1) is None
+    assert load_rank_state(tmp_path, {"step": 4, "own_sha256": ["", hashes[0]]}, 1) is None
+    assert load_rank_state(tmp_path, {"step": 15, "own_sha256": [""]}, 1) is None
 
 
 def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> None:

@@ -13,8 +13,8 @@ import reference
 import torch
 from torch import Tensor
 
-from trainer.attention import window_mask
-from trainer.model import GPT, GPTConfig, KVCache, scaling_params
+from trainer.model.attention import window_mask
+from trainer.model.gpt import GPT, GPTConfig, KVCache, scaling_params
 
 # Grouped heads, a vocabulary off the multiple of 64, windows shorter than T; one layer; no short window.
 ODD_CONFIGS = [

@@ -22,10 +22,10 @@ from trainer.host.gpu import Gpu
 from trainer.host.numerics import (
     WORTHWHILE,
     Numerics,
-    again,
     cpu_format,
     decide_device,
     gpu_format,
+    restore_numerics,
     thread_count,
 )
 
@@ -147,19 +147,19 @@ def test_a_run_goes_on_in_the_numerics_it_began_with(monkeypatch: pytest.MonkeyP
     assert (began.compute_dtype, now.compute_dtype) == (torch.bfloat16, torch.float32)
     saved = json.loads(json.dumps(began.saved()))
     try:
-        same = again(now, saved)
+        same = restore_numerics(now, saved)
         assert (same.compute_dtype, same.threads) == (torch.bfloat16, 1)
         assert same.saved() == saved
         assert torch.get_num_threads() == 1
         assert same.reason.startswith("as before; ")
-        assert again(began, saved) == began
+        assert restore_numerics(began, saved) == began
 
         emulating = numerics_of(SLOW)
-        assert again(emulating, saved).compute_dtype == torch.float32
+        assert restore_numerics(emulating, saved).compute_dtype == torch.float32
         on_gpu = replace(now, device=torch.device("meta"))
-        assert again(on_gpu, saved) == on_gpu
+        assert restore_numerics(on_gpu, saved) == on_gpu
         monkeypatch.setenv("OMP_NUM_THREADS", "2")
-        assert again(now, saved).threads == 2
+        assert restore_numerics(now, saved).threads == 2
     finally:
         torch.set_num_threads(threads)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Rank, Start, losses, train_here
 
-from trainer.checkpoint import read_tensors
+from trainer.checkpoint.storage import read_tensors
 
 STEPS = 9
 QUIET = {"eval_every": 0, "sample_every": 0, "save_every": 0, "save_minutes": 0, "digest_every": 0}

@@ -9,8 +9,14 @@ import pytest
 import reference
 import torch
 
-from trainer.model import GPT, GPTConfig
-from trainer.optim import MuonAdamW, build_optimizer, orthogonalize, polar_express_flops, width_scale
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import (
+    MuonAdamW,
+    build_optimizer,
+    orthogonalize,
+    polar_express_flops,
+    width_scale,
+)
 
 # Two value embeddings and gates, so that every shape of matrix comes more than once, the 2 x 12 gates too.
 CONFIG = GPTConfig(32, 70, n_layer=4, n_head=4, n_kv_head=2, n_embd=32, window_pattern="SL")

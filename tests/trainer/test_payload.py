@@ -7,9 +7,9 @@ from statistics import mean
 import pytest
 import torch
 
-from trainer.model import GPT, GPTConfig
-from trainer.predict import Predictor, Work, payload
-from trainer.speed import Link, Speed
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.placement.cost_model import CostModel, StepWork, payload
+from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.local import Outer
 from trainer.sync.payload import predicted_bytes
 
@@ -30,11 +30,11 @@ def test_payload_at_depth_8(mode: str, most: float) -> None:
 
 
 def test_a_mode_without_a_known_cost_gets_no_price() -> None:
-    work = Work(1, 1, 1, 1, (), 1, lambda rows: rows)
+    work = StepWork(1, 1, 1, 1, (), 1, lambda rows: rows)
     speed = Speed(row=1.0, muon=1.0, adamw=1.0)
     for predictor in (
-        Predictor([speed], None, work, ["a"]),
-        Predictor([speed] * 2, Link(1e6, 0.0), work, ["a", "b"]),
+        CostModel([speed], None, work, ["a"]),
+        CostModel([speed] * 2, Link(1e6, 0.0), work, ["a", "b"]),
     ):
         with pytest.raises(ValueError, match="the sync mode 'turbo', only for dense, exact, fast, local"):
             predictor.step("turbo", 4)
@@ -56,16 +56,16 @@ def test_the_formula_that_predicts_a_step_has_the_same_bytes(mode: str, outer: O
     with torch.device("meta"):
         counts = GPT(D8).param_counts()
     tables = counts["wte"] + counts["value_embeds"]
-    work = Work(
+    work = StepWork(
         tables=tables,
         table_width=tables // D8.padded_vocab_size,
         matrices=counts["transformer_matrices"],
         others=counts["lm_head"] + counts["scalars"],
         matrix_flops=(),
         micro_batch=2,
-        touched=lambda rows: 30 * rows,  # few enough that the number of rows counts
+        active=lambda rows: 30 * rows,  # few enough that the number of rows counts
     )
-    touched = 30 * 4 * (outer.steps + 32 if outer else 1)
+    active = 30 * 4 * (outer.steps + 32 if outer else 1)
     for world_size in (2, 4):
-        counted = predicted_bytes(mode, D8, world_size, 0, touched, outer)
+        counted = predicted_bytes(mode, D8, world_size, 0, active, outer)
         assert payload(mode, work, 4, world_size, outer) == pytest.approx(counted, rel=1e-3)

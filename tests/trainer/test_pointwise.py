@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.attention import rotary_tables
-from trainer.pointwise import rms, rotate_rms, squared_relu
+from trainer.model.attention import rotary_tables
+from trainer.model.ops import rms, rotate_rms, squared_relu
 
 SCALE = 1.2
 Way = Callable[[Tensor], Tensor]

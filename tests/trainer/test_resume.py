@@ -15,16 +15,16 @@ from conftest import TINY, Start, losses
 from trainer.config import code_digest
 
 KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_every": 2, "digest_every": 0}
-SAVING = ["saving.py", "checkpoint.py", "data/files.py"]
+SAVING = ["checkpoint/writer.py", "checkpoint/storage.py", "data/files.py"]
 MODULES = [
     *SAVING,
     "train.py",
-    "begin.py",
-    "report.py",
+    "setup.py",
+    "tracking/reporter.py",
     "tracking/tracker.py",
-    "optim.py",
+    "optim/muon_adamw.py",
     "sync/dense.py",
-    "evaluate.py",
+    "eval/bits_per_byte.py",
 ]
 FILES = ("model.pt", "optim.pt")
 AT_ONCE = 10  # points that one process forks its attempts for
@@ -93,12 +93,12 @@ def test_killed_between_any_two_lines(data_dir: Path, tmp_path: Path, alone: lis
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_killed_at_every_line_that_saves(data_dir: Path, tmp_path: Path, alone: list[str]) -> None:
-    """Each line of saving.py and checkpoint.py once, where the run goes through it for the second time."""
+    """Each line of writer.py and storage.py once, where the run goes through it for the second time."""
     wanted: dict[str, int] = {}
     seen: dict[str, int] = {}
     for number, line in enumerate(alone[: len(alone) * 9 // 10], start=1):
         seen[line] = seen.get(line, 0) + 1
-        if seen[line] == 2 and line.split(":")[0] in ("saving.py", "checkpoint.py"):
+        if seen[line] == 2 and line.split(":")[0] in ("writer.py", "storage.py"):
             wanted[line] = number
     assert len(wanted) > 40
     kill_and_resume(data_dir, tmp_path, sorted(wanted.values()))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from conftest import TINY, Rank, Start, losses, train_here
 
-from trainer import checkpoint, saving
-from trainer.checkpoint import State
+from trainer.checkpoint import storage, writer
+from trainer.checkpoint.storage import State
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunConfig
-from trainer.model import GPT, GPTConfig
-from trainer.saving import Saver
+from trainer.model.gpt import GPT, GPTConfig
 
 MODEL = GPTConfig.from_depth(1, 300, 32, aspect_ratio=32, head_dim=32)
 
@@ -32,15 +32,15 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     model = GPT(MODEL)
     model.init_weights()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    written, real_save = threading.Event(), checkpoint.save
+    written, real_save = threading.Event(), storage.save
 
     def slow_save(*arguments: object) -> Path:
         assert written.wait(60)
         return real_save(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(saving.checkpoint, "save", slow_save)
+    monkeypatch.setattr(writer.storage, "save", slow_save)
     said: list[str] = []
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, said.append)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, said.append)
     saver.save(state_at(1, model))
     assert saver.busy
     assert saver.saved is None
@@ -52,27 +52,27 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     assert not saver.busy
     assert saver.saved is not None
     assert "beside the training" in said[0]
-    loaded = checkpoint.load(saver.saved)
+    loaded = storage.load(saver.saved)
     assert all(torch.equal(loaded.model[name], tensor) for name, tensor in before.items())
     assert loaded.optim["lm_head.weight"]["exp_avg"].tolist() == [[1, 1], [1, 1]]
 
     saver.save(state_at(2, model), last=True)  # into the same buffers, or without them
     assert saver.wait()
     assert saver.saved.name == "step_000002"
-    assert torch.equal(checkpoint.load(saver.saved).model["lm_head.weight"], model.lm_head.weight)
+    assert torch.equal(storage.load(saver.saved).model["lm_head.weight"], model.lm_head.weight)
 
 
 def test_the_best_is_kept_beside_the_newest(tmp_path: Path, data_dir: Path) -> None:
     model = GPT(MODEL)
     model.init_weights()
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
     for step, bpb in [(1, 2.0), (2, 1.5), (3, None), (4, 1.7), (5, None), (6, None)]:
         evaluated = {"val_bpb": bpb or 1.0, "val_bpb_step": step if bpb else step - 1}
         saver.save(state_at(step, model, **evaluated), last=True)
         saver.wait()
-    kept = [path.name for path in checkpoint.checkpoints(saver.folder)]
+    kept = [path.name for path in storage.checkpoints(saver.folder)]
     assert kept == ["step_000006", "step_000005", "step_000002"]
-    assert checkpoint.best(saver.folder) == saver.folder / "step_000002"
+    assert storage.best(saver.folder) == saver.folder / "step_000002"
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_on_all_ranks(start: Start) -> None:
@@ -93,7 +93,7 @@ def test_saves_by_minutes_and_samples_on_the_way(data_dir: Path, tmp_path: Path)
     attempt = train_here(
         data_dir, tmp_path, num_iterations=12, save_minutes=1e-5, keep_checkpoints=20, sample_every=4
     )
-    saved = [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")]
+    saved = [path.name for path in storage.checkpoints(tmp_path / "checkpoints")]
     assert saved[0] == "step_000012"
     assert len(saved) >= 3
     outcome = json.loads(attempt.path.read_text())
@@ -112,7 +112,7 @@ def test_a_second_attempt_at_a_finished_run_has_its_outcome(data_dir: Path, tmp_
 
 def test_without_saving_on_the_way_there_is_one_at_the_end(data_dir: Path, tmp_path: Path) -> None:
     train_here(data_dir, tmp_path, save_minutes=0, eval_every=2)
-    assert [path.name for path in checkpoint.checkpoints(tmp_path / "checkpoints")] == ["step_000006"]
+    assert [path.name for path in storage.checkpoints(tmp_path / "checkpoints")] == ["step_000006"]
 
 
 def test_a_step_draws_no_random_numbers(data_dir: Path, tmp_path: Path) -> None:
@@ -151,7 +151,7 @@ def test_a_worker_ends_while_rank_0_writes_the_last_checkpoint(start: Start, syn
     assert code == 75, said
     outcome = ranks[0].outcome()
     assert (outcome["outcome"], outcome["checkpoint"]) == ("retryable", "checkpoints/step_000006"), outcome
-    assert checkpoint.load(ranks[0].run_dir / outcome["checkpoint"]).step == 6
+    assert storage.load(ranks[0].run_dir / outcome["checkpoint"]).step == 6
     for rank in start(2, **knobs):
         code, said = rank.wait()
         assert code == 0, said
@@ -174,7 +174,7 @@ def test_a_stop_that_was_asked_for_stays_one_though_a_worker_is_lost(start: Star
     outcome = ranks[0].outcome()
     assert (outcome["outcome"], outcome["settled"]) == ("stopped", True), outcome
     assert outcome["checkpoint"] == f"checkpoints/step_{outcome['step']:06d}"
-    assert checkpoint.load(ranks[0].run_dir / outcome["checkpoint"]).step == outcome["step"]
+    assert storage.load(ranks[0].run_dir / outcome["checkpoint"]).step == outcome["step"]
 
 
 def test_sigterm_lets_the_last_checkpoint_be_completed(start: Start) -> None:
@@ -182,7 +182,7 @@ def test_sigterm_lets_the_last_checkpoint_be_completed(start: Start) -> None:
     wait_for_the_last_write(rank)
     rank.process.terminate()
     code, said = rank.wait(30)
-    assert checkpoint.load(rank.run_dir / "checkpoints/step_000006").step == 6
+    assert storage.load(rank.run_dir / "checkpoints/step_000006").step == 6
     outcome = rank.outcome()
     assert outcome["checkpoint"] == "checkpoints/step_000006"
     assert (code, outcome["outcome"]) in ((128 + signal.SIGTERM, "stopped"), (0, "finished")), said
@@ -193,10 +193,10 @@ def test_a_disk_that_stands_still_is_a_problem_and_no_endless_wait(
     tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, stands_still = GPT(MODEL), threading.Event()
-    monkeypatch.setattr(saving.checkpoint, "save", lambda folder, *_: stands_still.wait(30) and folder)
-    monkeypatch.setattr(saving, "LAST_SECONDS", 0.0)
-    monkeypatch.setattr(saving, "SETTLE_SECONDS", 0.2)
-    saver = Saver(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
+    monkeypatch.setattr(writer.storage, "save", lambda folder, *_: stands_still.wait(30) and folder)
+    monkeypatch.setattr(writer, "LAST_SECONDS", 0.0)
+    monkeypatch.setattr(writer, "SETTLE_SECONDS", 0.2)
+    saver = CheckpointWriter(tmp_path / "checkpoints", data_dir / "tokenizer", 2, lambda text: None)
     saver.save(state_at(1, model), last=True)
     assert not saver.wait(0.01)
     assert saver.busy

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.model import GPTConfig, scaling_params
-from trainer.schedule import (
+from trainer.model.gpt import GPTConfig, scaling_params
+from trainer.optim.lr_schedule import (
     REFERENCE_DEPTH,
     auto_batch_size,
     batch_scales,

@@ -17,13 +17,14 @@ import pytest
 import torch
 from conftest import free_port, losses
 
-from trainer import checkpoint
-from trainer.checkpoint import DamagedCheckpointError
+from trainer.checkpoint import storage
+from trainer.checkpoint.rank_state import load_rank_state
+from trainer.checkpoint.storage import DamagedCheckpointError
 from trainer.config import IDENTITY, SCHEMA, ConfigError, NewerSchemaError, RunConfig, RunFile, knob, migrate
-from trainer.host.place import Place
-from trainer.host.voice import Voice
-from trainer.outcome import Attempt, Final
-from trainer.own import find_own
+from trainer.health.attempt import Attempt
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Final
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "checkpoints" / "schema1"
 EXPECTED = json.loads((SCHEMA_1 / "expected.json").read_text())
@@ -58,16 +59,16 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
 
     saved = json.loads((SCHEMA_1 / "dense" / "run.json").read_text())
     run_file = RunFile("dense", RunConfig.resumed(saved["config"], changes), ("host-1",))
-    place, said = Place(host="host-1"), []
+    env, said = RankEnv(host="host-1"), []
 
-    class Heard(Voice):
+    class Heard(RunLogger):
         def __call__(self, text: str, **more: Any) -> None:
             said.append(text)
 
-    attempt = Attempt(run_dir, place)
+    attempt = Attempt(run_dir, env)
     attempt.begin()
     try:
-        attempt.end("finished", train(run_file, data, run_dir, place, attempt, Heard(place)))
+        attempt.end("finished", train(run_file, data, run_dir, env, attempt, Heard(env)))
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
     return attempt, said
@@ -182,8 +183,8 @@ def test_a_checkpoint_of_a_newer_release_is_refused_by_name_and_left(data: Path,
     assert "damaged" not in str(caught.value)
     assert sorted(path.name for path in (run_dir / "checkpoints").iterdir()) == before
     with pytest.raises(NewerSchemaError):
-        checkpoint.load_model(step_dir(run_dir))
-    assert checkpoint.load(older).step == 4
+        storage.load_model(step_dir(run_dir))
+    assert storage.load(older).step == 4
 
 
 def test_a_run_file_of_a_newer_release_is_refused_by_name(tmp_path: Path) -> None:
@@ -196,12 +197,12 @@ def test_a_run_file_of_a_newer_release_is_refused_by_name(tmp_path: Path) -> Non
 def test_values_that_a_release_refuses_are_no_damage(run_dir: Path) -> None:
     change_meta(run_dir, lambda meta: meta["config"].update(sync="turbo"))
     with pytest.raises(ConfigError, match=r"refuses the settings in .*meta\.json: sync is 'turbo'") as caught:
-        checkpoint.newest(run_dir / "checkpoints", lambda text: None)
+        storage.newest(run_dir / "checkpoints", lambda text: None)
     assert not isinstance(caught.value, DamagedCheckpointError)
     change_meta(run_dir, lambda meta: meta["config"].update(sync="dense"))
     change_meta(run_dir, lambda meta: meta["model_config"].update(n_head=5))
     with pytest.raises(ConfigError, match="does not make 5 heads") as caught:
-        checkpoint.newest(run_dir / "checkpoints", lambda text: None)
+        storage.newest(run_dir / "checkpoints", lambda text: None)
     assert not isinstance(caught.value, DamagedCheckpointError)
 
 
@@ -209,7 +210,7 @@ def test_values_that_a_release_refuses_are_no_damage(run_dir: Path) -> None:
 def test_a_schema_that_is_none_is_damage(run_dir: Path, schema: object) -> None:
     change_meta(run_dir, lambda meta: meta.update(schema=schema))
     with pytest.raises(DamagedCheckpointError, match=r"meta\.json is damaged"):
-        checkpoint.load(step_dir(run_dir))
+        storage.load(step_dir(run_dir))
 
 
 def test_a_new_setting_of_the_identity_raises_the_schema() -> None:
@@ -245,31 +246,31 @@ def test_too_little_memory_is_said_and_the_checkpoint_left(
 
     own = SCHEMA_1 / "local" / "rank1"
     meta = json.loads((SCHEMA_1 / "local/rank0/checkpoints/step_000004/meta.json").read_text())
-    assert find_own(own, meta, 1)
+    assert load_rank_state(own, meta, 1)
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", fail)
         for load in (
-            lambda: checkpoint.newest(run_dir / "checkpoints", lambda text: pytest.fail(text)),
-            lambda: checkpoint.load_model(step_dir(run_dir)),
-            lambda: find_own(own, meta, 1),
+            lambda: storage.newest(run_dir / "checkpoints", lambda text: pytest.fail(text)),
+            lambda: storage.load_model(step_dir(run_dir)),
+            lambda: load_rank_state(own, meta, 1),
         ):
             with pytest.raises(ConfigError, match=r"too little memory to load .*\.pt") as caught:
                 load()
             assert not isinstance(caught.value, DamagedCheckpointError)
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint.GPT, "load_state_dict", fail)
+        patch.setattr(storage.GPT, "load_state_dict", fail)
         with pytest.raises(ConfigError, match=r"too little memory to load .*model\.pt"):
-            checkpoint.load_model(step_dir(run_dir))
-    assert len(checkpoint.checkpoints(run_dir / "checkpoints")) == 2
+            storage.load_model(step_dir(run_dir))
+    assert len(storage.checkpoints(run_dir / "checkpoints")) == 2
 
 
 def test_a_file_that_may_not_be_read_is_no_damage(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> str:
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(checkpoint, "file_sha256", refuse)
+    monkeypatch.setattr(storage, "file_sha256", refuse)
     with pytest.raises(
         ConfigError, match=r"cannot be read: Permission denied\. It is left as it is\."
     ) as caught:
-        checkpoint.newest(run_dir / "checkpoints", lambda text: None)
+        storage.newest(run_dir / "checkpoints", lambda text: None)
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -10,27 +10,33 @@ from pathlib import Path
 import pytest
 from conftest import Start, losses, train_here
 
-from trainer.agreement import Agreement, Words
-from trainer.alone import find_obstacles
-from trainer.arrange import Arrangement, Measured, compare_arrangements, decide, names_of
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.host.place import Place
+from trainer.data.loader import equal_split, proportional_split
+from trainer.distributed.process_group import Group, Peer
+from trainer.distributed.step_sync import StepReport, StepSync
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
-from trainer.plan import make_plan
-from trainer.predict import Prediction, Predictor, Work, choose, payload, verdict
-from trainer.shares import (
+from trainer.placement.batch_split import (
     REST_STEPS,
     WINDOW_STEPS,
     Balancer,
-    equal_shares,
-    first_table,
+    first_split,
     relative_speeds,
-    shares_like,
     split_rows,
 )
-from trainer.speed import Link, Speed
-from trainer.sync.group import Group, Peer
-from trainer.sync.layout import share_out
+from trainer.placement.cost_model import (
+    CostModel,
+    Prediction,
+    StepWork,
+    choose_mode,
+    payload,
+    warn_of_baseline,
+)
+from trainer.placement.decide import Measured, Placement, compare_placements, decide, rank_names
+from trainer.placement.microbenchmark import Link, Speed
+from trainer.placement.single_host import find_obstacles
+from trainer.run_plan import make_plan
+from trainer.sync.buckets import assign_owners
 
 PAIR = ["tower", "laptop"]
 ROOT = Path(__file__).parents[2]
@@ -55,9 +61,9 @@ def test_the_split_is_the_best_there_is() -> None:
 
 def test_equal_ranks_keep_equal_shares() -> None:
     for ranks, rows in ((1, 4), (2, 5), (3, 8), (4, 4)):
-        assert split_rows([0.7] * ranks, rows) == equal_shares(rows, ranks)
-        assert first_table([0.7] * ranks, rows, PAIR * 2 if ranks == 4 else ["a"] * ranks).shares == (
-            equal_shares(rows, ranks)
+        assert split_rows([0.7] * ranks, rows) == equal_split(rows, ranks)
+        assert first_split([0.7] * ranks, rows, PAIR * 2 if ranks == 4 else ["a"] * ranks).shares == (
+            equal_split(rows, ranks)
         )
     with pytest.raises(ValueError, match="2 rows cannot be split"):
         split_rows([1.0, 1.0, 1.0], 2)
@@ -65,8 +71,8 @@ def test_equal_ranks_keep_equal_shares() -> None:
 
 def test_noise_changes_no_table() -> None:
     """Eight per cent is noise; a host at a third of the other's speed is not, and is named with its rows."""
-    assert first_table([1.0, 1.08], 16, PAIR).shares == [8, 8]
-    change = first_table([0.21, 0.47], 16, PAIR)
+    assert first_split([1.0, 1.08], 16, PAIR).shares == [8, 8]
+    change = first_split([0.21, 0.47], 16, PAIR)
     assert change.shares == [11, 5]
     assert change.reason.startswith("tower 11 rows, laptop 5 rows: 62% of the time of equal shares")
     assert relative_speeds([1.0, 1.09, 1.0]) == [1.0, 1.0, 1.0]
@@ -74,17 +80,17 @@ def test_noise_changes_no_table() -> None:
 
 
 def test_other_rows_in_the_same_proportions() -> None:
-    assert shares_like([3, 2], 7) == equal_shares(7, 2)
-    assert shares_like([12, 4], 10) == [8, 2]
-    assert shares_like([6, 1, 1], 3) == [2, 1, 0]
+    assert proportional_split([3, 2], 7) == equal_split(7, 2)
+    assert proportional_split([12, 4], 10) == [8, 2]
+    assert proportional_split([6, 1, 1], 3) == [2, 1, 0]
     for rows in range(1, 40):
-        assert sum(shares_like([5, 1, 2], rows)) == rows
+        assert sum(proportional_split([5, 1, 2], rows)) == rows
 
 
 def steps(balancer: Balancer, count: int, seconds_per_row: list[float], rest: float = 0.2) -> None:
     for _ in range(count):
         seconds = [each * rows for each, rows in zip(seconds_per_row, balancer.shares, strict=True)]
-        balancer.note(seconds, max(seconds) + rest)
+        balancer.record(seconds, max(seconds) + rest)
 
 
 def test_a_host_that_slows_down_gives_rows_away() -> None:
@@ -96,7 +102,7 @@ def test_a_host_that_slows_down_gives_rows_away() -> None:
     assert change is not None
     assert change.shares == [12, 4]
     assert "tower 12 rows, laptop 4 rows, before 8/8" in change.reason
-    balancer.take(change.shares)
+    balancer.apply(change.shares)
     steps(balancer, 3 * REST_STEPS, [0.1, 0.3])
     assert balancer.propose() is None, "it fits"
     steps(balancer, WINDOW_STEPS, [0.1, 0.1])
@@ -120,25 +126,25 @@ def test_what_does_not_pay_is_left_alone() -> None:
 
 
 def test_owners_by_speed() -> None:
-    assert share_out([1.0] * 6, 2, [1.0, 0.5]).count(0) == 4
+    assert assign_owners([1.0] * 6, 2, [1.0, 0.5]).count(0) == 4
     costs = [3.0, 1.0, 2.0, 2.0]
-    assert share_out(costs, 2, [1.0, 1.0]) == share_out(costs, 2)
+    assert assign_owners(costs, 2, [1.0, 1.0]) == assign_owners(costs, 2)
 
 
-def work(tables: int = 80_000_000) -> Work:
-    return Work(
+def work(tables: int = 80_000_000) -> StepWork:
+    return StepWork(
         tables=tables,
         table_width=2560,
         matrices=25_000_000,
         others=17_000_000,
         matrix_flops=(4.0,) * 32 + (12.0,) * 16,
         micro_batch=2,
-        touched=lambda rows: min(32_768, 600 * rows),
+        active=lambda rows: min(32_768, 600 * rows),
     )
 
 
-def predictor(*speeds: Speed, goodput: float = 1.1e8) -> Predictor:
-    return Predictor(speeds, Link(goodput, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
+def predictor(*speeds: Speed, goodput: float = 1.1e8) -> CostModel:
+    return CostModel(speeds, Link(goodput, 1e-3), work(), [f"host-{n}" for n in range(1, 1 + len(speeds))])
 
 
 def test_what_is_sent_by_mode() -> None:
@@ -152,12 +158,12 @@ def test_what_is_sent_by_mode() -> None:
 
 def test_the_faster_mode_is_chosen_among_those_allowed() -> None:
     even = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4))
-    assert choose(even, 16, ["dense", "exact"]) == "exact"
-    assert choose(even, 4, ["dense", "exact", "fast"]) == "fast"
+    assert choose_mode(even, 16, ["dense", "exact"]) == "exact"
+    assert choose_mode(even, 4, ["dense", "exact", "fast"]) == "fast"
     near = predictor(Speed(1.4, 2.0, 0.4), Speed(1.4, 2.0, 0.4), goodput=1e12)
-    assert choose(near, 4, ["dense", "exact"]) == "dense", "no difference to speak of"
-    assert even.step("exact", 16) < even.alone(16)[0] / 1.5
-    assert verdict(even, 16, 1024, "exact") == ""
+    assert choose_mode(near, 4, ["dense", "exact"]) == "dense", "no difference to speak of"
+    assert even.step("exact", 16) < even.single_host(16)[0] / 1.5
+    assert warn_of_baseline(even, 16, 1024, "exact") == ""
 
 
 def test_a_second_host_that_does_not_pay_is_told() -> None:
@@ -166,16 +172,16 @@ def test_a_second_host_that_does_not_pay_is_told() -> None:
         predictor(Speed(0.2, 0.3, 0.1), Speed(0.3, 0.3, 0.1), goodput=rate) for rate in (1.2e7, 2e8)
     )
     for each in (slow_link, link):
-        said = verdict(each, 4, 1024, "dense")
+        said = warn_of_baseline(each, 4, 1024, "dense")
         assert "at 4,096 tokens a step: host-1 alone would take 1.2 s a step" in said
     assert slow_link.pays_from("dense", 4) is None
-    assert "would not at 64 times as many tokens" in verdict(slow_link, 4, 1024, "dense")
-    assert all(slow_link.step("dense", rows) >= slow_link.alone(rows)[0] for rows in range(4, 257, 4))
+    assert "would not at 64 times as many tokens" in warn_of_baseline(slow_link, 4, 1024, "dense")
+    assert all(slow_link.step("dense", rows) >= slow_link.single_host(rows)[0] for rows in range(4, 257, 4))
     from_rows = 32
     assert link.pays_from("dense", 4) == from_rows
-    assert f"they pay from total_batch_size {from_rows * 1024} on" in verdict(link, 4, 1024, "dense")
-    assert link.step("dense", from_rows) < link.alone(from_rows)[0]
-    assert link.step("dense", from_rows - 4) >= link.alone(from_rows - 4)[0]
+    assert f"they pay from total_batch_size {from_rows * 1024} on" in warn_of_baseline(link, 4, 1024, "dense")
+    assert link.step("dense", from_rows) < link.single_host(from_rows)[0]
+    assert link.step("dense", from_rows - 4) >= link.single_host(from_rows - 4)[0]
 
 
 def config(**knobs: object) -> RunConfig:
@@ -188,15 +194,15 @@ def test_rank_0_decides_and_says_why() -> None:
         Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3)),
         Measured(Speed(0.3, 0.3, 0.1), Link(9e7, 1e-3)),
     ]
-    arrangement, said = decide(
+    placement, said = decide(
         measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=True, obstacles={}
     )
-    assert arrangement.shares == (12, 4)
-    assert arrangement.owner_speeds == (1.0, 0.35)
-    assert arrangement.sync == "exact"
-    assert arrangement.prediction is not None
-    assert arrangement.prediction.sync == "exact"
-    assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
+    assert placement.shares == (12, 4)
+    assert placement.owner_speeds == (1.0, 0.35)
+    assert placement.sync == "exact"
+    assert placement.prediction is not None
+    assert placement.prediction.sync == "exact"
+    assert Placement.load(json.loads(json.dumps(placement.saved()))) == placement
     assert any("tower 12 rows, laptop 4 rows" in line for line in said)
     assert any("tower alone" in line and "dense" in line for line in said)
     equal, _ = decide(measured, PAIR, make_plan(knobs, 300, 2), work(), knobs, by_speed=False, obstacles={})
@@ -220,30 +226,30 @@ BESIDE_A_GPU = [
 def test_a_gpu_that_is_faster_alone_is_left_the_run() -> None:
     asked = config(sync="auto")
     plan = make_plan(asked, 300, 2)
-    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles={})
     assert said[-1].startswith("sync is auto: The GPU of laptop would take 0.043 s a step alone, 2 ranks")
     assert "laptop's GPU alone" in said[0], "the table, with the figure that decides"
     assert "tower alone, on its CPU" in said[0]
     assert len(said) == 2, "nothing on how the ranks would have trained together"
-    assert arrangement.alone is not None
-    assert (arrangement.alone.rank, arrangement.alone.seconds) == (1, 0.043)
-    assert arrangement.alone.together > arrangement.alone.seconds
-    assert Arrangement.load(json.loads(json.dumps(arrangement.saved()))) == arrangement
+    assert placement.alone is not None
+    assert (placement.alone.rank, placement.alone.seconds) == (1, 0.043)
+    assert placement.alone.together > placement.alone.seconds
+    assert Placement.load(json.loads(json.dumps(placement.saved()))) == placement
 
 
 def test_why_the_run_is_not_left_to_a_gpu_is_said() -> None:
     asked = config(sync="exact")
     plan = make_plan(asked, 300, 2)
     obstacles = {0: "x", 1: "sync is exact, not auto"}
-    arrangement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
-    assert arrangement.alone is None
+    placement, said = decide(BESIDE_A_GPU, PAIR, plan, work(), asked, by_speed=True, obstacles=obstacles)
+    assert placement.alone is None
     assert said[-1].startswith("warning: The GPU of laptop")
-    assert said[-1].endswith("The run is not left to it: sync is exact, not auto.")
+    assert said[-1].endswith("The run does not move there: sync is exact, not auto.")
     slower = [Measured(Speed(0.1, 0.1, 0.05), None, gpu=Speed(0.01, 0.01, 0.001)), BESIDE_A_GPU[1]]
     auto = config(sync="auto")
-    arrangement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
-    assert arrangement.alone is not None
-    assert arrangement.alone.rank == 0, "one that the run can be left to goes before a faster one"
+    placement, _ = decide(slower, PAIR, plan, work(), auto, by_speed=True, obstacles={1: "its weights"})
+    assert placement.alone is not None
+    assert placement.alone.rank == 0, "one that the run can be left to goes before a faster one"
 
 
 def test_obstacles_are_found_by_rank() -> None:
@@ -251,8 +257,8 @@ def test_obstacles_are_found_by_rank() -> None:
     auto = config(sync="auto")
     assert find_obstacles(auto, (), {"step": 0}, peers, True) == {}
     assert find_obstacles(config(sync="exact"), (), {}, peers, True)[0] == "sync is exact, not auto"
-    assert find_obstacles(auto, (3, 1), {}, peers, True)[1] == "its shares were given by hand"
-    assert find_obstacles(auto, (), {"step": 3}, peers, True)[0] == "it goes on from a checkpoint"
+    assert find_obstacles(auto, (3, 1), {}, peers, True)[1] == "its shares are set by hand"
+    assert find_obstacles(auto, (), {"step": 3}, peers, True)[0] == "it resumes from a checkpoint"
     assert "restarted by itself" in find_obstacles(auto, (), {}, peers, False)[1]
     imported = {"step": 0, "imported": "nanochat"}
     assert find_obstacles(auto, (), imported, peers, True) == {1: "its imported weights are on tower"}
@@ -263,8 +269,8 @@ def test_a_slow_gpu_is_not_left_the_run() -> None:
     plan = make_plan(asked, 300, 2)
     beside = BESIDE_A_GPU[0]
     slow = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu=Speed(0.2, 0.2, 0.1))]
-    arrangement, said = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
-    assert arrangement.alone is None
+    placement, said = decide(slow, PAIR, plan, work(), asked, by_speed=True, obstacles={})
+    assert placement.alone is None
     assert not any("The GPU" in line for line in said)
     small = [beside, Measured(Speed(0.1, 0.1, 0.05), Link(1e8, 1e-3), gpu_too_small=True)]
     _, said = decide(small, PAIR, plan, work(), asked, by_speed=True, obstacles={})
@@ -290,12 +296,12 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
     restarted = start(2, env=[{}, stand_in], **knobs)  # as systemd does, who takes no outcome away
     ends = [rank.wait(400) for rank in restarted]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert "The run is not left to it: it has restarted by itself" in ends[0][1]
+    assert "The run does not move there: it has restarted by itself" in ends[0][1]
 
     by_hand = start(2, name="shares", env=[{}, stand_in], shares="3,2", **knobs)
     ends = [rank.wait(400) for rank in by_hand]
     assert [code for code, _ in ends] == [0, 0], ends
-    assert "The run is not left to it: its shares were given by hand." in ends[0][1]
+    assert "The run does not move there: its shares are set by hand." in ends[0][1]
     assert by_hand[0].outcome()["alone"] is None
 
     dense = start(2, name="dense", env=[{}, stand_in], sync="dense", num_iterations=1)
@@ -306,15 +312,15 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
 
 def test_tables_that_differ_are_told() -> None:
     peers = [Peer(0, "tower", ""), Peer(1, "laptop", "")]
-    compare_arrangements(peers, ["ab", "ab"])
+    compare_placements(peers, ["ab", "ab"])
     with pytest.raises(Final, match=r"rank 0 has ab, rank 1 \(laptop\) has cd"):
-        compare_arrangements(peers, ["ab", "cd"])
-    assert names_of([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
-    agreement = Agreement(Group(Place(), []), 4)
-    told = agreement.finish(agreement.start(Words(2.0, 0.5, 4, shares=(4,))))
+        compare_placements(peers, ["ab", "cd"])
+    assert rank_names([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
+    agreement = StepSync(Group(RankEnv(), []), 4)
+    told = agreement.finish(agreement.start(StepReport(2.0, 0.5, 4, shares=(4,))))
     assert (told.loss_sum, told.seconds, told.shares, told.stop) == (2.0, [0.5], [4], False)
     with pytest.raises(Final, match="took 3 rows of a step of 4"):
-        agreement.finish(agreement.start(Words(2.0, 0.5, 3)))
+        agreement.finish(agreement.start(StepReport(2.0, 0.5, 3)))
 
 
 def test_shares_as_text(tmp_path: Path) -> None:
@@ -358,7 +364,7 @@ def test_shares_that_change_on_the_way_keep_the_curve(start: Start, data_dir: Pa
         for line in map(json.loads, (slow[0].run_dir / "metrics.jsonl").read_text().splitlines())
         if "rows.0" in line
     ]
-    assert all(sum(table) == 6 for table in tables)
+    assert all(sum(render_predictions) == 6 for render_predictions in tables)
     assert tables[-1][0] > tables[-1][1], said[0]
 
     again = start(2, name="pair", shares="auto", **knobs)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from trainer import speed
+from trainer.placement import microbenchmark
 
 
 class Clock:
@@ -23,8 +23,8 @@ class Clock:
 @pytest.fixture
 def seconds_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[Clock], float]:
     def measure(clock: Clock) -> float:
-        monkeypatch.setattr(speed.time, "monotonic", lambda: clock.now)
-        return speed._seconds_of(clock.work)
+        monkeypatch.setattr(microbenchmark.time, "monotonic", lambda: clock.now)
+        return microbenchmark._seconds_of(clock.work)
 
     return measure
 

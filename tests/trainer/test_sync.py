@@ -16,19 +16,19 @@ import torch.distributed as dist
 from conftest import OLD_CPU, RATES, TINY, Start, free_port, losses, train_here
 
 from trainer.config import RunConfig
-from trainer.contract import Record, compare, explain, meet
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import build_optimizer
+from trainer.distributed.consistency import Record, check_consistency, compare, explain
+from trainer.distributed.digest import ParameterCheck
+from trainer.distributed.process_group import Group, Peer, PeerLost, broadcast_sends
+from trainer.distributed.rendezvous import join_store
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
-from trainer.sync import make_sync
-from trainer.sync.digest import ParameterCheck
-from trainer.sync.group import Group, Peer, PeerLost, broadcast_sends
-from trainer.sync.layout import share_out
+from trainer.sync.buckets import assign_owners
+from trainer.sync.modes import make_sync
 from trainer.sync.payload import predicted_bytes
-from trainer.sync.store import join_store
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact"])
@@ -107,8 +107,8 @@ def check_predicted(mode: str, run_dir: Path, data_dir: Path, world_size: int, s
     for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         if "loss" in line:
             rows = batch_rows(RunConfig().seed, line["step"] - 1, 5, len(data.train))
-            touched = len(np.unique(data.train[rows][:, :-1]))
-            predicted = predicted_bytes(mode, model, world_size, 0, touched)
+            active = len(np.unique(data.train[rows][:, :-1]))
+            predicted = predicted_bytes(mode, model, world_size, 0, active)
             assert line["bytes_sent"] - words == pytest.approx(predicted * size / 4, abs=16)
 
 
@@ -121,7 +121,7 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
     plain.init_weights()
     synced.load_state_dict(plain.state_dict())
     optimizer, other = build_optimizer(plain, **RATES), build_optimizer(synced, **RATES)
-    sync = make_sync(mode, Group(Place(), []), synced, other)
+    sync = make_sync(mode, Group(RankEnv(), []), synced, other)
     idx = torch.randint(300, (2, 33))
     for _ in range(3):
         optimizer.zero_grad()
@@ -135,15 +135,15 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
             synced(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
         sync.reduce_gradients(64)
         sync.step()
-        sync.hand_out()
+        sync.broadcast()
     for (name, one), two in zip(plain.named_parameters(), synced.parameters(), strict=True):
         assert torch.equal(one, two), name
 
 
 def test_work_is_shared_out_by_cost() -> None:
-    assert share_out([1.0, 8.0, 4.0, 4.0], 2) == [0, 0, 1, 1]
-    assert share_out([1.0] * 5, 1) == [0] * 5
-    assert set(share_out([3.0, 2.0], 3)) == {0, 1}
+    assert assign_owners([1.0, 8.0, 4.0, 4.0], 2) == [0, 0, 1, 1]
+    assert assign_owners([1.0] * 5, 1) == [0] * 5
+    assert set(assign_owners([3.0, 2.0], 3)) == {0, 1}
 
 
 def test_broadcast_sends_one_copy_to_everyone() -> None:
@@ -157,7 +157,7 @@ class OddGroup(Group):
 
     def __init__(self, groups: list[int], first: int) -> None:
         n = len(groups)
-        super().__init__(Place(world_size=n), [Peer(rank, f"host-{rank + 1}", "") for rank in range(n)])
+        super().__init__(RankEnv(world_size=n), [Peer(rank, f"host-{rank + 1}", "") for rank in range(n)])
         self.groups, self.first = groups, first
 
     def gather_int64(self, values: torch.Tensor) -> torch.Tensor:
@@ -206,17 +206,19 @@ def test_without_a_majority_all_are_named_and_nobody_is_accused(
 
 def test_a_lost_peer_is_named_by_its_address() -> None:
     peers = [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2"), Peer(2, "c", "10.0.0.3")]
-    group = Group(Place(world_size=3), peers)
-    said = group._blame("[/pytorch/gloo/pair.cc:537] Connection closed by peer [10.0.0.3]:20011. This may be")
+    group = Group(RankEnv(world_size=3), peers)
+    said = group._name_peer(
+        "[/pytorch/gloo/pair.cc:537] Connection closed by peer [10.0.0.3]:20011. This may be"
+    )
     assert said.startswith("Lost rank 2 (c): its process or its host is gone (Connection closed by peer")
     assert "This may" not in said
-    said = group._blame("Timed out waiting 100ms for recv")
+    said = group._name_peer("Timed out waiting 100ms for recv")
     assert said.startswith("rank 1 (b) or rank 2 (c) did not answer in time")
 
 
 def test_what_nccl_says_becomes_a_lost_peer_too() -> None:
     """Messages as NCCL and torch word them; no GPU was there to say them."""
-    group = Group(Place(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
+    group = Group(RankEnv(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
     late = (
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for"
     )
@@ -227,10 +229,10 @@ def test_what_nccl_says_becomes_a_lost_peer_too() -> None:
         (late, "rank 1 (b) did not answer in time"),
         (gone, "Lost rank 1 (b): its process or its host is gone (NCCL error in"),
     ):
-        with pytest.raises(PeerLost) as caught, group._naming_the_peer():
+        with pytest.raises(PeerLost) as caught, group._peer_errors():
             raise dist.DistBackendError(message)
         assert str(caught.value).startswith(start)
-    with pytest.raises(torch.OutOfMemoryError), group._naming_the_peer():
+    with pytest.raises(torch.OutOfMemoryError), group._peer_errors():
         raise torch.OutOfMemoryError("a GPU is full")
 
 
@@ -244,34 +246,37 @@ def test_contract_names_the_odd_host_and_field() -> None:
     assert "config.seed is 42, but rank 1 (laptop) has 43" in said
     assert "torch" not in said
     assert table.splitlines()[-1].split() == ["config.seed", "42", "43", "42"]
-    assert meet(None, records[0], 1) == [records[0]]
+    assert check_consistency(None, records[0], 1) == [records[0]]
 
 
 def test_what_is_wrong_on_one_host_is_said_on_all() -> None:
-    place = Place(world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
-    server = dist.TCPStore("127.0.0.1", place.master_port, is_master=True, timeout=timedelta(seconds=5))
+    env = RankEnv(world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
+    server = dist.TCPStore("127.0.0.1", env.master_port, is_master=True, timeout=timedelta(seconds=5))
     records = [
         Record(0, "tower", "", {}, {}),
         Record(1, "laptop", "", {}, {}, "There is no data here."),
     ]
-    stores = [join_store(replace(place, rank=rank), "run") for rank in (0, 1)]
+    stores = [join_store(replace(env, rank=rank), "run") for rank in (0, 1)]
     with ThreadPoolExecutor(2) as pool:
-        meetings = [pool.submit(meet, store, mine, 2) for store, mine in zip(stores, records, strict=True)]
+        meetings = [
+            pool.submit(check_consistency, store, mine, 2)
+            for store, mine in zip(stores, records, strict=True)
+        ]
     for meeting in meetings:
         assert str(meeting.exception()) == "rank 1 (laptop): There is no data here."
     del server
 
 
 def test_a_store_of_the_past_and_an_absent_rank_are_told_apart() -> None:
-    place = Place(rank=0, world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
+    env = RankEnv(rank=0, world_size=2, master_addr="127.0.0.1", master_port=free_port(), agent_store=True)
     with pytest.raises(Retryable, match="did not answer within 1 s"):
-        join_store(place, "run", seconds=1)
-    server = dist.TCPStore("127.0.0.1", place.master_port, is_master=True, timeout=timedelta(seconds=5))
-    store = join_store(place, "run")
+        join_store(env, "run", seconds=1)
+    server = dist.TCPStore("127.0.0.1", env.master_port, is_master=True, timeout=timedelta(seconds=5))
+    store = join_store(env, "run")
     with pytest.raises(Retryable, match="an attempt that is ending"):
-        join_store(place, "run")
+        join_store(env, "run")
     began = time.monotonic()
     with pytest.raises(Retryable, match="Rank 1 did not arrive within 1 s of rank 0"):
-        meet(store, Record(0, "tower", "", {}, {}), 2, arrival_seconds=1)
+        check_consistency(store, Record(0, "tower", "", {}, {}), 2, arrival_seconds=1)
     assert time.monotonic() - began < 60
     del server

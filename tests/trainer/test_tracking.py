@@ -24,8 +24,8 @@ from tracked_run import FACTS, end, steps, until
 
 from trainer.__main__ import main
 from trainer.config import RunConfig
-from trainer.host.place import Place
-from trainer.outcome import Attempt
+from trainer.health.attempt import Attempt
+from trainer.host.rank_env import RankEnv
 from trainer.tracking import tracker
 from trainer.tracking.files import Facts
 from trainer.tracking.tracker import Tracker
@@ -442,7 +442,7 @@ def test_a_run_without_a_tracker_can_be_sent_later(
 
 def test_an_end_does_not_keep_another_waiting(tmp_path: Path) -> None:
     """SIGTERM while the tracker is given the rest: the first outcome stands, and the process may go."""
-    attempt = Attempt(tmp_path, Place())
+    attempt = Attempt(tmp_path, RankEnv())
     attempt.begin()
     going, released = threading.Event(), threading.Event()
 

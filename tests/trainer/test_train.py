@@ -15,8 +15,8 @@ import pytest
 from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
 from trainer.__main__ import main
-from trainer.host.heartbeat import Heartbeat
-from trainer.host.place import Place
+from trainer.health.run_status import RunStatus
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
 
 FILES = ("model.pt", "optim.pt")
@@ -188,12 +188,12 @@ def test_sigterm_ends_a_rank_with_an_outcome(start: Start) -> None:
 
 
 def test_heartbeat_states_phase_and_keeps_time(tmp_path: Path) -> None:
-    heartbeat = Heartbeat(tmp_path, Place(rank=3, world_size=4, host="attic"), "run")
+    run_status = RunStatus(tmp_path, RankEnv(rank=3, world_size=4, host="attic"), "run")
     for phase in ("data", "forward", "backward", "forward", "backward"):
-        heartbeat.enter(phase)
-    heartbeat.state(step=7, loss=2.5)
+        run_status.enter(phase)
+    run_status.update(step=7, loss=2.5)
     beat = json.loads((tmp_path / "heartbeat-3.json").read_text())
     assert (beat["phase"], beat["step"], beat["host"], beat["pid"]) == ("backward", 7, "attic", os.getpid())
-    assert set(heartbeat.lap()) == {"data", "forward", "backward"}
-    with pytest.raises(ValueError, match="none of the phases"):
-        heartbeat.enter("lunch")
+    assert set(run_status.lap()) == {"data", "forward", "backward"}
+    with pytest.raises(ValueError, match="not one of the phases"):
+        run_status.enter("lunch")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 from conftest import TINY, flags
 
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
 
 FIELDS = {"time", "rank", "host", "level", "event", "message"}
-PLACE = Place(rank=1, world_size=2, host="b")
+PLACE = RankEnv(rank=1, world_size=2, host="b")
 # What a training does when nobody has made a sentence for its error, or when it dies in native code.
 CRASHES = """
 import faulthandler, sys, warnings
@@ -60,12 +60,12 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_for_a_person_every_line_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    Voice(PLACE)("two\nlines", event="step", figures={"loss": 1.0})
+    RunLogger(PLACE)("two\nlines", event="step", figures={"loss": 1.0})
     assert capsys.readouterr().out == "[rank 1] two\n[rank 1] lines\n"
 
 
 def test_for_a_program_figures_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    say = Voice(PLACE, as_json=True)
+    say = RunLogger(PLACE, as_json=True)
     odd = {"bad": float("nan"), "path": Path("/x"), "shares": (1, 2), "rank": 7}
     say("step 3: nä\nmore", event="step", figures={"step": 3, "loss": 1.5, **odd})
     out = capsys.readouterr().out
@@ -85,23 +85,23 @@ def test_a_traceback_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
         {}["x"]
     except KeyError as caught:
         error = caught
-    Voice(PLACE).failure(error)
+    RunLogger(PLACE).failure(error)
     human = capsys.readouterr().err
     assert human.startswith("Traceback")
     assert human.endswith("KeyError: 'x'\n")
-    Voice(PLACE, as_json=True).failure(error)
+    RunLogger(PLACE, as_json=True).failure(error)
     (line,) = said(capsys.readouterr().out)
     assert (line["event"], line["level"], line["traceback"]) == ("traceback", "error", human)
 
 
 def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> None:
-    Voice(PLACE).ended("final", "They differ.", "  field  a\n  seed   1")
+    RunLogger(PLACE).ended("final", "They differ.", "  field  a\n  seed   1")
     assert capsys.readouterr().out.splitlines() == [
         "[rank 1] final: They differ.",
         "[rank 1]   field  a",
         "[rank 1]   seed   1",
     ]
-    say = Voice(PLACE, as_json=True)
+    say = RunLogger(PLACE, as_json=True)
     for outcome in ("finished", "stopped", "retryable", "final"):
         say.ended(outcome, "Why.")
     lines = said(capsys.readouterr().out)
@@ -112,8 +112,8 @@ def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_a_reader_that_has_left_does_not_end_the_run() -> None:
     code = (
-        "import sys; from trainer.host.voice import *; from trainer.host.place import Place\n"
-        "set_up_streams(); say = Voice(Place())\n"
+        "import sys; from trainer.host.logger import *; from trainer.host.rank_env import RankEnv\n"
+        "set_up_streams(); say = RunLogger(RankEnv())\n"
         "[say('x' * 9999) for _ in range(50)]; print('alive', file=sys.stderr); flush_streams()"
     )
     command = f"{sys.executable} -c {json.dumps(code)} | true"
@@ -125,8 +125,8 @@ def test_a_reader_that_has_left_does_not_end_the_run() -> None:
 @pytest.mark.parametrize("locale", ["C", "POSIX", "en_US.ISO-8859-1"])
 def test_no_locale_stops_it(locale: str) -> None:
     code = (
-        "import sys; from trainer.host.voice import *; from trainer.host.place import Place\n"
-        "set_up_streams(); Voice(Place())('\\u00b7 \\u20ac \\udc80'); print('\\udc80', file=sys.stderr)"
+        "import sys; from trainer.host.logger import *; from trainer.host.rank_env import RankEnv\n"
+        "set_up_streams(); RunLogger(RankEnv())('\\u00b7 \\u20ac \\udc80'); print('\\udc80', file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

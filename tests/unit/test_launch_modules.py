@@ -333,7 +333,7 @@ def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
     said = status.launch_status({"tower": dead}, "a")
     assert f"tower: {log.KILLED} in forward after step 3." in said.splitlines()
     assert "exitcode" not in said
-    settled = "Killed without a word (SIGKILL, or the kernel for want of memory) in forward after step 3."
+    settled = "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in forward after step 3."
     (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
     assert status.launch_status({"tower": dead}, "a").count("Killed") == 1

@@ -12,7 +12,7 @@ from ansible.template import Templar
 from ansible_collections.nanofleet.fleet.plugins.module_utils.launch_allowed import allowed
 from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
-from trainer.outcome import SIGTERM_WRITE_SECONDS
+from trainer.health.attempt import SIGTERM_WRITE_SECONDS
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "launch"
 HOSTS = {

@@ -23,8 +23,8 @@ from typing import Any
 from trainer.bench import WARM_STEPS
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_whole
-from trainer.host.place import Place
-from trainer.host.voice import Voice
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
 
 RESULT = "bench.json"
 STEPS = 5
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
 
 
-class Progress(Voice):
+class Progress(RunLogger):
     """Warnings and ends, on standard error; the figures alone go to standard output."""
 
     def __call__(
@@ -87,31 +87,31 @@ def run(args: argparse.Namespace) -> int:
     """Measure what was asked for. Raises ConfigError."""
     if min(*args.depth, *args.rows, args.steps) < 1:
         raise ConfigError("depth, rows and steps take whole numbers from 1.")
-    place = Place.from_environment()
+    env = RankEnv.from_environment()
     if len(args.depth) * len(args.rows) == 1:
-        return _measure(args, place)
-    if place.world_size > 1 or args.run_file:
+        return _measure(args, env)
+    if env.world_size > 1 or args.run_file:
         raise ConfigError("Ranks measure one thing at a time: give one depth and one number of rows.")
     return _measure_each(args)
 
 
-def _measure(args: argparse.Namespace, place: Place) -> int:
-    from trainer.__main__ import one_attempt
-    from trainer.bench.rehearsal import rehearse
-    from trainer.bench.words import describe
+def _measure(args: argparse.Namespace, env: RankEnv) -> int:
+    from trainer.bench.steps import run_bench
+    from trainer.bench.text import describe
+    from trainer.health.attempt import run_attempt
 
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
         args.run_dir = args.run_dir or Path(temporary)
-        say = Voice(place, args.json) if args.run_file else Progress(place)
+        log = RunLogger(env, args.json) if args.run_file else Progress(env)
 
-        def start(run_file: RunFile, attempt: Any, voice: Voice) -> str:
-            result.update(rehearse(run_file, args.data_dir, args.run_dir, place, attempt, voice))
+        def start(run_file: RunFile, attempt: Any, voice: RunLogger) -> str:
+            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, voice))
             if result:
                 write_whole(args.run_dir / RESULT, (json.dumps(result, indent=1) + "\n").encode())
             return "Measured."
 
-        code = one_attempt(args.run_dir, place, say, lambda: run_file_from(args, place), start)
+        code = run_attempt(args.run_dir, env, log, lambda: run_file_from(args, env), start)
     if result:
         print(json.dumps(result) if args.json else describe(result), flush=True)
         if args.out:
@@ -119,14 +119,14 @@ def _measure(args: argparse.Namespace, place: Place) -> int:
     return code
 
 
-def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
+def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
     """The run that is rehearsed. Raises ConfigError."""
     if args.run_file:
         return RunFile.load(args.run_file)
     shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))
-    rows = args.rows[0] * place.world_size
+    rows = args.rows[0] * env.world_size
     if isinstance(shares, tuple) and shares:
         rows = sum(shares)
     given |= {
@@ -141,7 +141,7 @@ def run_file_from(args: argparse.Namespace, place: Place) -> RunFile:
 
 def _measure_each(args: argparse.Namespace) -> int:
     """One process after the other, each with this one's options but for depth and rows."""
-    from trainer.bench.words import table
+    from trainer.bench.text import table
 
     results = []
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:

@@ -18,8 +18,8 @@ from statistics import median
 import torch
 from torch import nn
 
-from trainer.model import GPT
-from trainer.optim import POLAR_EXPRESS, MuonAdamW, polar_express_flops
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import POLAR_EXPRESS, MuonAdamW, polar_express_flops
 
 GEMM_SHAPE = (2048, 512, 2048)  # tokens of two rows, the width of depth 8, its hidden layer
 COPY_BYTES = 128 * 2**20  # beyond any cache

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench import SCHEMA
-from trainer.bench.words import markdown, percent
+from trainer.bench.text import markdown, percent
 from trainer.config import number_from_zero
 from trainer.data.files import write_whole
 

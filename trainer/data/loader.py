@@ -1,7 +1,7 @@
-"""Which rows a step reads: a pure function of (seed, step), and a rank's slice of it.
+"""The global batch of a step, a pure function of (seed, step), and its split over the ranks.
 
-Nothing is remembered between steps, so the loss curve does not depend on how many ranks there are, and
-resuming is a seek. The orders of two epochs are kept at hand: 16 bytes a row, however long the rows are.
+There is no state between steps, so the loss curve does not depend on the number of ranks, and resuming is a
+seek. The orders of two epochs are cached: 16 bytes per row.
 """
 
 import functools
@@ -52,7 +52,7 @@ def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray
 
 
 class Batch(NamedTuple):
-    """The global batch of a step: what every rank reads, whichever part of it is its own."""
+    """The global batch of a step, which every rank reads whole."""
 
     tokens: NDArray[Any]  # (rows, T+1)
     active: NDArray[np.int64]  # the active rows: all input ids, each once, ascending
@@ -76,3 +76,22 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
     start = sum(shares[:rank])
     return rows[start : start + shares[rank]]
+
+
+def equal_split(rows: int, world_size: int) -> list[int]:
+    """Rows per rank in equal parts; a remainder goes to the first ranks."""
+    share, rest = divmod(rows, world_size)
+    return [share + (rank < rest) for rank in range(world_size)]
+
+
+def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
+    """Rows per rank in the proportions of `shares`, for another number of rows; equal parts stay equal."""
+    if max(shares) - min(shares) <= 1:
+        return equal_split(rows, len(shares))
+    whole = sum(shares)
+    parts = [rows * share // whole for share in shares]
+    # The remainder goes to the ranks with the largest fractions.
+    order = sorted(range(len(shares)), key=lambda rank: (-(rows * shares[rank] % whole), rank))
+    for rank in order[: rows - sum(parts)]:
+        parts[rank] += 1
+    return parts

@@ -1,8 +1,8 @@
 """Text that a machine already has: the files under some folders, and the documents in them.
 
-A file is a document (a long one several), a row of a parquet file's column `text` too; a manual page is one
-without its markup. Hidden files and symlinks are not looked at; what is not UTF-8 text is left out, and
-counted.
+A file is one document, a long file several; so is a row of the column `text` of a parquet file. Manual pages
+are rendered by mandoc, and skipped without it. Hidden files and symlinks are ignored; files that are not
+UTF-8 text are skipped and counted.
 """
 
 import codecs
@@ -21,8 +21,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
+from trainer.data.manual_pages import find_mandoc, is_manual, render_manual
 from trainer.data.progress import Progress
-from trainer.data.roff import is_manual, strip_roff
 from trainer.data.text import split_text
 
 HEAD_BYTES = 8192
@@ -35,6 +35,7 @@ TEXT_COLUMN = "text"
 BINARY = "binary or not UTF-8"
 UNREADABLE = "unreadable"
 EMPTY = "empty"
+MANUAL = "manual page(s), which need mandoc on PATH"
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,12 +129,21 @@ def documents(file: SourceFile, limit: int) -> Iterator[str]:
         return
     try:
         for block in _text_blocks(file.path):
-            text = strip_roff(block) if is_manual(file.path, block) else block
-            yield from split_text(text, limit)
+            yield from split_text(_without_markup(file.path, block), limit)
     except UnicodeDecodeError:
         raise SkippedFileError(BINARY) from None
     except (OSError, EOFError, zlib.error):
         raise SkippedFileError(UNREADABLE) from None
+
+
+def _without_markup(path: Path, text: str) -> str:
+    """The text of a manual page, rendered; any other text as it is."""
+    if not is_manual(path, text):
+        return text
+    mandoc = find_mandoc()
+    if mandoc is None:
+        raise SkippedFileError(MANUAL)
+    return render_manual(mandoc, text)
 
 
 def _text_blocks(path: Path) -> Iterator[str]:

@@ -216,7 +216,7 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
     return kind, lacks if len(lacking) < len(shown) else "there is no GPU that torch can use"
 
 
-def again(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
+def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
     """The numerics of an attempt whose checkpoint goes on here, so that it goes on bitwise. Sets the threads.
 
     `threads` that are asked for, and OMP_NUM_THREADS where set, are a wish and stay; so does what this host

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from trainer import checkpoint
-from trainer.checkpoint import State
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import State
 from trainer.config import ConfigError, RunConfig
 from trainer.data.files import file_sha256
 from trainer.data.tokenizer import Tokenizer
@@ -54,7 +54,7 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
     step = 0 if restart else pair.step
     folder = run_dir / "checkpoints"
     target = folder / f"step_{step:06d}"
-    if found := checkpoint.checkpoints(folder):
+    if found := storage.checkpoints(folder):
         if found == [target] and _same(target, weights, config):
             return Adopted(target, config, True, note)
         raise ConfigError(f"{run_dir} has checkpoints already ({found[0].name}): give another --run-dir.")
@@ -73,15 +73,15 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
             "time": time.time(),
             "imported": f"nanochat's {pair.folder.name}, step {pair.step}",
         }
-        checkpoint.save(folder, State(meta, weights, {}), Path(work))
+        storage.save(folder, State(meta, weights, {}), Path(work))
     return Adopted(target, config, False, note)
 
 
 def _same(path: Path, weights: dict[str, torch.Tensor], config: RunConfig) -> bool:
     """Whether the checkpoint at `path` holds these weights and knobs."""
     try:
-        state = checkpoint.load(path)
-    except checkpoint.DamagedCheckpointError:
+        state = storage.load(path)
+    except storage.DamagedCheckpointError:
         return False
     if state.meta["config"] != config.to_dict() or state.model.keys() != weights.keys():
         return False

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 import torch
 
-from trainer import checkpoint
+from trainer.checkpoint import storage
 from trainer.config import RUN_ID_PATTERN, ConfigError, RunConfig
 from trainer.data import DataError
 from trainer.data.files import file_sha256, sync_file, sync_folder
@@ -24,7 +24,7 @@ from trainer.interchange import pickled_tokenizer
 from trainer.interchange.layout import CHECKPOINTS, TOKEN_BYTES, TOKENIZER, Pair
 from trainer.interchange.meta import upstream_meta
 from trainer.interchange.weights import check_fits, read_state_dict, to_float32
-from trainer.model import GPTConfig
+from trainer.model.gpt import GPTConfig
 
 
 @dataclass
@@ -43,7 +43,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     What is there already and says the same stays as it is; what says something else is replaced only if
     `overwrite`. Raises ConfigError.
     """
-    meta = checkpoint.read_meta(step_dir, checkpoint.MODEL_FILES)
+    meta = storage.read_meta(step_dir, storage.MODEL_FILES)
     model = GPTConfig(**meta["model_config"])
     tag = model_tag or f"d{model.n_layer}"
     if not RUN_ID_PATTERN.fullmatch(tag):
@@ -62,11 +62,9 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     # Upstream finds a checkpoint by its model file: so that comes last.
     contents: dict[Path, Callable[[BinaryIO], object]] = {
         out / TOKENIZER: lambda file: file.write(pickled_tokenizer.pickled(tokenizer)),
-        out / TOKEN_BYTES: lambda file: checkpoint.save_tensors(
-            torch.from_numpy(tokenizer.token_bytes), file
-        ),
+        out / TOKEN_BYTES: lambda file: storage.save_tensors(torch.from_numpy(tokenizer.token_bytes), file),
         pair.meta: lambda file: file.write((json.dumps(description, indent=2) + "\n").encode()),
-        pair.model: lambda file: checkpoint.save_tensors(weights, file),
+        pair.model: lambda file: storage.save_tensors(weights, file),
     }
     result = Exported(pair, note=note)
     if _is_there(out / TOKENIZER, tokenizer, overwrite):

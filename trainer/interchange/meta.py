@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import ConfigError, RunConfig
-from trainer.model import GPTConfig
+from trainer.model.gpt import GPTConfig
 
 # The knobs that say how a run learns, under the names both programs give them. How often it evaluates or
 # saves, and on how many rows at a time it computes, goes with the machine and does not travel.

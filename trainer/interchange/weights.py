@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainer.config import ConfigError
-from trainer.model import GPT, GPTConfig
+from trainer.model.gpt import GPT, GPTConfig
 
 COMPILED = "_orig_mod."  # what torch.compile puts before every name
 EXACT = (torch.bfloat16, torch.float16)  # every value of theirs is one of float32's

@@ -1,7 +1,7 @@
-"""The dense mode: every gradient travels whole, in the run's own number format: the reference.
+"""The dense mode, the reference: whole gradients in the number format of the run.
 
-AdamW's gradients are all-reduced and its fused, elementwise step is repeated on every rank; Muon's go to
-their owners, and the owners' weights to all.
+Gradients of AdamW parameters are all-reduced, and every rank steps them. Gradients of Muon matrices are
+reduced to their owner ranks, which step them and broadcast the weights.
 """
 
 from __future__ import annotations
@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from trainer.optim import MuonAdamW
-from trainer.sync import Sync
-from trainer.sync.group import Group
-from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
+from trainer.distributed.process_group import Group
+from trainer.optim.muon_adamw import MuonAdamW
+from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
+from trainer.sync.mode import SyncMode
 
 
-class Dense(Sync):
-    """All gradients after backward, all weights after the step."""
+class Dense(SyncMode):
+    """Reduces all gradients after backward, broadcasts all weights after the step."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
@@ -28,9 +28,9 @@ class Dense(Sync):
         self._replicated_gradients = flatten_gradients(replicated)
         self._owned_gradients = {owner: flatten_gradients(part) for owner, part in parts.items()}
         self._owned_weights = {owner: flatten_weights(part) for owner, part in parts.items()}
-        add_rows_alone(model)
+        add_only_active_rows(model)
 
-    def begin_step(self, touched: Tensor) -> None:
+    def begin_step(self, active: Tensor) -> None:
         self._replicated_gradients.zero_()
         for gradients in self._owned_gradients.values():
             gradients.zero_()
@@ -39,9 +39,9 @@ class Dense(Sync):
         return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
-        works = [self._group.start_sum(self._replicated_gradients)]
-        works += [self._group.start_collect(part, owner) for owner, part in self._owned_gradients.items()]
-        self._group.wait(works)  # started together, so that the wire is busy in both directions
+        works = [self._group.start_all_reduce(self._replicated_gradients)]
+        works += [self._group.start_reduce(part, owner) for owner, part in self._owned_gradients.items()]
+        self._group.wait(works)  # started together, to use both directions of the connection
         self._replicated_gradients.div_(tokens)
         if self._group.rank in self._owned_gradients:
             self._owned_gradients[self._group.rank].div_(tokens)
@@ -50,8 +50,8 @@ class Dense(Sync):
         self._optimizer.step_adamw()
         self._optimizer.step_muon(self._owned)
 
-    def hand_out(self) -> None:
-        self._group.hand_out(self._owned_weights)
+    def broadcast(self) -> None:
+        self._group.broadcast_owned(self._owned_weights)
 
     def owner_of(self, name: str) -> int | None:
         return self._owners.of(name)

@@ -1,9 +1,9 @@
-"""The exact mode: what dense computes, with less on the wire, while the processor works.
+"""The exact mode: the sums of dense with fewer bytes, sent while the processor computes.
 
-Of an embedding only the rows of the step's tokens have a gradient. A step's batch is known to every rank,
-so the rows' numbers need not travel: each rank packs the same rows, and their sums come back. All other
-gradients leave as soon as the last backward has finished them, the last layer's first; an owner steps a
-layer's matrices when their sums are there and sends the weights off while it steps the next.
+Of an embedding, only the active rows have a gradient. Every rank knows the batch of the step, so the indices
+of the rows are not sent: each rank packs the same rows. All other gradients are sent as soon as the last
+backward has finished them, the last layer first. An owner rank steps the matrices of a layer when their sums
+have arrived, and broadcasts the weights while it steps the next layer.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from trainer.optim import MuonAdamW
-from trainer.sync import Sync
-from trainer.sync.group import Group, Pending
-from trainer.sync.layout import Owners, add_rows_alone, flatten_gradients, flatten_weights
+from trainer.distributed.process_group import Group, Pending
+from trainer.optim.muon_adamw import MuonAdamW
+from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
+from trainer.sync.mode import SyncMode
 
 
 @dataclass
 class Bucket:
-    """Gradients that leave together: lm_head's, or one owner's of one layer (then with its weights)."""
+    """Gradients that are sent together: of lm_head, or of one layer and owner rank (then with weights)."""
 
     parameters: list[nn.Parameter]
     gradients: Tensor  # flat; the parameters' gradients are its pieces
@@ -33,34 +33,34 @@ class Bucket:
     pending: list[Pending] = field(default_factory=list)
 
 
-class Exact(Sync):
-    """Rows of embeddings, and buckets that leave in one order on all ranks."""
+class Exact(SyncMode):
+    """Active rows of embeddings, and buckets that are sent in one order on all ranks."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
         self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
         self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        self._touched = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
+        self._active = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
         for table in self._tables:
             table.grad = torch.zeros_like(table)
-        add_rows_alone(model)
+        add_only_active_rows(model)
 
-        apart = {id(table) for table in self._tables}
+        embeddings = {id(table) for table in self._tables}
         replicated = [p for name, p in model.named_parameters() if self._owners.of(name) is None]
-        large = max((p for p in replicated if id(p) not in apart), key=nn.Parameter.numel)  # lm_head
-        small = [p for p in replicated if id(p) not in apart and p is not large]
+        large = max((p for p in replicated if id(p) not in embeddings), key=nn.Parameter.numel)  # lm_head
+        small = [p for p in replicated if id(p) not in embeddings and p is not large]
         self._head = Bucket([large], flatten_gradients([large]))
         self._small = flatten_gradients(small)
         self._layers = self._make_layers(model)
         self._buckets = [self._head, *self._layers]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._finished)
-        self._next = len(self._buckets)  # the first bucket that has not left; none may leave yet
-        self._handed: list[Pending] = []
+            p.register_post_accumulate_grad_hook(self._on_gradient)
+        self._next = len(self._buckets)  # the first bucket that is not sent; none may be sent yet
+        self._broadcasts: list[Pending] = []
 
     def _make_layers(self, model: nn.Module) -> list[Bucket]:
-        """One bucket for each owner and layer, the last layer's first, as backward finishes them."""
+        """One bucket for each layer and owner rank, in the order in which backward finishes them."""
         layer_of = {p: name.split(".")[2] for name, p in model.named_parameters() if ".h." in name}
         buckets: dict[tuple[int, int], Bucket] = {}
         for owner, part in self._owners.parts.items():
@@ -77,11 +77,11 @@ class Exact(Sync):
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def begin_step(self, touched: Tensor) -> None:
+    def begin_step(self, active: Tensor) -> None:
         for table in self._tables:
             assert table.grad is not None
-            table.grad.index_fill_(0, self._touched, 0)
-        self._touched = touched
+            table.grad.index_fill_(0, self._active, 0)
+        self._active = active
         self._small.zero_()
         for bucket in self._buckets:
             bucket.gradients.zero_()
@@ -92,47 +92,47 @@ class Exact(Sync):
             bucket.unfinished = len(bucket.parameters)
         self._next = 0
         yield
-        while self._next < len(self._buckets):  # a parameter that this batch did not reach
-            self._leave()
+        while self._next < len(self._buckets):  # buckets with a parameter that got no gradient
+            self._send_next()
 
-    def _finished(self, parameter: nn.Parameter) -> None:
-        """Backward has added to a gradient. In the last one its bucket may leave, after all before it."""
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Hook on each accumulated gradient: in the last backward, send the buckets that are complete."""
         if self._next == len(self._buckets):
             return
         self._bucket_of[parameter].unfinished -= 1
         while self._next < len(self._buckets) and self._buckets[self._next].unfinished == 0:
-            self._leave()
+            self._send_next()
 
-    def _leave(self) -> None:
+    def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
         bucket.pending = [self._send(bucket)]
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         self._tokens = tokens
-        self._small_pending = [self._group.start_sum(self._small)]
+        self._small_pending = [self._group.start_all_reduce(self._small)]
         self._rows = self._pack_rows()
         self._rows_pending = [self._send_rows(self._rows)]
 
     def step(self) -> None:
-        self._handed = []
-        self._head.pending = self._relay(self._head.pending)
+        self._broadcasts = []
+        self._head.pending = self._start_second_half(self._head.pending)
         for bucket in self._layers:
             if bucket.owner == self._group.rank:
-                self._arrive(bucket)
+                self._finish_bucket(bucket)
                 self._step_layer(bucket)
-            self._handed.append(self._hand_out(bucket))
-        self._rows_pending = self._relay(self._rows_pending)
-        self._arrive(self._head)
+            self._broadcasts.append(self._start_broadcast(bucket))
+        self._rows_pending = self._start_second_half(self._rows_pending)
+        self._finish_bucket(self._head)
         self._group.wait(self._small_pending + self._rows_pending)
         self._small.div_(self._tokens)
         self._unpack_rows(self._rows.div_(self._tokens))
         self._optimizer.step_adamw()
 
-    def hand_out(self) -> None:
+    def broadcast(self) -> None:
         for bucket in self._layers:
             self._group.wait(bucket.pending)
-        self._group.wait(self._handed)
+        self._group.wait(self._broadcasts)
 
     def owner_of(self, name: str) -> int | None:
         return self._owners.of(name)
@@ -140,38 +140,38 @@ class Exact(Sync):
     # -- rows of the embeddings ------------------------------------------------------------------------
 
     def _pack_rows(self) -> Tensor:
-        """The touched rows of all tables in one flat tensor."""
-        return torch.cat([table.grad[self._touched].flatten() for table in self._tables])  # type: ignore[index]
+        """The active rows of all tables in one flat tensor."""
+        return torch.cat([table.grad[self._active].flatten() for table in self._tables])  # type: ignore[index]
 
     def _unpack_rows(self, rows: Tensor) -> None:
-        sizes = [len(self._touched) * table.size(1) for table in self._tables]
+        sizes = [len(self._active) * table.size(1) for table in self._tables]
         for table, part in zip(self._tables, rows.split(sizes), strict=True):
             assert table.grad is not None
-            table.grad[self._touched] = part.view(-1, table.size(1))
+            table.grad[self._active] = part.view(-1, table.size(1))
 
-    # -- what travels ----------------------------------------------------------------------------------
+    # -- transfers -------------------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> Pending:
         if bucket.owner is None:
-            return self._group.start_sum(bucket.gradients)
-        return self._group.start_collect(bucket.gradients, bucket.owner)
+            return self._group.start_all_reduce(bucket.gradients)
+        return self._group.start_reduce(bucket.gradients, bucket.owner)
 
     def _send_rows(self, rows: Tensor) -> Pending:
-        return self._group.start_sum(rows)
+        return self._group.start_all_reduce(rows)
 
-    def _relay(self, pending: list[Pending]) -> list[Pending]:
-        """Where a sum takes two ways, begin the second."""
+    def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
+        """Start the second half of a sum that has two: none here."""
         return pending
 
-    def _arrive(self, bucket: Bucket) -> None:
-        """Wait for a bucket's sums, and divide them."""
+    def _finish_bucket(self, bucket: Bucket) -> None:
+        """Wait for the sums of a bucket, and divide them."""
         self._group.wait(bucket.pending)
         bucket.gradients.div_(self._tokens)
 
     def _step_layer(self, bucket: Bucket) -> None:
         self._optimizer.step_muon(bucket.parameters)
 
-    def _hand_out(self, bucket: Bucket) -> Pending:
+    def _start_broadcast(self, bucket: Bucket) -> Pending:
         assert bucket.weights is not None
         assert bucket.owner is not None
-        return self._group.start_hand_out(bucket.weights, bucket.owner)
+        return self._group.start_broadcast(bucket.weights, bucket.owner)

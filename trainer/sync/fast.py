@@ -1,9 +1,9 @@
-"""The fast mode: the exact mode's way with bfloat16 on the wire.
+"""The fast mode: the exact mode with bfloat16 transfers.
 
-What travels is rounded to bfloat16; sums, moments and weights stay in the run's own format. Gradients of a
-matrix go to its owner, who adds them up, hands out its update, rounded, and takes away the same rounded
-update itself. Sums of what all ranks step are made by one rank each, a part each, and come back rounded. So
-every rank holds the same bytes after each step, as in the other modes; they are other bytes than theirs.
+Transfers are rounded to bfloat16; sums, moments and weights stay in the format of the run. Gradients of a
+matrix are reduced to its owner rank, which broadcasts its rounded update; every rank, the owner too,
+subtracts the rounded update. Other gradients are reduced in parts, one part by each rank, and broadcast
+rounded. So all ranks hold equal bytes after each step, which differ from those of the other modes.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from trainer.optim import MuonAdamW
+from trainer.distributed.process_group import Group, Pending
+from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.exact import Bucket, Exact
-from trainer.sync.group import Group, Pending
 
-WIRE = torch.bfloat16
+TRANSFER_DTYPE = torch.bfloat16
 
 
 class Fast(Exact):
-    """Buckets and rows as in Exact; what differs is what is put on the wire, and what is taken from it."""
+    """Buckets and rows as in Exact; the transfers differ."""
 
     def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)
         self._updates: dict[int, Tensor] = {}
 
-    # -- sums on one rank: what a matrix's owner needs ---------------------------------------------------
+    # -- reduce to the owner rank ------------------------------------------------------------------------
 
     def _send(self, bucket: Bucket) -> Pending:
         if bucket.owner is None:
-            return self._start_spread_sum(bucket.gradients)
-        return self._start_collect(bucket.gradients, bucket.owner)
+            return self._start_all_reduce(bucket.gradients)
+        return self._start_reduce(bucket.gradients, bucket.owner)
 
-    def _start_collect(self, flat: Tensor, owner: int) -> Pending:
-        """Add the others' rounded values to the owner's own; the other ranks keep theirs."""
-        rounded = flat.to(WIRE)
+    def _start_reduce(self, flat: Tensor, owner: int) -> Pending:
+        """Add the rounded values of the others to those of the owner; unchanged on the other ranks."""
+        rounded = flat.to(TRANSFER_DTYPE)
         if self._group.rank != owner:
             return self._group.start_gather(rounded, None, owner)
         table = rounded.new_empty(self._group.world_size, rounded.numel())
@@ -47,34 +47,34 @@ class Fast(Exact):
             if rank != self._group.rank:
                 flat += values
 
-    # -- sums on all ranks ------------------------------------------------------------------------------
+    # -- all-reduce -------------------------------------------------------------------------------------
 
     def _send_rows(self, rows: Tensor) -> Pending:
-        return self._start_spread_sum(rows)
+        return self._start_all_reduce(rows)
 
-    def _start_spread_sum(self, flat: Tensor) -> Pending:
-        """The sum over all ranks, on all: each rank adds up its part of it and hands that out, rounded.
+    def _start_all_reduce(self, flat: Tensor) -> Pending:
+        """The sum over all ranks on each: every rank sums one part and broadcasts it, rounded.
 
-        What is pending returns, when it is done, what is pending then.
+        The result of the first wait is the second half, to be waited for too.
         """
         parts = list(flat.tensor_split(self._group.world_size))
-        collected = [self._start_collect(part, owner) for owner, part in enumerate(parts)]
+        reduced = [self._start_reduce(part, owner) for owner, part in enumerate(parts)]
 
-        def hand_out() -> Pending:
-            for wait in collected:
+        def broadcast_parts() -> Pending:
+            for wait in reduced:
                 wait()
-            sums = [part.to(WIRE) for part in parts]
-            handed = [self._group.start_hand_out(part, owner) for owner, part in enumerate(sums)]
-            return lambda: finish(sums, handed)
+            sums = [part.to(TRANSFER_DTYPE) for part in parts]
+            broadcasts = [self._group.start_broadcast(part, owner) for owner, part in enumerate(sums)]
+            return lambda: finish(sums, broadcasts)
 
-        def finish(sums: list[Tensor], handed: list[Pending]) -> None:
-            for wait, part, rounded in zip(handed, parts, sums, strict=True):
+        def finish(sums: list[Tensor], broadcasts: list[Pending]) -> None:
+            for wait, part, rounded in zip(broadcasts, parts, sums, strict=True):
                 wait()
                 part.copy_(rounded)
 
-        return hand_out
+        return broadcast_parts
 
-    def _relay(self, pending: list[Pending]) -> list[Pending]:
+    def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
         return self._group.wait(pending)
 
     # -- updates ----------------------------------------------------------------------------------------
@@ -82,20 +82,20 @@ class Fast(Exact):
     @torch.no_grad()
     def _step_layer(self, bucket: Bucket) -> None:
         updates = [self._optimizer.muon_update(p).flatten() for p in bucket.parameters]
-        self._updates[id(bucket)] = torch.cat(updates).to(WIRE)
+        self._updates[id(bucket)] = torch.cat(updates).to(TRANSFER_DTYPE)
 
-    def _hand_out(self, bucket: Bucket) -> Pending:
+    def _start_broadcast(self, bucket: Bucket) -> Pending:
         assert bucket.weights is not None
         assert bucket.owner is not None
         update = self._updates.pop(id(bucket), None)
         if update is None:
-            update = torch.empty_like(bucket.weights, dtype=WIRE)
+            update = torch.empty_like(bucket.weights, dtype=TRANSFER_DTYPE)
         weights = bucket.weights
-        return _then(self._group.start_hand_out(update, bucket.owner), lambda: _take_away(weights, update))
+        return _then(self._group.start_broadcast(update, bucket.owner), lambda: _subtract(weights, update))
 
 
 @torch.no_grad()
-def _take_away(weights: Tensor, update: Tensor) -> None:
+def _subtract(weights: Tensor, update: Tensor) -> None:
     weights -= update
 
 

@@ -1,21 +1,23 @@
-"""The local mode: every rank trains by itself and ranks meet now and then, a part of the model at a time.
+"""The local mode: ranks train on their own parameters, and synchronize a part of the model at a time.
 
-Each rank steps all parameters on its own rows. Every `every` steps the ranks' ways since the last meeting are
-averaged, weighted by tokens, and an outer step with Nesterov momentum takes the outer parameters, the same
-bytes on all ranks, along the mean: DiLoCo, arXiv 2311.08105, with Muon inside: MuLoCo, 2505.23725. Each
-fragment of the model meets at a step of its own and the next steps hide its journey: Streaming DiLoCo,
-2501.18512. A rank then goes on from the outer parameters, and keeps what it has done since its way left.
+Each rank steps all parameters on its own rows. Every `steps` steps, the pseudo-gradients of the ranks (the
+change of their parameters since the last sync round) are averaged, weighted by tokens, and an outer step
+with Nesterov momentum updates the outer parameters, which are equal on all ranks: DiLoCo, arXiv 2311.08105,
+with Muon as inner optimizer: MuLoCo, 2505.23725. Each fragment of the model has its sync round at another
+step, and the transfer overlaps with the next steps: Streaming DiLoCo, 2501.18512. A rank then continues from
+the outer parameters, and keeps what it has learned since the round started.
 
-Looking at a run does not change it: an evaluation, a digest or a checkpoint reads the outer parameters as
-they are and leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores
-them, so that a resumed run takes the outer step when the run would have taken it.
+Reading does not change the run: an evaluation, a digest or a checkpoint reads the outer parameters and
+leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores them: a resumed
+run takes the outer step at the same step.
 
-Ways travel in 8 or 4 bits; what rounding took is added to the next way. Every rank adds up the same bytes in
-the same order, by operations that round once, so that unlike CPUs come to the same sums.
+Pseudo-gradients are sent with 8 or 4 bits; error feedback adds the quantization residual to the next round.
+Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
+equal sums.
 
-AdamW's second moments remember as many tokens as those of a step of all ranks would: of a rank's share of
-the tokens, its share of the forgetting (arXiv 2507.07101). Without that lm_head learns worse, however often
-ranks meet: rows of rare words, forgotten sooner than they come again, are divided by too little.
+The second moments of AdamW cover as many tokens as in a step of all ranks: beta2 is raised to the power of a
+rank's part of the tokens (arXiv 2507.07101). Otherwise lm_head learns worse, however often ranks synchronize:
+rows of rare tokens, forgotten before they occur again, are divided by too little.
 """
 
 from __future__ import annotations
@@ -29,22 +31,22 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.optim import MuonAdamW, ParameterState
-from trainer.sync import Sync
-from trainer.sync.group import Group, Pending
-from trainer.sync.layout import add_rows_alone
-from trainer.sync.quantise import Quantiser
+from trainer.distributed.process_group import Group, Pending
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
+from trainer.sync.buckets import add_only_active_rows
+from trainer.sync.mode import SyncMode
+from trainer.sync.quantize import Quantizer
 
-# AdamW's momentum moves a row after its last token: by 0.8^32, under a thousandth, when this is over.
+# AdamW's momentum moves a row after its last token; after these steps by 0.8^32, less than a thousandth.
 TAIL_STEPS = 32
 NEVER = -(2**40)
-ROUND = "round_"  # before the names of what a checkpoint holds of a sync round in flight
-COUNT_BYTES = 8  # a rank's tokens, behind its values
+ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoint
+COUNT_BYTES = 8  # the tokens of a rank, after its values
 
 
 @dataclass(frozen=True)
 class Outer:
-    """How ranks meet. See the knobs of the same names, `local_` in front, in trainer.config."""
+    """The settings of the outer optimizer: local_steps, local_lr and so on in trainer.config."""
 
     steps: int = 30
     lr: float = 0.7
@@ -59,97 +61,97 @@ class Outer:
         )
 
 
-class Journey(NamedTuple):
-    """A fragment's values on their way between ranks."""
+class SyncRound(NamedTuple):
+    """A sync round in flight: the pseudo-gradients of one fragment."""
 
-    left_at: int
-    left_with: list[Tensor]  # this rank's parameters when they left
+    started_at: int
+    sent_parameters: list[Tensor]  # the parameters of this rank at its start
     rows: Tensor | None
-    kept: float  # of a row without tokens
+    decay: float  # factor on a row without tokens
     table: Tensor  # (world_size, bytes)
     pending: Pending
 
     def common_state(self) -> ParameterState:
-        """What all ranks have of it, once its bytes are there."""
+        """The part that is equal on all ranks, after the wait."""
         state = {
-            f"{ROUND}step": torch.tensor(self.left_at),
-            f"{ROUND}kept": torch.tensor(self.kept, dtype=torch.float64),
+            f"{ROUND}step": torch.tensor(self.started_at),
+            f"{ROUND}kept": torch.tensor(self.decay, dtype=torch.float64),
             f"{ROUND}table": self.table,
         }
         return state if self.rows is None else {**state, f"{ROUND}rows": self.rows}
 
     @classmethod
-    def of_state(cls, state: ParameterState, left_with: list[Tensor]) -> Journey:
-        """The one that `common_state` describes, whose bytes are there."""
-        device = left_with[0].device
+    def from_state(cls, state: ParameterState, sent_parameters: list[Tensor]) -> SyncRound:
+        """The round of a `common_state`, with its bytes."""
+        device = sent_parameters[0].device
         rows = state.get(f"{ROUND}rows")
         return cls(
             int(state[f"{ROUND}step"]),
-            left_with,
+            sent_parameters,
             rows if rows is None else rows.to(device),
             float(state[f"{ROUND}kept"]),
             state[f"{ROUND}table"].to(device),
-            _arrived,
+            _done,
         )
 
 
 class Fragment:
-    """Parameters that meet at one time: a layer's matrices, an embedding, or lm_head and what is left."""
+    """Parameters with one sync round: the matrices of a layer, an embedding, or lm_head and the rest."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], meets_at: int, of_rows: bool) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], sync_at: int, of_rows: bool) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
-        self.meets_at = meets_at
+        self.sync_at = sync_at
         self.outer = [p.detach().clone() for p in self.parameters]
         self.momentum = [torch.zeros_like(value) for value in self.outer]
         self.error = [torch.zeros_like(value) for value in self.outer]
-        # Of an embedding, the step that last had a token of each row; on the CPU, which counts rows.
-        self.touched_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
-        self.met_at = 0
-        self.tokens = 0  # of this rank since it met
-        self.kept = 1.0  # of a row without tokens, by decay since it met
-        self.journey: Journey | None = None
+        # Of an embedding, the last step at which each row was active; on the CPU.
+        self.active_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
+        self.synced_at = 0
+        self.tokens = 0  # of this rank since its last round
+        self.decay = 1.0  # weight decay of a row without tokens since the last round
+        self.sync_round: SyncRound | None = None
 
     def rows(self) -> Tensor | None:
-        """Of an embedding the rows that may differ between ranks: the same numbers on every rank."""
-        if self.touched_at is None:
+        """Of an embedding, the rows that may differ between ranks; equal on every rank."""
+        if self.active_at is None:
             return None
-        return (self.touched_at > self.met_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
+        return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
 
-class Local(Sync):
-    """Local steps, outer steps, and one set of parameters that all ranks have in common."""
+class Local(SyncMode):
+    """Local steps on the parameters of this rank, outer steps on the outer parameters."""
 
     def __init__(
         self, group: Group, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
     ) -> None:
         self._group, self._model, self._optimizer = group, model, optimizer
         self._outer = outer or Outer()
-        self._quantiser = Quantiser(self._outer.bits)
+        self._quantizer = Quantizer(self._outer.bits)
         self._step = 0
         self._rates_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         self._betas = [(g, *g["betas"]) for g in optimizer.param_groups if g["kind"] == "adamw"]
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
-        add_rows_alone(model)
-        self._fragments = _cut(model, self._outer.steps)
-        self._tables = [f for f in self._fragments if f.touched_at is not None]
-        self._touched = torch.empty(0, dtype=torch.int64)
+        add_only_active_rows(model)
+        self._fragments = _make_fragments(model, self._outer.steps)
+        self._tables = [f for f in self._fragments if f.active_at is not None]
+        self._active = torch.empty(0, dtype=torch.int64)
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def begin_step(self, touched: Tensor) -> None:
-        """Rows are the same on all ranks, so `touched` are those of all: this rank's are among them."""
+    def begin_step(self, active: Tensor) -> None:
+        """`active` has the rows of all ranks, those of this rank included."""
         tables = {f.parameters[0] for f in self._tables}
         for p in self._model.parameters():
             assert p.grad is not None
             if p in tables:
-                p.grad.index_fill_(0, self._touched.to(p.device), 0)
+                p.grad.index_fill_(0, self._active.to(p.device), 0)
             else:
                 p.grad.zero_()
-        self._touched = touched
+        self._active = active
         for fragment in self._tables:
-            assert fragment.touched_at is not None
-            fragment.touched_at[touched.cpu()] = self._step + 1
+            assert fragment.active_at is not None
+            fragment.active_at[active.cpu()] = self._step + 1
 
     def last_backward(self) -> AbstractContextManager[None]:
         return nullcontext()
@@ -168,95 +170,100 @@ class Local(Sync):
         self._optimizer.step()
         for fragment in self._tables:
             rates = self._rates_of[fragment.parameters[0]]
-            fragment.kept *= 1 - rates["lr"] * rates["weight_decay"]
+            fragment.decay *= 1 - rates["lr"] * rates["weight_decay"]
 
-    def hand_out(self) -> None:
-        """Send the fragments off whose step this is, and bring those home that have had their time."""
+    def broadcast(self) -> None:
+        """Start the sync rounds that are due, and finish those whose delay is over."""
         self._step += 1
         for fragment in self._fragments:
-            if (self._step - fragment.meets_at) % self._outer.steps == 0:
-                self._leave(fragment)
+            if (self._step - fragment.sync_at) % self._outer.steps == 0:
+                self._start_round(fragment)
         for fragment in self._fragments:
-            if fragment.journey and fragment.journey.left_at + self._outer.delay <= self._step:
-                self._arrive(fragment)
+            if fragment.sync_round and fragment.sync_round.started_at + self._outer.delay <= self._step:
+                self._finish_round(fragment)
 
-    def at_rest(self) -> bool:
-        return not any(fragment.journey for fragment in self._fragments)
+    def is_idle(self) -> bool:
+        return not any(fragment.sync_round for fragment in self._fragments)
 
-    # -- meeting ---------------------------------------------------------------------------------------
+    # -- sync rounds -----------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def _leave(self, fragment: Fragment) -> None:
-        """Begin to send how far this rank has come since it last met the others."""
+    def _start_round(self, fragment: Fragment) -> None:
+        """Start to send the pseudo-gradient of this rank since the last round."""
         rows = fragment.rows()
-        ways = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
-        way = torch.cat([_some(way, rows).flatten() for way in ways])
-        way += torch.cat([_some(error, rows).flatten() for error in fragment.error])
-        packed = self._quantiser.pack(way)
-        way -= self._quantiser.unpack(packed, way.numel(), way.dtype)
-        _put(fragment.error, rows, way)
-        count = torch.tensor([fragment.tokens], device=way.device).view(torch.uint8)
-        table, pending = self._group.start_gather_all(torch.cat([packed, count]))
-        here = [p.detach().clone() for p in fragment.parameters]
-        fragment.journey = Journey(self._step, here, rows, fragment.kept, table, pending)
-        fragment.tokens, fragment.kept = 0, 1.0
-        fragment.met_at = self._step
+        deltas = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
+        delta = torch.cat([_rows_of(delta, rows).flatten() for delta in deltas])
+        delta += torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
+        packed = self._quantizer.pack(delta)
+        delta -= self._quantizer.unpack(packed, delta.numel(), delta.dtype)
+        _write_rows(fragment.error, rows, delta)
+        count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
+        table, pending = self._group.start_all_gather(torch.cat([packed, count]))
+        sent = [p.detach().clone() for p in fragment.parameters]
+        fragment.sync_round = SyncRound(self._step, sent, rows, fragment.decay, table, pending)
+        fragment.tokens, fragment.decay = 0, 1.0
+        fragment.synced_at = self._step
 
     @torch.no_grad()
-    def _arrive(self, fragment: Fragment) -> None:
-        """Wait for the others' ways, take the outer step, and go on from there."""
-        journey, fragment.journey = fragment.journey, None
-        assert journey is not None
-        self._group.wait([journey.pending])
-        ways = [torch.zeros_like(outer) for outer in fragment.outer]
-        if journey.rows is not None:  # a row without tokens has gone the way of decay, on every rank
-            torch.mul(fragment.outer[0], 1 - journey.kept, out=ways[0])
-        _put(ways, journey.rows, self._mean(journey, fragment))
+    def _finish_round(self, fragment: Fragment) -> None:
+        """Wait for the pseudo-gradients of all ranks and take the outer step."""
+        sync_round, fragment.sync_round = fragment.sync_round, None
+        assert sync_round is not None
+        self._group.wait([sync_round.pending])
+        deltas = [torch.zeros_like(outer) for outer in fragment.outer]
+        if sync_round.rows is not None:  # rows without tokens have only decayed, equally on every rank
+            torch.mul(fragment.outer[0], 1 - sync_round.decay, out=deltas[0])
+        _write_rows(deltas, sync_round.rows, self._mean(sync_round, fragment))
 
-        for parameter, outer, momentum, way, there in zip(
-            fragment.parameters, fragment.outer, fragment.momentum, ways, journey.left_with, strict=True
+        for parameter, outer, momentum, delta, sent in zip(
+            fragment.parameters,
+            fragment.outer,
+            fragment.momentum,
+            deltas,
+            sync_round.sent_parameters,
+            strict=True,
         ):
-            momentum.mul_(self._outer.momentum).add_(way)
-            outer.sub_((momentum * self._outer.momentum).add_(way).mul_(self._outer.lr))
-            if journey.left_at == self._step:
+            momentum.mul_(self._outer.momentum).add_(delta)
+            outer.sub_((momentum * self._outer.momentum).add_(delta).mul_(self._outer.lr))
+            if sync_round.started_at == self._step:
                 parameter.copy_(outer)
             else:
-                parameter.add_(outer - there)
+                parameter.add_(outer - sent)
 
-    def _mean(self, journey: Journey, fragment: Fragment) -> Tensor:
-        """The ranks' ways, weighted by their tokens, in a row: the same bits on every rank."""
-        values, counts = journey.table[:, :-COUNT_BYTES], journey.table[:, -COUNT_BYTES:]
-        tokens = counts.flatten().clone().view(torch.int64).double()  # a copy starts where int64 may
+    def _mean(self, sync_round: SyncRound, fragment: Fragment) -> Tensor:
+        """The flat mean of the pseudo-gradients, weighted by tokens; equal bits on every rank."""
+        values, counts = sync_round.table[:, :-COUNT_BYTES], sync_round.table[:, -COUNT_BYTES:]
+        tokens = counts.flatten().clone().view(torch.int64).double()  # a copy is aligned for int64
         dtype = fragment.outer[0].dtype
         weights = (tokens / tokens.sum()).to(dtype)
-        n = sum(_some(outer, journey.rows).numel() for outer in fragment.outer)
+        n = sum(_rows_of(outer, sync_round.rows).numel() for outer in fragment.outer)
         mean = torch.zeros(n, dtype=dtype, device=values.device)
         for packed, weight in zip(values, weights, strict=True):
-            mean += self._quantiser.unpack(packed, n, dtype).mul_(weight)
+            mean += self._quantizer.unpack(packed, n, dtype).mul_(weight)
         return mean
 
-    def _arrive_all(self) -> None:
-        """Take the outer steps of all sync rounds in flight now."""
+    def _finish_all_rounds(self) -> None:
+        """Finish all sync rounds in flight."""
         for fragment in self._fragments:
-            if fragment.journey:
-                self._arrive(fragment)
+            if fragment.sync_round:
+                self._finish_round(fragment)
 
-    def _wait(self, journey: Journey) -> Journey:
-        """The same sync round with its bytes there; its outer step is not taken."""
-        self._group.wait([journey.pending])
-        return journey._replace(pending=_arrived)
+    def _wait(self, sync_round: SyncRound) -> SyncRound:
+        """The same round with its bytes; its outer step is not taken."""
+        self._group.wait([sync_round.pending])
+        return sync_round._replace(pending=_done)
 
-    # -- what ranks have in common, and what not ---------------------------------------------------------
+    # -- state -------------------------------------------------------------------------------------------
 
     def finish(self) -> None:
-        self._arrive_all()
+        self._finish_all_rounds()
         for fragment in self._fragments:
             if fragment.tokens:
-                self._leave(fragment)
-        self._arrive_all()
+                self._start_round(fragment)
+        self._finish_all_rounds()
 
     @contextmanager
-    def agreed(self) -> Iterator[None]:
+    def shared_parameters(self) -> Iterator[None]:
         self._swap()
         try:
             yield
@@ -264,7 +271,7 @@ class Local(Sync):
             self._swap()
 
     def _swap(self) -> None:
-        """Exchange the model's parameters with the outer ones; nothing is copied."""
+        """Swap the parameters of the model with the outer parameters; nothing is copied."""
         for fragment in self._fragments:
             for i, p in enumerate(fragment.parameters):
                 p.data, fragment.outer[i] = fragment.outer[i], p.data
@@ -273,24 +280,24 @@ class Local(Sync):
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
             for name, momentum in zip(fragment.names, fragment.momentum, strict=True):
-                states[name] = {"momentum": momentum, "met_at": torch.tensor(fragment.met_at)}
-                if fragment.touched_at is not None:
-                    states[name]["touched_at"] = fragment.touched_at
-                    states[name]["kept"] = torch.tensor(fragment.kept, dtype=torch.float64)
-            if fragment.journey:
-                fragment.journey = self._wait(fragment.journey)
-                states[fragment.names[0]] |= fragment.journey.common_state()
+                states[name] = {"momentum": momentum, "met_at": torch.tensor(fragment.synced_at)}
+                if fragment.active_at is not None:
+                    states[name]["touched_at"] = fragment.active_at
+                    states[name]["kept"] = torch.tensor(fragment.decay, dtype=torch.float64)
+            if fragment.sync_round:
+                fragment.sync_round = self._wait(fragment.sync_round)
+                states[fragment.names[0]] |= fragment.sync_round.common_state()
         return states
 
-    def own_state(self) -> dict[str, Tensor]:
+    def rank_state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for fragment in self._fragments:
             for name, value, error in zip(fragment.names, fragment.outer, fragment.error, strict=True):
-                tensors[f"here/{name}"] = value  # inside `agreed`, where the two have changed places
+                tensors[f"here/{name}"] = value  # within `shared_parameters`, where the two are swapped
                 tensors[f"error/{name}"] = error
                 tensors[f"tokens/{name}"] = torch.tensor(fragment.tokens)
-            if fragment.journey:
-                sent = zip(fragment.names, fragment.journey.left_with, strict=True)
+            if fragment.sync_round:
+                sent = zip(fragment.names, fragment.sync_round.sent_parameters, strict=True)
                 tensors |= {f"sent/{name}": value for name, value in sent}
         return tensors
 
@@ -304,24 +311,24 @@ class Local(Sync):
                     continue
                 state = common[name]
                 fragment.momentum[i].copy_(state["momentum"])
-                fragment.met_at = int(state["met_at"])
-                if fragment.touched_at is not None:
-                    fragment.touched_at.copy_(state["touched_at"])
-                    fragment.kept = float(state["kept"])
+                fragment.synced_at = int(state["met_at"])
+                if fragment.active_at is not None:
+                    fragment.active_at.copy_(state["touched_at"])
+                    fragment.decay = float(state["kept"])
                 if own:
                     p.copy_(own[f"here/{name}"])
                     fragment.error[i].copy_(own[f"error/{name}"])
                     fragment.tokens = int(own[f"tokens/{name}"])
             state = common.get(fragment.names[0], {})
             if f"{ROUND}table" in state:
-                # A rank without a state of its own goes on from the outer parameters: those it sent with.
+                # A rank without saved state continues from the outer parameters, as if it had sent them.
                 pairs = zip(fragment.names, fragment.outer, strict=True)
-                left_with = [own.get(f"sent/{name}", p).to(p.device, copy=True) for name, p in pairs]
-                fragment.journey = Journey.of_state(state, left_with)
+                sent_parameters = [own.get(f"sent/{name}", p).to(p.device, copy=True) for name, p in pairs]
+                fragment.sync_round = SyncRound.from_state(state, sent_parameters)
 
 
-def _cut(model: nn.Module, steps: int) -> list[Fragment]:
-    """The model in fragments, which meet one after the other in the course of `steps`."""
+def _make_fragments(model: nn.Module, steps: int) -> list[Fragment]:
+    """The fragments of the model, with their sync rounds spread over `steps`."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parts: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in model.named_parameters():
@@ -334,16 +341,16 @@ def _cut(model: nn.Module, steps: int) -> list[Fragment]:
     ]
 
 
-def _arrived() -> None:
-    """Nothing is left to wait for."""
+def _done() -> None:
+    """A wait that is over."""
 
 
-def _some(values: Tensor, rows: Tensor | None) -> Tensor:
+def _rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
     return values if rows is None else values[rows]
 
 
-def _put(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
-    """Lay what `flat` has in a row into tensors, or into these rows of the one there is."""
+def _write_rows(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
+    """Copy `flat` into tensors, or into these rows of the only one."""
     if rows is not None:
         tensors[0][rows] = flat.view(len(rows), -1)
         return

@@ -1,9 +1,9 @@
-"""How many bytes a rank puts on the wire in a step, told from shapes alone: nothing is computed or sent.
+"""The bytes that a rank sends in a step, from shapes alone: nothing is computed or sent.
 
-    predicted_bytes("exact", model_config, world_size=2, rank=0, touched_rows=2000)
+    predicted_bytes("exact", model_config, world_size=2, rank=0, active_rows=2000)
 
-The mode's own code goes through a step on tensors without data, in a group that only counts. So what is told
-is what Group.bytes_sent will say, but for the words that ranks exchange beside gradients, some hundred bytes.
+The code of the mode runs a step on meta tensors, in a group that only counts. The result is that of
+Group.bytes_sent, without the step report, some hundred bytes.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer.host.place import Place
-from trainer.model import GPT, GPTConfig
-from trainer.optim import MuonAdamW, build_optimizer
-from trainer.sync import make_sync
-from trainer.sync.group import Group, Pending
+from trainer.distributed.process_group import Group, Pending
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
 from trainer.sync.local import Outer
+from trainer.sync.modes import make_sync
 
 
 def predicted_bytes(
@@ -28,46 +28,46 @@ def predicted_bytes(
     model_config: GPTConfig,
     world_size: int,
     rank: int = 0,
-    touched_rows: int = 0,
+    active_rows: int = 0,
     outer: Outer | None = None,
 ) -> int:
     """Bytes that `rank` sends in a step; of `local`, which `outer` describes, the mean of its steps.
 
-    `touched_rows` is how many different tokens the inputs of a step have, those of all ranks together: what
-    exact and fast send of each embedding. For `local` it is those of all the steps between two meetings and
-    the 32 before. Ranks differ a little, by what they own.
+    `active_rows` is the number of different input tokens of a step over all ranks: the rows of each embedding
+    that exact and fast send. For `local` it counts all steps between two sync rounds and the 32 before. Ranks
+    differ slightly, by the matrices that they own.
     """
     if world_size == 1:
         return 0
     outer = outer or Outer()
     steps = outer.steps if mode == "local" else 1
     group = CountingGroup(rank, world_size)
-    touched = torch.arange(min(touched_rows, model_config.vocab_size))
+    active = torch.arange(min(active_rows, model_config.vocab_size))
     with torch.device("meta"):
         model = GPT(model_config)
-        sync = make_sync(mode, group, model, IdleOptimizer(model), outer)
+        sync = make_sync(mode, group, model, NoOpOptimizer(model), outer)
         for _ in range(steps):
-            sync.begin_step(touched)
+            sync.begin_step(active)
             with sync.last_backward():
                 pass
             sync.reduce_gradients(world_size)
             sync.step()
-            sync.hand_out()
+            sync.broadcast()
     return group.bytes_sent // steps
 
 
 class CountingGroup(Group):
-    """A rank of a group that is not there."""
+    """A rank of a group without peers, which counts and sends nothing."""
 
     def __init__(self, rank: int, world_size: int) -> None:
-        super().__init__(Place(rank=rank, world_size=world_size), [])
+        super().__init__(RankEnv(rank=rank, world_size=world_size), [])
 
     def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
         return lambda: None
 
 
-class IdleOptimizer(MuonAdamW):
-    """Knows whose step is whose, and takes none."""
+class NoOpOptimizer(MuonAdamW):
+    """Has the parameter groups of the optimizer; its steps do nothing."""
 
     def __init__(self, model: GPT) -> None:
         groups = build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0).param_groups

@@ -39,13 +39,13 @@ LAG_SECONDS = 60.0  # by which the tracker may be behind before that is reported
 REMIND_SECONDS = 1800.0
 PATIENCE = 60.0  # for one answer of the server; nobody waits for it but the process that asks
 
-Say = Callable[[str], None]
+Log = Callable[[str], None]
 
 
 class Tracker:
     """The figures, samples and host of a run, kept in its directory, and sent to `uri` unless it is empty."""
 
-    def __init__(self, run_dir: Path, resume_step: int, facts: Facts, uri: str, say: Say) -> None:
+    def __init__(self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log) -> None:
         """Goes on after `resume_step`: later lines belong to steps that will be done again."""
         self._run_dir = run_dir
         facts.save(run_dir)
@@ -54,12 +54,12 @@ class Tracker:
         self._sender: SenderProcess | None = None
         self._lag: Lag | None = None
         if uri and not is_server(uri):
-            say(
+            log(
                 f"{shown_uri(uri)!r} is no address of a tracker (http://HOST:5000): metrics.jsonl has it all."
             )
         elif uri:
-            self._lag = Lag(uri, self._metrics.figures, say)
-            self._sender = SenderProcess(run_dir, uri, self._lag, say)
+            self._lag = Lag(uri, self._metrics.figures, log)
+            self._sender = SenderProcess(run_dir, uri, self._lag, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Note the figures of a step or of an evaluation."""
@@ -84,8 +84,8 @@ class Tracker:
 class Lag:
     """How far the tracker is behind metrics.jsonl, by its figures; reported while that lasts."""
 
-    def __init__(self, uri: str, written: int, say: Say) -> None:
-        self._where, self._say = f"The tracker at {shown_uri(uri)}", say
+    def __init__(self, uri: str, written: int, log: Log) -> None:
+        self._where, self._log = f"The tracker at {shown_uri(uri)}", log
         self._lock = threading.Lock()
         self._written, self._sent = written, 0
         self._since = time.time()  # when the oldest figure that is not sent was written, or before
@@ -103,7 +103,7 @@ class Lag:
             if now < due:
                 return
             self._reported = now
-        self._say(
+        self._log(
             f"warning: {self._where} is {behind:,} figures behind, since {_clock(since)}. They are in "
             f"{files.METRICS} and are sent when it takes them."
         )
@@ -117,7 +117,7 @@ class Lag:
             if caught_up:
                 self._reported = None
         if caught_up:
-            self._say(f"{self._where} has caught up with {files.METRICS}.")
+            self._log(f"{self._where} has caught up with {files.METRICS}.")
 
 
 class SenderProcess:
@@ -126,8 +126,8 @@ class SenderProcess:
     Its messages come through a pipe of their own. What else it or a library writes goes to the log.
     """
 
-    def __init__(self, run_dir: Path, uri: str, lag: Lag, say: Say) -> None:
-        self._run_dir, self._uri, self._lag, self._say = run_dir, uri, lag, say
+    def __init__(self, run_dir: Path, uri: str, lag: Lag, log: Log) -> None:
+        self._run_dir, self._uri, self._lag, self._log = run_dir, uri, lag, log
         self._away = False
         self._deaths = 0  # in a row: without a figure sent between them
         self._progress = time.monotonic()
@@ -147,7 +147,7 @@ class SenderProcess:
         complete = process is not None and self._finish(process, outcome, hurry)
         self._thread.join(LAST_WORDS_SECONDS)
         if not complete:
-            self._say(
+            self._log(
                 f"The tracker at {shown_uri(self._uri)} lacks the end of this run; nothing is lost. When it "
                 f"answers: python -m trainer track --run-dir {self._run_dir} "
                 f"--tracker-uri {shown_uri(self._uri)}"
@@ -170,7 +170,7 @@ class SenderProcess:
                     break
                 if not told:
                     told = True
-                    self._say(
+                    self._log(
                         f"The training is over; giving the tracker at {shown_uri(self._uri)} the rest "
                         f"(for {CLOSING_SECONDS:.0f} s at most)."
                     )
@@ -190,7 +190,7 @@ class SenderProcess:
                 return
             wait = RESTART_SECONDS[min(self._deaths, len(RESTART_SECONDS) - 1)]
             self._deaths += 1
-            self._say(f"warning: the process that sends to the tracker {ended}; it is started in {wait:g} s.")
+            self._log(f"warning: the process that sends to the tracker {ended}; it is started in {wait:g} s.")
             self._closing.wait(wait)
 
     def _run_once(self) -> str:
@@ -230,12 +230,12 @@ class SenderProcess:
             message = json.loads(line)
             self._away = message.get("away", self._away)
             if "say" in message:
-                self._say(message["say"])
+                self._log(message["say"])
             if "figures" in message:
                 self._deaths = 0
                 self._lag.sent(*message["figures"])
         except (ValueError, TypeError, AttributeError):
-            self._say(f"The process that sends to the tracker wrote what is no message: {line.strip()[:200]}")
+            self._log(f"The process that sends to the tracker wrote what is no message: {line.strip()[:200]}")
 
 
 def _clock(at: float) -> str:

@@ -1,0 +1,303 @@
+"""Some steps of the training itself, measured: the same loop, nothing evaluated, saved or tracked.
+
+    result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
+
+The first steps, which also warm up, do not count. What the host can do is measured in the same process
+before, between and after the others: a host's speed moves within a minute. Ranks do so at the same time,
+between steps with nothing under way on the wire, which would go on meanwhile. For ranks it is also measured
+what an all-reduce brings.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from trainer.bench import SCHEMA, WARM_STEPS
+from trainer.bench.limits import Rates, measure, work_of
+from trainer.bench.synthetic import synthetic
+from trainer.config import RunFile
+from trainer.data.dataset import Dataset
+from trainer.distributed.process_group import Group
+from trainer.health.attempt import Attempt
+from trainer.host.facts import host_facts
+from trainer.host.logger import RunLogger
+from trainer.host.network_interface import NetworkInterface
+from trainer.host.numerics import name_of
+from trainer.host.rank_env import RankEnv
+from trainer.setup import RunSetup
+from trainer.tracking.files import METRICS
+from trainer.tracking.reporter import SPLIT
+from trainer.train import Trainer
+
+REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
+REDUCE_SECONDS = 6.0
+REDUCE_REPEATS = 3
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a rank stands as a step begins or ends."""
+
+    wall: float
+    cpu: float
+    counted: int  # bytes sent, as the trainer counts them
+    sent: int | None  # as the network interface does
+    received: int | None
+
+
+class BenchSetup(RunSetup):
+    """The way to step 0, with a prediction that ranks together are held against."""
+
+    def predicts(self) -> bool:
+        return self.env.world_size > 1
+
+
+class SyntheticSetup(BenchSetup):
+    """The same without data."""
+
+    def open_data(self) -> Dataset:
+        return synthetic(self.config.sequence_len)
+
+
+class BenchTrainer(Trainer):
+    """A run of which the steps alone are wanted."""
+
+    setup_class = BenchSetup
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        data_dir: Path | None,
+        run_dir: Path,
+        env: RankEnv,
+        attempt: Attempt,
+        log: RunLogger,
+    ) -> None:
+        if data_dir is None:
+            self.setup_class = SyntheticSetup
+        super().__init__(run_file, data_dir or Path(), run_dir, env, attempt, log)
+        self.interface = NetworkInterface(env.address()).name if env.world_size > 1 else ""
+        self.marks: list[Mark] = []  # as each step begins
+        self.ends: list[Mark] = []
+        self.rates: list[Rates] = []
+        self.result: Result = {}
+
+    def train(self) -> bool:
+        stopped = super().train()
+        if stopped:
+            return True
+        self.ends.append(self._mark())
+        self.sync.finish()
+        peak = peak_rss()
+        self._measure()
+        goodput = self._goodput()
+        mine = json.dumps(self._of_this_rank(goodput, peak)).encode()
+        ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
+        if self.env.is_coordinator:
+            self.result = self._of_all(ranks)
+        return False
+
+    def _before_step(self, step: int) -> None:
+        if self.marks:
+            self.ends.append(self._mark())
+        if step >= WARM_STEPS and self.sync.is_idle():
+            self._measure()
+        self.marks.append(self._mark())
+
+    def _mark(self) -> Mark:
+        sent, received = interface_bytes(self.interface)
+        return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
+
+    def _measure(self) -> None:
+        with self._long_phase("evaluate"):
+            self.rates.append(
+                measure(self.components.numerics.compute_dtype, self.components.numerics.device)
+            )
+            self.group.all_reduce([torch.zeros(1)])  # all ranks go on together
+
+    def _goodput(self) -> float | None:
+        if self.group.world_size == 1:
+            return None
+        with self._long_phase("evaluate"):
+            return reduce_goodput(self.group)
+
+    # -- what belongs to a run and to no step ------------------------------------------------------------
+
+    def _finish_sync(self) -> None:
+        """Later: in one of thirty steps it would count as much as all other meetings together."""
+
+    def _evaluate(self) -> bool:
+        return False
+
+    def _save(self, last: bool) -> None:
+        """Nothing."""
+
+    def _write_sample(self) -> None:
+        """Nothing."""
+
+    # -- the figures -------------------------------------------------------------------------------------
+
+    def _spans(self) -> list[tuple[Mark, Mark]]:
+        """Begin and end of each step that counts."""
+        return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
+
+    def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
+        rows = self.plan.shares[self.env.rank]
+        owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
+        work = work_of(self.model, self.optimizer, owned, rows * self.config.sequence_len)
+        rates, numerics = Rates.median(self.rates), self.components.numerics
+        spans = self._spans()
+        used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
+        return {
+            "rank": self.env.rank,
+            "host": self.env.host,
+            "processor": numerics.processor,
+            "cpu": host_facts().get("cpu", ""),
+            "device": numerics.device.type,
+            "compute_dtype": name_of(numerics.compute_dtype),
+            "threads": numerics.threads,
+            "rows": rows,
+            "cpu_share": used / numerics.threads,
+            "peak_rss": peak,
+            "work": asdict(work),
+            "rates": asdict(rates),
+            "rates_all": [asdict(one) for one in self.rates],
+            "limit_seconds": work.seconds(rates),
+            "limit_seconds_all": [work.seconds(one) for one in self.rates],
+            "limit_seconds_of_done": work.seconds_of_done(rates),
+            "interface": self.interface,
+            "link_mbit": link_mbit(self.interface),
+            "counted": _median([b.counted - a.counted for a, b in spans]),
+            "counted_mean": _mean([b.counted - a.counted for a, b in spans]),
+            "sent": _median(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
+            "sent_mean": _mean(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
+            "received": _median(_deltas([a.received for a, _ in spans], [b.received for _, b in spans])),
+            "reduce_goodput": goodput,
+        }
+
+    def _predicted(self) -> float | None:
+        """Seconds a step, where that was predicted before the first one."""
+        prediction = self.components.placement.prediction
+        return prediction.step_seconds if prediction else None
+
+    def _steps(self, name: str) -> bool:
+        """Whether this rank steps the matrix: the owner, or where it has none all of them."""
+        return self.sync.owner_of(name) in (None, self.env.rank)
+
+    def _of_all(self, ranks: list[Result]) -> Result:
+        lines = [json.loads(line) for line in (self.run_dir / METRICS).read_text().splitlines()]
+        steps = [line for line in lines if "step_seconds" in line][WARM_STEPS:]
+        seconds = [step["step_seconds"] for step in steps]
+        walls = [end.wall - begin.wall for begin, end in self._spans()]
+        step_seconds = statistics.median(seconds)
+        return {
+            "schema": SCHEMA,
+            "run_id": self.run_file.run_id,
+            "depth": self.config.depth,
+            "sequence_len": self.config.sequence_len,
+            "device_batch_size": self.config.device_batch_size,
+            "tokens": self.plan.total_batch_size,
+            "shares": list(self.plan.shares),
+            "sync": self.components.placement.sync if self.env.world_size > 1 else "",
+            "predicted_seconds": self._predicted(),
+            "world_size": self.env.world_size,
+            "hosts": self.hosts,
+            "steps": len(seconds),
+            "step_seconds": step_seconds,
+            "step_seconds_mean": statistics.mean(walls),
+            "step_seconds_all": seconds,
+            "tok_per_s": self.plan.total_batch_size / step_seconds,
+            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in SPLIT},
+            "share_of_limit": share_of_limit([rank["limit_seconds_all"] for rank in ranks], seconds),
+            "ranks": ranks,
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
+
+
+def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
+    """How near the steps' seconds are to the limit; `limits` are each rank's in seconds, in measured order.
+
+    The median over steps, each held against what was measured right before and right after it, on the rank
+    with most to do. Where that was not done around every step, the limits' mean over the median step.
+    """
+    longest = [max(ranks) for ranks in zip(*limits, strict=True)]
+    if len(longest) != len(steps) + 1:
+        return statistics.mean(longest) / statistics.median(steps)
+    pairs = itertools.pairwise(longest)
+    return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
+
+
+def reduce_goodput(group: Group) -> float:
+    """Bytes a second that a rank sends in an all-reduce of a gradient's size; the median of some."""
+    share = 2 * (group.world_size - 1) / group.world_size
+    size = REDUCE_BYTES // 16
+    first = _reduce_seconds(group, size)
+    slowest = group.gather_int64(torch.tensor([int(first * 1e6)])).max().item() / 1e6
+    size = int(min(REDUCE_BYTES, max(1, REDUCE_SECONDS / REDUCE_REPEATS / slowest) * size)) // 4 * 4
+    return share * size / statistics.median(_reduce_seconds(group, size) for _ in range(REDUCE_REPEATS))
+
+
+def _reduce_seconds(group: Group, size: int) -> float:
+    payload = torch.zeros(size // 4)
+    group.all_reduce([torch.zeros(1)])  # all ranks begin together
+    started = time.perf_counter()
+    group.all_reduce([payload])
+    return time.perf_counter() - started
+
+
+def interface_bytes(name: str) -> tuple[int | None, int | None]:
+    """Sent and received so far, by the counters of the interface; None where it is not known."""
+    counters = psutil.net_io_counters(pernic=True).get(name) if name else None
+    return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
+
+
+def link_mbit(name: str) -> int | None:
+    """What the network card says of its rate in Mbit/s; None where it does not (WiFi, virtual ones)."""
+    known = psutil.net_if_stats().get(name) if name else None
+    return known.speed or None if known else None
+
+
+def peak_rss() -> int:
+    """The most memory this process has had, in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _deltas(before: Sequence[int | None], after: Sequence[int | None]) -> list[int]:
+    return [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return statistics.mean(values) if values else None
+
+
+def run_bench(
+    run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
+) -> Result:
+    """Measure; raises what a training raises. The result is rank 0's; the others' is empty."""
+    run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
+    try:
+        with run.report_failures():
+            run.run()
+        return run.result
+    finally:
+        run.watchdog.stop()

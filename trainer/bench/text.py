@@ -1,0 +1,117 @@
+"""What a measurement says to a person: a few lines for one, a table for several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trainer.tracking.reporter import SPLIT
+
+Result = dict[str, Any]
+_PAIRED = " (each held against what was measured right before and after it)"
+QUIET = 0.9  # of its cores that a process must have had for its figures to be its own
+
+
+def describe(result: Result) -> str:
+    """One measurement."""
+    first = result["ranks"][0]
+    around_each = len(first["rates_all"]) == result["steps"] + 1
+    lines = [
+        f"depth {result['depth']}, {result['tokens']:,} tokens a step in rows of {result['sequence_len']:,}, "
+        f"{_ranks(result)}",
+        f"  step       {result['step_seconds']:.2f} s ({min(result['step_seconds_all']):.2f} to "
+        f"{max(result['step_seconds_all']):.2f} over {result['steps']}), {result['tok_per_s']:,.0f} tok/s",
+        "  of which   " + ", ".join(f"{name} {result['split'][name]:.2f}" for name in SPLIT) + " s",
+        f"  limit      {max(r['limit_seconds'] for r in result['ranks']):.2f} s, of which the step reaches "
+        f"{percent(result['share_of_limit'])}" + (_PAIRED if around_each else ""),
+    ]
+    for rank in result["ranks"]:
+        lines += _lines_of(rank)
+    if any(rank["cpu_share"] < QUIET and rank["device"] == "cpu" for rank in result["ranks"]) and (
+        result["world_size"] == 1
+    ):
+        lines.append(
+            f"  The process had only {percent(first['cpu_share'])} of its cores: something else runs on this "
+            "host, and the figures are not its best."
+        )
+    return "\n".join(lines)
+
+
+def _ranks(result: Result) -> str:
+    rank = result["ranks"][0]
+    if result["world_size"] == 1:
+        return f"one process, {rank['compute_dtype']}, {_threads(rank)} on {rank['processor']}"
+    shares = "/".join(map(str, result["shares"]))
+    return f"{result['world_size']} ranks of {shares} rows, sync {result['sync']}"
+
+
+def _lines_of(rank: Result) -> list[str]:
+    who = f"rank {rank['rank']} ({rank['host']})"
+    work, rates, times = rank["work"], rank["rates"], len(rank["rates_all"])
+    products = [one["gemm"] for one in rank["rates_all"]]
+    lines = [
+        f"  {who}: {work['model_flops'] / 1e12:.2f} TFLOP of the model and "
+        f"{work['muon_flops'] / 1e12:.2f} of Muon, {work['adamw_bytes'] / 1e9:.1f} GB of AdamW; "
+        f"{rank['compute_dtype']}, {_threads(rank)}",
+        f"    products {rates['gemm'] / 1e9:,.0f} GFLOP/s ({min(products) / 1e9:,.0f} to "
+        f"{max(products) / 1e9:,.0f}, measured {times} times), copying {rates['copy'] / 1e9:.1f} GB/s; "
+        f"memory at most {rank['peak_rss'] / 1e9:.2f} GB; {percent(rank['cpu_share'])} of its cores",
+    ]
+    if rank["reduce_goodput"]:
+        seen = f", {rank['sent'] / 1e6:,.1f} MB by {rank['interface']}'s counter" if rank["sent"] else ""
+        lines.append(
+            f"    sends {rank['counted'] / 1e6:,.1f} MB a step by count{seen}; an all-reduce sends "
+            f"{rank['reduce_goodput'] / 1e6:,.1f} MB/s, so that this takes "
+            f"{rank['counted'] / rank['reduce_goodput']:.2f} s at least"
+        )
+    return lines
+
+
+def table(results: Sequence[Result]) -> str:
+    """Several measurements of one process, as a Markdown table."""
+    head = [
+        "depth",
+        "tokens",
+        "format",
+        "threads",
+        "step, s",
+        *(f"{name}, s" for name in SPLIT),
+        "tok/s",
+        "limit, s",
+        "reached",
+        "memory, GB",
+    ]
+    rows = [
+        [
+            str(result["depth"]),
+            f"{result['tokens']:,}",
+            result["ranks"][0]["compute_dtype"],
+            str(result["ranks"][0]["threads"]),
+            f"{result['step_seconds']:.2f}",
+            *(f"{result['split'][name]:.2f}" for name in SPLIT),
+            f"{result['tok_per_s']:,.0f}",
+            f"{max(rank['limit_seconds'] for rank in result['ranks']):.2f}",
+            percent(result["share_of_limit"]),
+            f"{max(rank['peak_rss'] for rank in result['ranks']) / 1e9:.2f}",
+        ]
+        for result in results
+    ]
+    return markdown([head, *rows])
+
+
+def markdown(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up; the first row is its head."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _threads(rank: Result) -> str:
+    return f"{rank['threads']} thread{'s' if rank['threads'] != 1 else ''}"

@@ -1,0 +1,1 @@
+"""Checkpoints: format and storage, background writer, per-rank state."""

@@ -1,0 +1,73 @@
+"""What a rank has for itself at a checkpoint, in sync mode local: a file on its own host.
+
+own/step_000100-rank1.pt: its parameters, which differ from the run's, those it had when it sent to a sync
+round in flight, what rounding has left over, and, but for rank 0, its optimizer's state. The coordinator's
+meta.json has the sha256 of each rank's file; a rank without its file goes on with what the coordinator has.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trainer.checkpoint.storage import DamagedCheckpointError, read_tensors, save_tensors
+from trainer.data.files import file_sha256
+from trainer.optim.muon_adamw import ParameterState
+
+OPTIMIZER = "optim/"
+
+
+def save_rank_state(
+    run_dir: Path,
+    step: int,
+    rank: int,
+    own: Mapping[str, Tensor],
+    optim: Mapping[str, ParameterState],
+    keep: int,
+) -> str:
+    """Write this rank's file, drop all but its newest `keep` and one; returns its sha256. Raises OSError.
+
+    The coordinator writes the checkpoint of this step later: until then the run resumes from the one before.
+    """
+    folder = run_dir / "own"
+    folder.mkdir(exist_ok=True)
+    tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
+    for name, state in optim.items():
+        tensors |= {f"{OPTIMIZER}{name}/{key}": tensor.cpu() for key, tensor in state.items()}
+    path = rank_state_file(run_dir, step, rank)
+    temporary = path.with_suffix(".tmp")
+    with open(temporary, "wb") as file:
+        save_tensors(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    for old in sorted(folder.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
+        old.unlink()
+    return file_sha256(path)
+
+
+def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
+    return run_dir / "own" / f"step_{step:06d}-rank{rank}.pt"
+
+
+def load_rank_state(
+    run_dir: Path, meta: Mapping[str, Any], rank: int
+) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
+    """What `keep_own` wrote for the checkpoint of that meta.json; None where it is not there, or another."""
+    hashes = meta.get("own_sha256", [])
+    path = rank_state_file(run_dir, int(meta["step"]), rank)
+    try:
+        if rank >= len(hashes) or file_sha256(path) != hashes[rank]:
+            return None
+        tensors: dict[str, Tensor] = read_tensors(path)
+    except (OSError, DamagedCheckpointError):
+        return None
+    optim: dict[str, ParameterState] = {}
+    for path_of in [name for name in tensors if name.startswith(OPTIMIZER)]:
+        name, _, key = path_of.removeprefix(OPTIMIZER).rpartition("/")
+        optim.setdefault(name, {})[key] = tensors.pop(path_of)
+    return tensors, optim

@@ -1,0 +1,449 @@
+"""Checkpoints: step_NNNNNN directories on the coordinator, each written whole or not at all.
+
+step_000100/model.pt              {parameter name: tensor}
+            optim.pt              {parameter name: {state name: tensor}}, shared-out state gathered
+            tokenizer/            so that a checkpoint can be sampled from alone
+            meta.json             schema, step, config, losses, and the sha256 of every file above
+
+Rates follow from the configuration and the step, the rows of a step from (seed, step), and a sample draws
+from a generator of its own: step and seed are all that is kept of schedules, row cursor and randomness.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import errno
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from trainer.config import (
+    HORIZON,
+    IDENTITY,
+    RUNTIME,
+    SCHEMA,
+    ConfigError,
+    RunConfig,
+    check_schema,
+    migrate,
+    note_of_dropped,
+)
+from trainer.data import DataError
+from trainer.data.files import file_sha256, sync_folder, write_whole
+from trainer.data.tokenizer import FILE_NAME, Tokenizer
+from trainer.distributed.process_group import Group
+from trainer.host.memory import is_out_of_memory
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.lr_schedule import describe_extension
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
+from trainer.sync.mode import SyncMode
+
+MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
+FILES = (*MODEL_FILES, "optim.pt")
+COMMON = "outer_"  # before the names of a state that is the sync mode's, in optim.pt
+
+
+ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
+DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # which another release may give the same run otherwise
+# Errors by which a file is not as it was written; with others it may be sound, and cannot be read now.
+DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
+
+
+class DamagedCheckpointError(ConfigError):
+    """A checkpoint that is not as it was written; the message names the file."""
+
+
+@dataclass
+class State:
+    """A run at a step: what a checkpoint holds and what rank 0 gives to all at the start."""
+
+    meta: dict[str, Any]
+    model: dict[str, Tensor]
+    optim: dict[str, ParameterState]
+
+    @property
+    def step(self) -> int:
+        return int(self.meta.get("step", 0))
+
+
+# -- on the disk -------------------------------------------------------------------------------------------
+
+
+def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
+    """Write `state` as the checkpoint of its step, then drop all but the newest `keep` and the best.
+
+    Raises OSError; what was there before is there still.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    target = folder / f"step_{state.step:06d}"
+    temporary = folder / f".{target.name}.tmp"
+    try:
+        (temporary / "tokenizer").mkdir(parents=True)
+        _write_tensors(temporary / "model.pt", {name: _alone(t) for name, t in state.model.items()})
+        _write_tensors(
+            temporary / "optim.pt",
+            {name: {key: _alone(t) for key, t in tensors.items()} for name, tensors in state.optim.items()},
+        )
+        write_whole(temporary / "tokenizer" / FILE_NAME, (tokenizer_dir / FILE_NAME).read_bytes())
+        meta = {
+            **state.meta,
+            "schema": SCHEMA,
+            "sha256": {name: file_sha256(temporary / name) for name in FILES},
+        }
+        write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+        if target.exists():
+            _take_away(target)
+        os.replace(temporary, target)
+        sync_folder(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    spared = best(folder)
+    for old in checkpoints(folder)[keep:]:
+        if old != spared:
+            _take_away(old)
+    return target
+
+
+def drop_older(folder: Path) -> None:
+    """Make room: only the newest checkpoint stays, and the best one."""
+    remove_leftovers(folder)
+    spared = best(folder)
+    for old in checkpoints(folder)[1:]:
+        if old != spared:
+            _take_away(old)
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints under `folder`, newest first."""
+    found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
+    return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
+
+
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the fewest validation bits per byte, of those that were evaluated at their step."""
+    evaluated: list[tuple[float, Path]] = []
+    for path in checkpoints(folder):
+        try:
+            meta = json.loads((path / "meta.json").read_bytes())
+            if meta["val_bpb_step"] == meta["step"]:
+                evaluated.append((float(meta["val_bpb"]), path))
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # damaged, which is said when it is to be read
+    return min(evaluated, default=(0.0, None))[1]
+
+
+def newest(folder: Path, log: Callable[[str], None]) -> State | None:
+    """The newest good checkpoint, None if there never was one.
+
+    A damaged one is named, passed over and put aside as damaged_step_NNNNNN. Raises ConfigError for one that
+    is not damaged and cannot be loaded: it is of a newer release, or memory is short.
+    """
+    found = checkpoints(folder)
+    damaged: list[Path] = []
+    for path in found:
+        try:
+            state = load(path, log)
+        except DamagedCheckpointError as error:
+            log(f"{error} The checkpoint before it is taken.")
+            damaged.append(path)
+            continue
+        for other in damaged:  # it would take the place of a good one among those that are kept
+            with contextlib.suppress(OSError):
+                other.rename(other.with_name(f"damaged_{other.name}"))
+        return state
+    if found:
+        raise ConfigError(
+            f"None of the {len(found)} checkpoint(s) in {folder} is whole. Move the folder away to start "
+            "from step 0."
+        )
+    return None
+
+
+def load(path: Path, log: Callable[[str], None] | None = None) -> State:
+    """Read and verify a checkpoint; `say` gets a note on settings that are dropped.
+
+    Raises DamagedCheckpointError naming the file that is not right, ConfigError where it cannot be loaded.
+    """
+    meta = read_meta(path, log=log)
+    tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
+    return State(meta, tensors["model.pt"], tensors["optim.pt"])
+
+
+def read_meta(
+    path: Path, files: Sequence[str] = FILES, log: Callable[[str], None] | None = None
+) -> dict[str, Any]:
+    """The meta.json of a checkpoint whose `files` are as they were written, with today's settings."""
+    if not path.is_dir():
+        raise ConfigError(f"There is no checkpoint directory {path}.")
+    inside = checkpoints(path / "checkpoints") or checkpoints(path)
+    if inside and not (path / "meta.json").exists():
+        raise ConfigError(f"{path} is no checkpoint but holds some: take {inside[0]}.")
+    file = path / "meta.json"
+    with _loading(file):
+        raw = file.read_bytes()
+    try:
+        meta = dict(json.loads(raw))
+        schema = int(meta["schema"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
+    check_schema(
+        schema, f"The checkpoint {path}"
+    )  # what follows may be laid out otherwise by a newer release
+    try:
+        hashes = {name: meta["sha256"][name] for name in FILES}
+        config, model = dict(meta["config"]), dict(meta["model_config"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
+    for name in files:
+        with _loading(path / name):
+            actual = file_sha256(path / name)
+        if actual != hashes[name]:
+            raise DamagedCheckpointError(f"{path / name} is damaged: its sha256 is not the one in meta.json.")
+    return meta | _settings(config, model, path, log)
+
+
+def _settings(
+    config: dict[str, Any], model: dict[str, Any], path: Path, log: Callable[[str], None] | None
+) -> dict[str, dict[str, Any]]:
+    """The settings of a checkpoint as this release knows them. Raises ConfigError for what it refuses."""
+    try:
+        run, unknown = RunConfig.load(config)
+        values, unknown_of_model = migrate(GPTConfig, model)
+        settings = {"config": run.to_dict(), "model_config": dataclasses.asdict(GPTConfig(**values))}
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"This release refuses the settings in {path / 'meta.json'}: {error}") from None
+    if log is not None and (unknown or unknown_of_model):
+        log(note_of_dropped(unknown + unknown_of_model, model | config, f"The checkpoint {path}"))
+    return settings
+
+
+@contextlib.contextmanager
+def _loading(path: Path) -> Iterator[None]:
+    """Tell a file that is damaged from one that cannot be loaded now, which stays where it is."""
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError) as error:
+        if is_out_of_memory(error):
+            raise ConfigError(
+                f"This host has too little memory to load {path}, which is left as it is. End what else uses "
+                "memory there, or resume on a host that has more."
+            ) from None
+        if not isinstance(error, OSError):
+            raise
+        if error.errno in DAMAGE:
+            raise DamagedCheckpointError(f"{path} is missing or damaged: {error.strerror}.") from None
+        raise ConfigError(f"{path} cannot be read: {error.strerror}. It is left as it is.") from None
+
+
+def load_model(path: Path) -> tuple[GPT, Tokenizer]:
+    """The model and tokenizer of a checkpoint, ready to be sampled from."""
+    meta = read_meta(path, MODEL_FILES)
+    weights = read_tensors(path / "model.pt")
+    try:
+        with _loading(path / "model.pt"):
+            model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
+            model.load_state_dict(weights)
+    except RuntimeError:
+        raise DamagedCheckpointError(
+            f"{path / 'model.pt'} does not hold the model that meta.json names."
+        ) from None
+    return model.eval(), Tokenizer.load(path / "tokenizer")
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Take away what an attempt that was killed while saving or dropping has left."""
+    for leftover in folder.glob(".step_*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _take_away(path: Path) -> None:
+    """Under another name first, so that a half-removed directory is never taken for a checkpoint."""
+    hidden = path.with_name(f".{path.name}.old")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """A tensor that drags no larger buffer into the file it is saved to."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+
+
+def save_tensors(tensors: Any, file: BinaryIO) -> None:
+    """`torch.save`, which wraps what the disk says in an error of its own: here it is the disk's OSError."""
+    try:
+        torch.save(tensors, file)
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise OSError(errno.EIO, str(error).splitlines()[0]) from None
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
+    with open(path, "wb") as file:
+        save_tensors(tensors, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_tensors(path: Path) -> Any:
+    """Tensors by name. Raises DamagedCheckpointError, or ConfigError where the file cannot be loaded now."""
+    try:
+        with _loading(path):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except ConfigError:
+        raise
+    except pickle.UnpicklingError:
+        raise DamagedCheckpointError(f"{path} cannot be read: it holds more than tensors.") from None
+    except (RuntimeError, ValueError, EOFError) as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from None
+
+
+# -- between ranks -----------------------------------------------------------------------------------------
+
+
+def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
+    """The whole optimizer state on rank 0, where owners bring theirs; what is left elsewhere has no use."""
+    state = optimizer.state_dict()
+    gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
+    for owner in range(1, group.world_size):
+        mine = {
+            f"{name}/{key}": tensor
+            for name, tensors in state.items()
+            if sync.owner_of(name) == owner
+            for key, tensor in tensors.items()
+        }
+        for path, tensor in group.send_to_coordinator(mine if group.rank == owner else {}, owner).items():
+            name, _, key = path.rpartition("/")
+            gathered.setdefault(name, {})[key] = tensor
+    for name, tensors in sync.common_state().items():
+        gathered.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
+    return gathered
+
+
+def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
+    """Take out of a saved optimizer state what belongs to the sync mode."""
+    common: dict[str, ParameterState] = {}
+    for name, tensors in optim.items():
+        for key in [key for key in tensors if key.startswith(COMMON)]:
+            common.setdefault(name, {})[key.removeprefix(COMMON)] = tensors.pop(key)
+    return common
+
+
+def broadcast_state(group: Group, state: State | None) -> State:
+    """Rank 0's state on every rank; the others pass None."""
+    if group.world_size == 1:
+        assert state is not None
+        return state
+    flat: dict[str, Tensor] | None = None
+    if state is not None:
+        flat = {"meta": torch.tensor(list(json.dumps(state.meta).encode()), dtype=torch.uint8)}
+        flat |= {f"model/{name}": tensor for name, tensor in state.model.items()}
+        flat |= {
+            f"optim/{name}/{key}": tensor
+            for name, tensors in state.optim.items()
+            for key, tensor in tensors.items()
+        }
+    flat = group.broadcast_tensors(flat)
+    given = State(json.loads(flat.pop("meta").numpy().tobytes()), {}, {})
+    for path, tensor in flat.items():
+        kind, _, rest = path.partition("/")
+        if kind == "model":
+            given.model[rest] = tensor
+        else:
+            name, _, key = rest.rpartition("/")
+            given.optim.setdefault(name, {})[key] = tensor
+    return given
+
+
+def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Refuse to begin with weights of another model, or for another tokenizer, than the run's."""
+    saved = state.meta["model_config"]
+    differing = [
+        f"{name} is {saved[name]!r}, the run's {value!r}"
+        for name, value in dataclasses.asdict(model).items()
+        if saved[name] != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"The run {run_id} is to begin with the weights of another model: {'; '.join(differing)}. "
+            "Give it the knobs that import named."
+        )
+    tokenizer = state.meta["hashes"].get("tokenizer")
+    if hashes.get("tokenizer", tokenizer) != tokenizer:
+        raise DataError(
+            f"The run {run_id} is to begin with weights for another tokenizer than that of its data. Bring "
+            "theirs with: python -m trainer import --from-nanochat PATH --data-dir DIR"
+        )
+
+
+def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
+    begun = str(state.meta.get("run_id", run_id))
+    by_default = DEFAULT_NAME.fullmatch(begun) and DEFAULT_NAME.fullmatch(run_id)
+    if begun != run_id and not by_default and "imported" not in state.meta:
+        raise ConfigError(
+            f"The checkpoints are of the run {begun}, and this run is {run_id}. {ANOTHER}, or resume {begun} "
+            f"by its name (by hand --run-id {begun})."
+        )
+    differing = config.differences(saved_config(state), IDENTITY)
+    if differing:
+        raise ConfigError(
+            f"The run {begun} was begun with another configuration: {'; '.join(differing)}. "
+            f"{ANOTHER}, or take the old values to go on."
+        )
+    other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
+    if other:
+        raise DataError(
+            f"The run {begun} was begun on other data ({', '.join(other)}). {ANOTHER}, or bring the old data "
+            "back."
+        )
+
+
+def saved_config(state: State) -> RunConfig:
+    """The configuration that a checkpoint was written with."""
+    return RunConfig.from_strings(state.meta["config"])
+
+
+def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
+    """The steps of a run: `num_iterations`, or as it was begun where no other horizon is asked for.
+
+    So a release that derives another number from a target leaves the runs that are there as they are.
+    """
+    if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
+        return num_iterations
+    return int(meta["num_iterations"])
+
+
+def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
+    """What a run that is resumed from `state` does otherwise than before; empty where that is nothing.
+
+    Raises ConfigError where it is to be shorter: its rates have followed the longer horizon.
+    """
+    before = int(state.meta.get("num_iterations", num_iterations))
+    if num_iterations < max(before, state.step):
+        raise ConfigError(
+            f"The run {run_id} is one of {before:,} steps, of which {state.step:,} are done, and "
+            f"{num_iterations:,} are asked for: a run can become longer, not shorter. To resume it, ask for "
+            f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
+            f"--num-iterations N). {ANOTHER}."
+        )
+    sentences = []
+    if before < num_iterations:
+        rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
+        sentences.append(describe_extension(state.step, before, num_iterations, *rates))
+    changed = config.differences(saved_config(state), RUNTIME)
+    if changed:
+        sentences.append(f"Resumed with other settings: {'; '.join(changed)}.")
+    return " ".join(sentences)

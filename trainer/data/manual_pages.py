@@ -1,0 +1,41 @@
+"""Manual pages as text, rendered by `mandoc` (https://mandoc.bsd.lv), which reads the man and mdoc macros."""
+
+from __future__ import annotations
+
+import functools
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+RENDER_SECONDS = 30.0
+# .../man1/ls.1.gz, .../de/man7/x.7
+_PATH = re.compile(r"/man[1-9n]\w*/[^/]+\.[1-9n]\w*(\.gz)?$")
+_FIRST_MACRO = re.compile(r"^\.(TH|Dd)\b", re.MULTILINE)
+_OVERSTRIKE = re.compile(".\b")  # bold and underlined text, as terminals print it
+
+
+def is_manual(path: Path, text: str) -> bool:
+    """Whether a file is a manual page, by its folder and its first macro."""
+    return bool(_PATH.search(path.as_posix())) and _FIRST_MACRO.search(text) is not None
+
+
+@functools.cache
+def find_mandoc() -> str | None:
+    """The path of mandoc; None if it is not on PATH."""
+    return shutil.which("mandoc")
+
+
+def render_manual(mandoc: str, page: str) -> str:
+    """The text of a page as a terminal shows it, without fonts. Raises OSError if mandoc prints none."""
+    command = [mandoc, "-T", "utf8", "-I", "os="]  # else an mdoc page names the system it is rendered on
+    try:
+        done = subprocess.run(
+            command, input=page.encode(), capture_output=True, timeout=RENDER_SECONDS, check=False
+        )
+    except subprocess.TimeoutExpired as error:
+        raise OSError(f"mandoc took more than {RENDER_SECONDS:.0f} s") from error
+    text = _OVERSTRIKE.sub("", done.stdout.decode("utf-8", "replace"))
+    if not text.strip():
+        raise OSError(f"mandoc printed nothing (exit code {done.returncode})")
+    return text

@@ -1,0 +1,1 @@
+"""Process group, rendezvous, and the checks that all ranks train the same run."""

@@ -1,0 +1,197 @@
+"""The check before step 0 that all ranks have the same run: records exchanged over the store and compared.
+
+No collective is entered before, so ranks that differ end with a table of the fields and hosts.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import itertools
+import json
+import platform
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from trainer.config import RunFile, code_digest
+from trainer.data.rows import RowsInfo
+from trainer.distributed.process_group import Peer
+from trainer.distributed.rendezvous import wait_for_keys
+from trainer.formatting import render_table
+from trainer.host.facts import host_facts
+from trainer.host.network_interface import NetworkInterface
+from trainer.host.numerics import Options
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Final, Retryable
+
+ARRIVAL_SECONDS = 45.0  # so that a rank names missing ranks within a minute of its start
+LOADING_SECONDS = 1800.0  # for a rank that runs and still packs its rows
+FAREWELL_SECONDS = 5.0
+
+Fields = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The record of one rank: fields that must be equal, and fields that are only shown.
+
+    `problem` is the reason why it cannot train; empty if it can. `facts` describe its host, for the tracker.
+    """
+
+    rank: int
+    host: str
+    address: str
+    compared: Fields
+    shown: Fields
+    problem: str = ""
+    facts: Fields = field(default_factory=dict)
+    endpoint: str = ""  # address of its health endpoint
+
+    def to_json(self) -> str:
+        return json.dumps(self.__dict__)
+
+    @classmethod
+    def from_json(cls, data: bytes) -> Record:
+        return cls(**json.loads(data))
+
+    @property
+    def peer(self) -> Peer:
+        return Peer(self.rank, self.host, self.address)
+
+    def __str__(self) -> str:
+        return str(self.peer)
+
+
+def make_record(
+    env: RankEnv,
+    run_file: RunFile,
+    options: Options | None = None,
+    rows: RowsInfo | None = None,
+    hashes: dict[str, str] | None = None,
+    problem: str = "",
+    endpoint: str = "",
+) -> Record:
+    """The record of this rank."""
+    compared = {
+        "run_id": run_file.run_id,
+        **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
+        "hosts": " ".join(run_file.hosts),
+        "world_size": str(env.world_size),
+        "shares": run_file.shown_shares,
+        "trainer code": code_digest()[:16],
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        # Without the build: 2.13.0+cpu and 2.13.0+cu130 are one version.
+        **{name: importlib.metadata.version(name).split("+")[0] for name in ("torch", "numpy")},
+        **(hashes or {}),
+    }
+    if rows is not None:
+        compared |= {
+            "rows": rows.digest[:16],
+            "train rows": rows.train_sha256[:16],
+            "val rows": rows.val_sha256[:16],
+        }
+    compared["run file"] = run_file.digest()[:16]
+    shown = {
+        "interface": NetworkInterface(env.address()).name,
+        "local rank": f"{env.local_rank} of {env.local_world_size}",
+        **(options.shown() if options else {}),
+    }
+    return Record(env.rank, env.host, env.address(), compared, shown, problem, host_facts(), endpoint)
+
+
+def check_consistency(
+    store: dist.Store | None,
+    mine: Record,
+    world_size: int,
+    arrival_seconds: float = ARRIVAL_SECONDS,
+    is_alive: Callable[[int], bool] = lambda rank: False,
+) -> list[Record]:
+    """Exchange records with all ranks; returns them in rank order. `is_alive` ranks get more time.
+
+    Raises Final on every rank if one cannot train or they differ; Retryable if one does not arrive.
+    """
+    records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
+    problems = {record.problem for record in records}
+    if problems != {""}:
+        if len(problems) == 1:  # the same everywhere
+            raise Final(mine.problem)
+        raise Final(" ".join(f"{record}: {record.problem}" for record in records if record.problem))
+    differences = compare(records)
+    if differences:
+        raise Final(*explain(differences, records))
+    check_layout(records)
+    return records
+
+
+def check_layout(records: list[Record]) -> None:
+    """Raise Final unless the ranks run on the hosts of the run file, in its order."""
+    named = records[0].compared.get("hosts", "").split()
+    found = [host for host, _ in itertools.groupby(record.host for record in records)]
+    if named and found != named:
+        raise Final(
+            f"The ranks are not on the hosts of the run file, in its order: it names {', '.join(named)}, and "
+            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or render it again."
+        )
+
+
+def _exchange(
+    store: dist.Store, mine: Record, world_size: int, arrival_seconds: float, is_alive: Callable[[int], bool]
+) -> list[Record]:
+    keys = {rank: f"consistency/{rank}" for rank in range(world_size)}
+    try:
+        store.set(keys[mine.rank], mine.to_json())
+        missing = wait_for_keys(store, keys, arrival_seconds)
+        until = time.monotonic() + LOADING_SECONDS
+        while missing and all(map(is_alive, missing)) and time.monotonic() < until:
+            missing = wait_for_keys(store, {rank: keys[rank] for rank in missing}, 1.0)
+        if missing:
+            raise Retryable(
+                f"{_ranks(missing)} did not arrive within {arrival_seconds:.0f} s of {mine}. "
+                "Check the logs of the missing hosts."
+            )
+        records = [Record.from_json(store.get(keys[rank])) for rank in range(world_size)]
+        _leave(store, mine.rank, world_size)
+        return records
+    except RuntimeError as error:
+        raise Retryable(f"The rendezvous store was lost during the consistency check: {error}") from None
+
+
+def _leave(store: dist.Store, rank: int, world_size: int) -> None:
+    """Rank 0 waits until the others have read: the store may end with it."""
+    store.set(f"consistency/read/{rank}", "1")
+    if rank == 0:
+        wait_for_keys(store, {r: f"consistency/read/{r}" for r in range(world_size)}, FAREWELL_SECONDS)
+
+
+def compare(records: list[Record]) -> dict[str, list[str]]:
+    """The compared fields that differ, with the value of each rank ("-" for none)."""
+    names = list(dict.fromkeys(name for record in records for name in record.compared))
+    values = {name: [record.compared.get(name, "-") for record in records] for name in names}
+    differing = {name: row for name, row in values.items() if len(set(row)) > 1}
+    if len(differing) > 1:  # its differing fields are named already
+        differing.pop("run file", None)
+    return differing
+
+
+def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
+    """A sentence that names the differing fields and hosts, and a table of them."""
+    sentences = []
+    for name, row in differences.items():
+        usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0
+        others = [
+            f"{record} has {value}" for record, value in zip(records, row, strict=True) if value != usual
+        ]
+        sentences.append(f"{name} is {usual}, but {', '.join(others)}")
+    table = [["field", *map(str, records)], *([name, *row] for name, row in differences.items())]
+    return (
+        f"The ranks differ, so nothing was trained: {'; '.join(sentences)}. "
+        "Make these hosts equal and train again.",
+        render_table(table),
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))

@@ -1,0 +1,328 @@
+"""The process group of a run and its collectives. With one rank nothing is sent.
+
+Tensors on a CPU go over Gloo, those on a GPU over NCCL.
+
+A failed collective means that a peer is gone or unreachable; it becomes PeerLost, which names the peer.
+Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, gather to one, binomial
+broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Final, Retryable
+
+# Gloo gives up connecting after five times its time-out, so this is 45 s.
+FIRST_TIMEOUT = timedelta(seconds=9)
+FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
+# Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
+UNMEASURED_TIMEOUT = timedelta(minutes=10)
+CPU = torch.device("cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
+CHUNK_BYTES = 32 * 2**20
+# A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
+# process instead, without an exception that could become an outcome.
+NCCL_RAISES = {
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+}
+
+
+Pending = Callable[[], Any]  # a started collective, for Group.wait
+
+
+class PeerLost(Retryable):
+    """A collective failed: a peer is gone, frozen or unreachable."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as messages name it."""
+
+    rank: int
+    host: str
+    address: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.host})"
+
+
+class Group:
+    """The ranks of a run. `open` returns when all of them are connected."""
+
+    def __init__(self, env: RankEnv, peers: list[Peer]) -> None:
+        self.rank = env.rank
+        self.world_size = env.world_size
+        self.peers = peers
+        self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
+        self.bytes_sent = 0
+        self.is_waiting = False  # whether the main thread waits in a collective
+        self.seconds_waited = 0.0
+
+    @classmethod
+    def open(
+        cls,
+        env: RankEnv,
+        peers: list[Peer],
+        store: dist.Store | None,
+        device: torch.device = CPU,
+    ) -> Group:
+        """Connect all ranks; raises PeerLost if that fails within a minute.
+
+        On a GPU, NCCL has a minute more. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface.
+        """
+        group = cls(env, peers)
+        if group.world_size > 1:
+            assert store is not None
+            with group._peer_errors():
+                if device.type == "cuda":
+                    os.environ.update(NCCL_RAISES)
+                dist.init_process_group(
+                    BACKENDS[device.type],
+                    store=dist.PrefixStore("gloo", store),
+                    rank=env.rank,
+                    world_size=env.world_size,
+                    timeout=FIRST_TIMEOUT,
+                )
+                dist.all_reduce(torch.zeros(1))
+                if device.type == "cuda":
+                    group.set_timeout(FIRST_NCCL_TIMEOUT)
+                    dist.all_reduce(torch.zeros(1, device=device))
+            group.set_timeout(UNMEASURED_TIMEOUT)
+        return group
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set the time-out of collectives. A private call: torch has no public one."""
+        if self.world_size > 1:
+            dist.distributed_c10d._set_pg_timeout(timeout)
+
+    def close(self) -> None:
+        """Close after a barrier, so that no rank takes the end of another for a failure."""
+        if self.world_size > 1 and dist.is_initialized():
+            with self._peer_errors():
+                dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo on a GPU too
+                dist.destroy_process_group()
+
+    # -- tensors ---------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensors: Iterable[Tensor]) -> None:
+        """Replace each flat tensor by its sum over all ranks, the same bytes on each."""
+        self.wait([self.start_all_reduce(tensor) for tensor in tensors])
+
+    def broadcast_owned(self, owned: Mapping[int, Tensor]) -> None:
+        """Broadcast the tensor of each owner rank."""
+        self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
+
+    def wait(self, pending: Iterable[Pending]) -> list[Any]:
+        """Wait for started collectives and return their results; the time is counted in `seconds_waited`.
+
+        All ranks must start collectives in the same order.
+        """
+        began = time.monotonic()
+        with self._peer_errors():
+            results = [wait() for wait in pending]
+        self.seconds_waited += time.monotonic() - began
+        return results
+
+    def start_all_reduce(self, tensor: Tensor) -> Pending:
+        """Start to replace a flat tensor by its sum over all ranks."""
+        n = self.world_size
+        return self._start(
+            tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
+        )
+
+    def start_reduce(self, tensor: Tensor, owner: int) -> Pending:
+        """Start to add the flat tensors of the others to the owner's. In Gloo's reduce, the owner sends."""
+        if self.rank != owner or self.world_size == 1:
+            return self.start_gather(tensor, None, owner)
+        table = tensor.new_empty(self.world_size, tensor.numel())
+        gathered = self.start_gather(tensor, table, owner)
+
+        def add_up() -> None:
+            gathered()
+            for rank, values in enumerate(table):
+                if rank != owner:
+                    tensor.add_(values)
+
+        return add_up
+
+    def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
+        """Start to gather all flat tensors in the owner's `table`, (world_size, n); None on the others."""
+        rows = list(table.unbind()) if table is not None else None
+        return self._start(
+            tensor,
+            0.0 if self.rank == owner else 1.0,
+            lambda part: dist.gather(part, rows, dst=owner, async_op=True),
+            whole=True,
+        )
+
+    def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
+        """Start to gather flat tensors of equal length on every rank: (world_size, n) after the wait."""
+        table = tensor.expand(self.world_size, -1).clone()
+        rows = list(table.unbind())
+        pending = self._start(
+            tensor,
+            self.world_size - 1,
+            lambda part: dist.all_gather(rows, part, async_op=True),
+            whole=True,
+        )
+        return table, pending
+
+    def start_broadcast(self, tensor: Tensor, owner: int) -> Pending:
+        """Start to broadcast the owner's flat tensor."""
+        return self._start(
+            tensor,
+            broadcast_sends((self.rank - owner) % self.world_size, self.world_size),
+            lambda part: dist.broadcast(part, src=owner, async_op=True),
+        )
+
+    def _start(
+        self, tensor: Tensor, copies: float, start: Callable[[Tensor], Any], whole: bool = False
+    ) -> Pending:
+        if self.world_size == 1 or not tensor.numel():
+            return lambda: None
+        self.bytes_sent += round(copies * tensor.numel() * tensor.element_size())
+        parts = (tensor,) if whole else tensor.split(max(1, CHUNK_BYTES // tensor.element_size()))
+        return self._launch(start, parts)
+
+    def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
+        with self._peer_errors():
+            works = [start(part) for part in parts]
+        return lambda: [work.wait() for work in works]
+
+    # -- small messages --------------------------------------------------------------------------------
+
+    def gather_int64(self, values: Tensor) -> Tensor:
+        """Every rank's int64 values, shape (world_size, n), on every rank."""
+        if self.world_size == 1:
+            return values[None]
+        table = values.new_empty((self.world_size, values.numel()))
+        self.bytes_sent += values.numel() * values.element_size() * (self.world_size - 1)
+        with self._peer_errors():
+            dist.all_gather(list(table.unbind()), values)
+        return table
+
+    def gather_bytes(self, mine: bytes) -> list[bytes]:
+        """The bytes of every rank, of any length, on every rank."""
+        lengths = self.gather_int64(torch.tensor([len(mine)])).flatten().tolist()
+        if not any(lengths):
+            return [b""] * self.world_size
+        padded = torch.zeros(max(lengths), dtype=torch.int64)
+        padded[: len(mine)] = torch.tensor(list(mine))
+        table = self.gather_int64(padded).to(torch.uint8)
+        return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
+
+    def raise_problems(self, problem: str | None) -> None:
+        """Raise Final on every rank if one has a problem, with its sentence."""
+        if self.world_size == 1:
+            if problem:
+                raise Final(problem)
+            return
+        for peer, sentence in zip(self.peers, self.gather_bytes((problem or "").encode()), strict=True):
+            if sentence:
+                raise Final(f"{peer}: {sentence.decode()}")
+
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None, source: int = 0) -> dict[str, Tensor]:
+        """Broadcast the named tensors of `source`; the others pass None and receive them on the CPU.
+
+        Nothing is pickled.
+        """
+        if self.world_size == 1:
+            return dict(tensors or {})
+        header = _header(tensors or {})
+        size = torch.tensor([len(header)])
+        self.broadcast_owned({source: size})
+        packed = torch.tensor(list(header), dtype=torch.uint8) if tensors is not None else None
+        if packed is None or self.rank != source:
+            packed = torch.empty(int(size), dtype=torch.uint8)
+        self.broadcast_owned({source: packed})
+        out = dict(tensors) if tensors is not None and self.rank == source else _allocate(packed)
+        for tensor in out.values():
+            self.broadcast_owned({source: _flat_on_cpu(tensor)})
+        return out
+
+    def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
+        """Send the named tensors of `owner` to rank 0; returns them there, on the CPU, and {} elsewhere."""
+        if owner == 0:
+            return dict(tensors) if self.rank == 0 else {}
+        with self._peer_errors():
+            if self.rank == owner:
+                header = _header(tensors)
+                dist.send(torch.tensor([len(header)]), dst=0)
+                dist.send(torch.tensor(list(header), dtype=torch.uint8), dst=0)
+                for tensor in tensors.values():
+                    dist.send(_flat_on_cpu(tensor), dst=0)
+            elif self.rank == 0:
+                size = torch.empty(1, dtype=torch.int64)
+                dist.recv(size, src=owner)
+                packed = torch.empty(int(size), dtype=torch.uint8)
+                dist.recv(packed, src=owner)
+                out = _allocate(packed)
+                for tensor in out.values():
+                    dist.recv(tensor.view(-1), src=owner)
+                return out
+        return {}
+
+    # -- failures --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _peer_errors(self) -> Iterator[None]:
+        before, self.is_waiting = self.is_waiting, True
+        try:
+            yield
+        except torch.OutOfMemoryError:  # of a GPU; not caused by a peer
+            raise
+        except RuntimeError as error:
+            raise PeerLost(self._name_peer(str(error))) from None
+        finally:
+            self.is_waiting = before
+
+    def _name_peer(self, message: str) -> str:
+        """The sentence on a failed collective: Gloo names the peer by its address only."""
+        cause = re.sub(r"^\[[^\]]*\]\s*", "", (message.strip().splitlines() or ["no reason given"])[0])
+        cause = cause.split(". This ")[0]  # general advice follows
+        others = [peer for peer in self.peers if peer.rank != self.rank]
+        named = [peer for peer in others if peer.address and f"{peer.address}]" in message] or others
+        names = " or ".join(map(str, named[:4])) + (" or another" if len(named) > 4 else "")
+        if "Timed out" in message or "timeout" in message.lower():
+            return f"{names} did not answer in time: it is frozen, slow or unreachable ({cause})."
+        return f"Lost {names}: its process or its host is gone ({cause})."
+
+
+def broadcast_sends(virtual_rank: int, world_size: int) -> int:
+    """The number of ranks that a rank sends to in Gloo's binomial broadcast; the source is virtual rank 0."""
+    return sum(
+        1
+        for bit in range((world_size - 1).bit_length())
+        if virtual_rank < 2**bit and virtual_rank + 2**bit < world_size
+    )
+
+
+def _flat_on_cpu(tensor: Tensor) -> Tensor:
+    """The values of a tensor, flat and on the CPU; a view where it is both already."""
+    return tensor.detach().cpu().contiguous().view(-1)
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    return json.dumps(described).encode()
+
+
+def _allocate(packed: Tensor) -> dict[str, Tensor]:
+    described = json.loads(packed.numpy().tobytes())
+    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in described}

@@ -1,0 +1,63 @@
+"""The rendezvous store, through which ranks find each other before any collective.
+
+The agent of torchrun on the coordinator owns the store; without an agent, rank 0 does.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Retryable
+
+JOIN_SECONDS = 45.0
+
+
+def prefix_of(env: RankEnv) -> str:
+    """The prefix of the keys of this attempt in the store."""
+    return f"nanofleet/{env.attempt}"
+
+
+def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
+    """Connect to the store and register this rank. Raises Retryable if there is none, or an old one."""
+    try:
+        store = dist.TCPStore(
+            env.master_addr,
+            env.master_port,
+            world_size=None,
+            is_master=env.is_coordinator and not env.agent_store,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+        )
+        mine = dist.PrefixStore(prefix_of(env), store)
+        # A rank that restarts fast may find the store of the attempt that is ending.
+        registered = mine.add(f"rank/{run_id}/{env.rank}", 1) > 1
+    except (RuntimeError, ValueError) as error:
+        raise Retryable(
+            f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
+            f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and is its port open to {env.host}?"
+        ) from None
+    if registered:
+        raise Retryable(
+            f"The rendezvous store at {env.master_addr}:{env.master_port} has rank {env.rank} of {run_id} "
+            "already: it belongs to an attempt that is ending. Try again in some seconds."
+        )
+    return mine
+
+
+def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
+    """Wait until every rank has set its key; returns the ranks that have not after `seconds`."""
+    deadline = time.monotonic() + seconds
+    missing = sorted(keys)
+    while True:
+        missing = [rank for rank in missing if not store.check([keys[rank]])]
+        if not missing or time.monotonic() > deadline:
+            return missing
+        time.sleep(0.05)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,89 @@
+"""The all-reduce at the end of each step, which runs beside that of the gradients.
+
+    step_sync = StepSync(group, rows_per_step)
+    pending = step_sync.start(StepReport(loss_sum, seconds, rows, stop=True))
+    summary = step_sync.finish(pending)       # losses summed, seconds of each rank, requests of rank 0
+
+The sum carries tables: each rank adds to its own element, and elements of rank 0 are zero on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.process_group import Group, Pending
+from trainer.outcome import Final
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """The contribution of one rank: summed losses, seconds computed for its rows; on rank 0 also requests.
+
+    `next_batch` belongs to the following step: the active rows of a batch set the shapes of its collectives.
+    """
+
+    loss_sum: float
+    seconds: float
+    rows: int
+    stop: bool = False
+    save: bool = False
+    failed_save: bool = False
+    shares: tuple[int, ...] = ()  # rows per rank from the next step on; empty: unchanged
+    next_batch: int = 0  # checksum of the next step's batch
+
+
+@dataclass(frozen=True)
+class StepSummary:
+    """What every rank receives: sums, tables by rank, requests of rank 0."""
+
+    loss_sum: float
+    seconds: list[float]
+    stop: bool
+    save: bool
+    failed_save: bool
+    shares: list[int]
+    next_batches: list[int]
+
+
+class StepSync:
+    """The all-reduce of one step, between `start` and `finish`."""
+
+    def __init__(self, group: Group, rows_per_step: int) -> None:
+        self._group, self._rows_per_step = group, rows_per_step
+
+    def start(self, report: StepReport) -> tuple[Tensor, Pending]:
+        """Start the all-reduce with the report of this rank."""
+        seconds, shares, batches = ([0.0] * self._group.world_size for _ in range(3))
+        seconds[self._group.rank] = report.seconds
+        batches[self._group.rank] = float(report.next_batch)
+        for rank, rows in enumerate(report.shares):
+            shares[rank] = float(rows)
+        flags = map(float, (report.stop, report.save, report.failed_save))
+        head = [report.loss_sum, float(report.rows), *flags]
+        shared = torch.tensor([*head, *seconds, *shares, *batches], dtype=torch.float64)
+        return shared, self._group.start_all_reduce(shared)
+
+    def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
+        """Wait for the reports of all ranks. Raises Final if their rows do not add up to the step."""
+        shared, pending = started
+        self._group.wait([pending])
+        loss_sum, rows, stop, save, failed_save, *tables = shared.tolist()
+        if rows != self._rows_per_step:
+            raise Final(
+                f"The ranks took {rows:.0f} rows of a step of {self._rows_per_step}: their batch splits "
+                "differ, which is a fault of the trainer."
+            )
+        n = self._group.world_size
+        shares = [round(share) for share in tables[n : 2 * n]]
+        return StepSummary(
+            loss_sum,
+            tables[:n],
+            stop > 0,
+            save > 0,
+            failed_save > 0,
+            shares if any(shares) else [],
+            [int(batch) for batch in tables[2 * n :]],
+        )

@@ -1,0 +1,1 @@
+"""Bits per byte on validation rows, and text sampled from a model."""

@@ -1,0 +1,62 @@
+"""Bits per byte on the validation split, shared by all ranks: a loss that no vocabulary changes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from trainer.data.loader import proportional_split, rank_rows
+from trainer.data.split import Split
+from trainer.distributed.process_group import Group
+from trainer.model.gpt import GPT
+
+
+class Evaluation(NamedTuple):
+    """Bits per byte of text, and the mean loss in nats per token."""
+
+    val_bpb: float
+    val_loss: float
+
+
+@torch.no_grad()
+def evaluate(
+    model: GPT,
+    rows: Split | NDArray[Any],
+    token_bytes: Tensor,
+    eval_tokens: int,
+    device_batch_size: int,
+    group: Group,
+    shares: Sequence[int] = (1,),
+) -> Evaluation:
+    """Evaluate on the first rows of the split, as many as hold `eval_tokens` (rounded up, at most all).
+
+    `rows` is (n, T+1); `token_bytes` (V,) the bytes of text behind each token, 0 for special tokens, whose
+    losses count for nothing in val_bpb. The ranks take rows in the proportions of their `shares` of a step.
+    """
+    n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
+    mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)
+    device = model.device
+    token_bytes = token_bytes.to(device)
+    totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
+    for start in range(0, len(mine), device_batch_size):
+        batch = torch.from_numpy(rows[mine[start : start + device_batch_size]].astype(np.int64)).to(device)
+        targets = batch[:, 1:].flatten()
+        losses = model(batch[:, :-1], batch[:, 1:], loss_reduction="none").double()  # (rows * T)
+        size = token_bytes[targets]
+        totals += torch.stack(
+            [
+                losses[size > 0].sum(),
+                size.sum().double(),
+                losses.sum(),
+                torch.tensor(float(len(targets)), dtype=torch.float64, device=device),
+            ]
+        ).cpu()
+    group.all_reduce([totals])
+    nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
+    return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)

@@ -1,0 +1,108 @@
+"""Text from a trained model, streamed.
+
+python -m trainer sample --checkpoint runs/d4-1a2b3c4d/checkpoints/step_000100 --prompt "The "
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint.storage import load_model
+from trainer.config import ConfigError
+from trainer.data.files import write_whole
+from trainer.data.tokenizer import Tokenizer
+from trainer.model.gpt import GPT, KVCache
+
+KEPT = "sample.txt"  # in the run directory: what the newest checkpoint's model made of PROMPT
+PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
+COLDEST = 1e-3  # above 0: quotients of colder ones leave the range of float32
+REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole character
+
+
+@torch.no_grad()
+def generate(
+    model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
+) -> Iterator[int]:
+    """Token ids that continue `tokens`; temperature 0 takes the likeliest each time.
+
+    Drawn on the CPU, so that a seed means the same draws on every device. A window that is full moves on by
+    half of it, so that long texts stay cheap.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    limit = model.config.sequence_len
+    seen = tokens[-limit:]
+    cache, fresh = _new_cache(model), seen
+    for _ in range(max_tokens):
+        if cache.length + len(fresh) > limit:
+            seen = seen[-(limit // 2) :]
+            cache, fresh = _new_cache(model), seen
+        logits = model(torch.tensor([fresh], device=model.device), cache=cache)[0, -1].cpu()
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
+        yield token
+        seen = [*seen, token]
+        fresh = [token]
+
+
+def _new_cache(model: GPT) -> KVCache:
+    return KVCache(model.config, 1, model.config.sequence_len, model.compute_dtype, model.device)
+
+
+def stream_text(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str,
+    max_tokens: int,
+    temperature: float = 1.0,
+    seed: int = 42,
+) -> Iterator[str]:
+    """The pieces of text that continue `prompt`, of whole characters each; ends where the document does."""
+    ids: list[int] = []
+    shown = ""
+    for token in generate(
+        model, [tokenizer.bos_id, *tokenizer.encode(prompt)], max_tokens, temperature, seed
+    ):
+        if token == tokenizer.bos_id:
+            break
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        whole = text.rstrip(REPLACEMENT)
+        if len(whole) > len(shown):
+            yield whole[len(shown) :]
+            shown = whole
+
+
+def write(model: GPT, tokenizer: Tokenizer, run_dir: Path) -> str:
+    """Continue PROMPT and keep the text in the run directory; returns it. Raises OSError."""
+    text = PROMPT + "".join(stream_text(model, tokenizer, PROMPT, TOKENS, TEMPERATURE))
+    write_whole(run_dir / KEPT, (text + "\n").encode())
+    return text
+
+
+def last(run_dir: Path) -> str | None:
+    """What `write` kept last; None where it did not, or it cannot be read."""
+    try:
+        return (run_dir / KEPT).read_text(encoding="utf-8").removesuffix("\n")
+    except (OSError, ValueError):
+        return None
+
+
+def run(args: argparse.Namespace) -> int:
+    if 0 < args.temperature < COLDEST:
+        raise ConfigError(f"--temperature is {args.temperature:g}: it takes 0, or {COLDEST:g} or more.")
+    if args.max_tokens < 1:
+        raise ConfigError(f"--max-tokens is {args.max_tokens}: it must be at least 1.")
+    if not 0 <= args.seed < 2**63:
+        raise ConfigError(f"--seed is {args.seed}: it takes a whole number from 0, below 2^63.")
+    model, tokenizer = load_model(args.checkpoint)
+    print(args.prompt, end="", flush=True)
+    for piece in stream_text(model, tokenizer, args.prompt, args.max_tokens, args.temperature, args.seed):
+        print(piece, end="", flush=True)
+    print()
+    return 0

@@ -1,0 +1,239 @@
+"""One attempt at a run on this rank: its files, its end by a signal, its exit code.
+
+    code = run_attempt(run_dir, env, log, make, start)
+
+Whatever ends the attempt, outcome.json says how. The first end counts; later ones change nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from trainer.config import ConfigError, RunFile
+from trainer.data.files import try_lock, write_whole
+from trainer.health import restart_policy
+from trainer.host.logger import RunLogger, set_up_streams
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES, Retryable, RunEnd, Stopped, conclude, is_expected
+
+ENDING_SECONDS = 5.0  # for the process of the previous attempt to exit
+PARENT_SECONDS = 0.5
+# For a checkpoint that is being written at SIGTERM: torchrun kills its ranks after 30 s.
+SIGTERM_WRITE_SECONDS = 20.0
+RESERVE_BYTES = 2**15  # kept on the disk, so that a full disk has room for the outcome
+
+
+class Attempt:
+    """One attempt at a run on this rank: gathers its figures and writes its outcome once."""
+
+    def __init__(self, run_dir: Path, env: RankEnv) -> None:
+        name = "outcome.json" if env.is_host_leader else f"outcome-{env.rank}.json"
+        self.path = run_dir / name
+        self._reserve = run_dir / f".{name}.reserve"
+        self._env = env
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+        self._ended = False
+        self._held: IO[str] | None = None  # open during the attempt
+        self._at_end: list[Callable[[str, bool], None]] = []
+        self.reason = ""  # once it has ended
+        # Called before another thread than the training one ends the process: completes a checkpoint that is
+        # being written, within these seconds, and returns the end of the attempt.
+        self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
+        self._figures: dict[str, Any] = {
+            "run_id": None,
+            "step": 0,
+            "num_iterations": None,
+            "first_loss": None,
+            "loss": None,
+            "val_bpb": None,
+            "checkpoint": None,
+            "sample": None,
+            "tok_per_s": None,
+            "alone": None,
+        }
+
+    def begin(self, seconds: float = ENDING_SECONDS) -> None:
+        """Create the run directory, lock it for this rank, and remove the outcome of an earlier attempt.
+
+        Raises ConfigError if that fails, or if another process still trains as this rank after `seconds`.
+        """
+        lock = self.path.parent / f".rank-{self._env.rank}.lock"
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._held = try_lock(lock, seconds)
+            if self._held is None:
+                raise ConfigError(
+                    f"Another process{_named(lock)} trains as rank {self._env.rank} in "
+                    f"{self.path.parent}. End it, or give another --run-dir."
+                )
+            self._remove_previous_outcome()
+            self._reserve.write_bytes(bytes(RESERVE_BYTES))
+        except OSError as error:
+            raise ConfigError(
+                f"The run directory {self.path.parent} cannot be used: {error.strerror}."
+            ) from None
+
+    def _remove_previous_outcome(self) -> None:
+        """Add the previous attempt to the history; remove its outcome, and those of ranks that left."""
+        if self._env.is_host_leader:
+            restart_policy.begin(self.path.parent)
+            first = self._env.rank
+            mine = {f"outcome-{rank}.json" for rank in range(first, first + self._env.local_world_size)}
+            for path in self.path.parent.glob("outcome-*.json"):
+                if path.name not in mine:
+                    path.unlink(missing_ok=True)
+        self.path.unlink(missing_ok=True)
+
+    def update(self, **figures: Any) -> None:
+        """Set figures of the outcome: step, loss, val_bpb, checkpoint."""
+        unknown = figures.keys() - self._figures.keys()
+        if unknown:
+            raise ValueError(f"an outcome has no {', '.join(sorted(unknown))}")
+        self._figures.update(figures)
+
+    def at_end(self, call: Callable[[str, bool], None]) -> None:
+        """Register `call(outcome, hurry)`, called when the attempt ends."""
+        self._at_end.append(call)
+
+    @property
+    def step(self) -> int:
+        return int(self._figures["step"])
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the newest checkpoint is that of the newest step."""
+        return str(self._figures["checkpoint"]).endswith(f"step_{self.step:06d}")
+
+    def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
+        """Write the outcome. Only the first end of an attempt counts; returns whether this is it."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._ended, self.reason = True, reason
+            content = {
+                **self._figures,
+                "outcome": outcome,
+                "reason": reason,
+                "settled": outcome in restart_policy.SETTLED if settled is None else settled,
+                "rank": self._env.rank,
+                "seconds": round(time.monotonic() - self._started, 3),
+                "time": time.time(),
+            }
+            try:
+                self._reserve.unlink(missing_ok=True)
+                write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+                if self._env.is_host_leader:
+                    restart_policy.end(self.path.parent, content)
+            except OSError as error:
+                print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
+        # Outside the lock: SIGTERM must not wait for one of these calls.
+        for call in self._at_end:
+            call(outcome, hurry)
+        if self._held is not None:
+            self._held.close()
+        return True
+
+
+def run_attempt(
+    run_dir: Path,
+    env: RankEnv,
+    log: RunLogger,
+    make: Callable[[], RunFile],
+    start: Callable[[RunFile, Attempt, RunLogger], str],
+) -> int:
+    """Make the run file, start what it describes, write the outcome; returns the exit code."""
+    set_up_streams()
+    attempt = Attempt(run_dir, env)
+    try:
+        attempt.begin()
+    except ConfigError as error:  # an outcome in the directory belongs to another process
+        log.ended("final", str(error))
+        return BAD_INPUT_EXIT_CODE
+    handle_sigterm(attempt, log)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        watch_torchrun(attempt, log)
+    try:
+        reason = start(make(), attempt, log)
+        outcome, code, detail = "finished", EXIT_CODES["finished"], ""
+    except BaseException as error:
+        if not is_expected(error):
+            log.failure(error)
+        outcome, reason, code = conclude(error)
+        detail = getattr(error, "detail", "")
+    if attempt.end(outcome, reason):
+        log.ended(outcome, reason, detail)
+    else:  # another thread has written an outcome and ends the process with its exit code
+        time.sleep(ENDING_SECONDS)
+    return code
+
+
+def _named(lock: Path) -> str:
+    """The process that holds the lock, from its own entry there."""
+    pid = lock.read_text(encoding="utf-8").strip()
+    return f" (PID {pid})" if pid else ""
+
+
+def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
+    """End this rank when its parent torchrun is gone: a killed torchrun does not end its ranks."""
+    torchrun = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == torchrun:
+            time.sleep(PARENT_SECONDS)
+        reason = f"torchrun, which started this rank, is gone after step {attempt.step}."
+        attempt.before_end(Retryable(reason), math.inf)
+        if attempt.end("retryable", reason, hurry=True):
+            log.ended("retryable", reason)
+        os._exit(EXIT_CODES["retryable"])
+
+    threading.Thread(target=watch, name="torchrun", daemon=True).start()
+
+
+def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
+    """On SIGTERM write an outcome and end the process, even within a collective.
+
+    A thread waits for the signal, because a Python handler would run only after the collective returns. Call
+    this before other threads start: they inherit the blocked signal.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def wait() -> None:
+        by_parent = _await_sigterm()
+        attempt.before_end(_terminated(by_parent, attempt), SIGTERM_WRITE_SECONDS)
+        end = _terminated(by_parent, attempt)  # it names the checkpoint
+        if attempt.end(end.outcome, str(end), hurry=True, settled=False):
+            log.ended(end.outcome, str(end))
+        os._exit(128 + signal.SIGTERM)
+
+    threading.Thread(target=wait, name="sigterm", daemon=True).start()
+
+
+def _await_sigterm() -> bool:
+    """Wait for SIGTERM; returns whether the parent sent it, or may have if the system does not know."""
+    if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
+        signal.sigwait({signal.SIGTERM})
+        return True
+    return signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
+
+
+def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
+    """The end by SIGTERM. torchrun also sends it to the other ranks of its host when one has died."""
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if by_parent and local_world_size > 1:
+        return Retryable(
+            f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."
+        )
+    asked = f"Asked to end by SIGTERM after step {attempt.step}"
+    if attempt.is_saved:
+        return Stopped(f"{asked}, whose checkpoint is written.")
+    return Stopped(f"{asked}; nothing was saved since the last checkpoint.")

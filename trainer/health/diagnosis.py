@@ -1,0 +1,93 @@
+"""The diagnosis of a rank: one table over its run status, its health endpoint and its host.
+
+    diagnose(Freshness.FRESH, EndpointResult.SILENT, reachable=True)    # Verdict.IMPAIRED
+
+docs/diagnosis.md explains the same table to a reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+
+FRESH_SECONDS = 10.0  # a rank publishes its status every second; a loaded host adds delay
+IMPAIRED_STALLS = 5  # a run ends when a peer's traffic has been impaired for this many stall times
+
+
+class Freshness(StrEnum):
+    """How old the last run status of a rank is that arrived through the store."""
+
+    FRESH = "fresh"
+    STALE = "stale"
+    NONE = "none"
+
+
+class EndpointResult(StrEnum):
+    """The result of a query to a rank's health endpoint."""
+
+    ANSWERS = "answers"
+    CUT_SHORT = "cut short"  # a small packet came back; packets of full size do not pass
+    REFUSES = "refuses"  # the connection was refused, or closed by something that is not this rank
+    SILENT = "silent"  # the kernel accepted the connection; the process sent nothing
+    UNREACHABLE = "unreachable"
+    UNKNOWN = "unknown"  # its address has not arrived yet
+
+
+class Verdict(StrEnum):
+    """The state of a rank. `describe_rank` in report.py has the sentences."""
+
+    RUNS = "runs"
+    IMPAIRED = "impaired"
+    FROZEN = "frozen"
+    GONE = "gone"
+    UNREACHABLE = "unreachable"
+    UNHEARD = "unheard"
+    ABSENT = "absent"
+
+    @property
+    def is_dead(self) -> bool:
+        return self in (Verdict.FROZEN, Verdict.GONE, Verdict.UNREACHABLE)
+
+
+_R, _I, _F, _G = Verdict.RUNS, Verdict.IMPAIRED, Verdict.FROZEN, Verdict.GONE
+_U, _H, _A = Verdict.UNREACHABLE, Verdict.UNHEARD, Verdict.ABSENT
+
+# A host is reachable if a health endpoint on it answered, refused or accepted a connection: this rank's own
+# or that of another rank on the same host. So an unreachable host leaves only the last two endpoint results.
+TABLE: Mapping[tuple[EndpointResult, bool], Mapping[Freshness, Verdict]] = {
+    key: dict(zip(Freshness, verdicts, strict=True))
+    for key, verdicts in {
+        # endpoint, host is reachable: status fresh, stale, none
+        (EndpointResult.ANSWERS, True): (_R, _R, _R),
+        (EndpointResult.CUT_SHORT, True): (_I, _I, _I),
+        (EndpointResult.REFUSES, True): (_I, _G, _G),
+        (EndpointResult.SILENT, True): (_I, _F, _F),
+        (EndpointResult.UNREACHABLE, True): (_I, _I, _I),
+        (EndpointResult.UNREACHABLE, False): (_I, _U, _U),
+        (EndpointResult.UNKNOWN, True): (_R, _H, _A),
+        (EndpointResult.UNKNOWN, False): (_R, _H, _A),
+    }.items()
+}
+
+
+def shows_host(endpoint: EndpointResult) -> bool:
+    """Whether the result shows that packets to the rank's host arrive and are answered."""
+    return endpoint not in (EndpointResult.UNREACHABLE, EndpointResult.UNKNOWN)
+
+
+def diagnose(freshness: Freshness, endpoint: EndpointResult, reachable: bool) -> Verdict:
+    """The verdict on a rank. `reachable`: whether any endpoint on its host shows that the host is."""
+    return TABLE[endpoint, reachable or shows_host(endpoint)][freshness]
+
+
+def seconds_until_end(verdict: Verdict, stall: float, interval: float) -> float | None:
+    """How long a verdict must last before it ends the attempt; None: it does not end it.
+
+    stall: the seconds after which a step is late; interval: those between two queries.
+    """
+    return {
+        Verdict.GONE: interval,
+        Verdict.FROZEN: stall,
+        Verdict.UNREACHABLE: stall,
+        Verdict.IMPAIRED: IMPAIRED_STALLS * stall,
+    }.get(verdict)

@@ -1,0 +1,203 @@
+"""The health endpoint: a port at which a rank answers status queries while its collectives do not.
+
+    endpoint = HealthEndpoint(address, answer)     # threads; the kernel picks the port
+    query(endpoint.address, stacks=False)          # on another host
+
+A connection that only the kernel accepts belongs to a frozen process. A refused one belongs to a process that
+has ended. No connection at all: the host is down, asleep or cut off.
+
+A query has two round trips. The first, of small packets, proves that the process runs. The second, with a
+packet of full size each way, proves that such packets pass; a firewall or a tunnel may drop only those.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+from trainer.health.diagnosis import EndpointResult
+
+QUERY_SECONDS = 3.0
+BACKLOG = 1024  # connections to a frozen process pile up, and a full queue would look like a dead host
+MOST_CONNECTIONS = 64
+LONGEST_LINE = 4096
+LONGEST_ANSWER = 2**24
+PADDING = "." * 2048  # more than a packet of 1500 bytes
+
+
+class EndpointAddress(NamedTuple):
+    """The address of a health endpoint; `secret` proves both sides to each other."""
+
+    address: str
+    port: int
+    secret: str
+
+    @classmethod
+    def parse(cls, text: str) -> EndpointAddress | None:
+        try:
+            address, port, secret = text.split(" ")
+            return cls(address, int(port), secret) if 0 < int(port) < 65536 else None
+        except ValueError:
+            return None
+
+    def __str__(self) -> str:
+        return f"{self.address} {self.port} {self.secret}"
+
+
+class Answer(NamedTuple):
+    """The result of a query, and the status of the rank if it answered."""
+
+    result: EndpointResult
+    status: dict[str, Any]
+
+
+class HealthEndpoint:
+    """Answers on `address` with the result of `answer(stacks)`, which several threads may call at once."""
+
+    def __init__(self, address: str, answer: Callable[[bool], dict[str, Any]]) -> None:
+        """Raises OSError if the address does not belong to this host."""
+        self._server = _Server(address, answer)
+        self.address = EndpointAddress(address, int(self._server.server_address[1]), self._server.secret)
+        threading.Thread(target=self._server.serve_forever, name="health endpoint", daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """One thread per connection. One too many closes the oldest that has not shown the secret."""
+
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = BACKLOG
+
+    def __init__(self, address: str, answer: Callable[[bool], dict[str, Any]]) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.answer, self.secret = answer, secrets.token_hex(8)
+        self._unproven: dict[socket.socket, None] = {}
+        self._lock = threading.Lock()
+        super().__init__((address, 0), _Query)
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:  # no file descriptor left: the connection waits in the queue
+            time.sleep(0.1)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._unproven) >= MOST_CONNECTIONS:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread then reads the end and closes it
+            self._unproven[request] = None
+        super().process_request(request, client_address)
+
+    def proven(self, request: socket.socket) -> None:
+        with self._lock:
+            self._unproven.pop(request, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.proven(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """An exception ends its connection only."""
+
+
+class _Query(socketserver.BaseRequestHandler):
+    """One query. An exception closes the connection."""
+
+    def handle(self) -> None:
+        server, connection = cast(_Server, self.server), self.request
+        deadline = time.monotonic() + QUERY_SECONDS
+        request = json.loads(_read_line(connection, LONGEST_LINE, deadline))
+        if not secrets.compare_digest(str(request["secret"]).encode(), server.secret.encode()):
+            return
+        server.proven(connection)
+        try:
+            answer = server.answer(bool(request["stacks"]))
+        except Exception as error:  # this is an answer too: the process runs
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        _send(connection, {"secret": server.secret[::-1]}, deadline)
+        _read_line(connection, LONGEST_LINE, deadline)
+        _send(connection, answer | {"padding": PADDING}, deadline)
+
+
+def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
+    """Query a rank. Takes `seconds` to connect and as many for the answer, and the same again at most."""
+    # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
+    # the process has just ended, the next connection is refused.
+    for _ in range(2):
+        if answer := _query_once(address, stacks, seconds):
+            return answer
+    return Answer(EndpointResult.REFUSES, {})
+
+
+def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answer | None:
+    """None if the connection was closed without an answer, or if another program answered."""
+    result = EndpointResult.UNREACHABLE
+    try:
+        with socket.create_connection((address.address, address.port), timeout=seconds) as connection:
+            result = EndpointResult.SILENT
+            deadline = time.monotonic() + seconds
+            _send(connection, {"secret": address.secret, "stacks": stacks}, deadline)
+            proof = json.loads(_read_line(connection, LONGEST_LINE, deadline))
+            if proof["secret"] != address.secret[::-1]:
+                return None
+            result = EndpointResult.CUT_SHORT
+            _send(connection, {"padding": PADDING}, deadline)
+            status = dict(json.loads(_read_line(connection, LONGEST_ANSWER, deadline)))
+            status.pop("padding", None)
+            return Answer(EndpointResult.ANSWERS, status)
+    except ConnectionRefusedError:
+        return Answer(EndpointResult.REFUSES, {})
+    except TimeoutError:
+        return Answer(result, {})
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        RecursionError,
+    ):  # closed, or not a rank
+        return Answer(result, {}) if result == EndpointResult.UNREACHABLE else None
+
+
+def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
+    """Raises TimeoutError at the deadline."""
+    connection.settimeout(_seconds_left(deadline))
+    connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
+    """One line. Raises TimeoutError at the deadline, ValueError at an early end or beyond the limit."""
+    parts: list[bytes] = []
+    size = 0
+    while size <= limit:
+        connection.settimeout(_seconds_left(deadline))
+        part = connection.recv(65536)
+        parts.append(part)
+        size += len(part)
+        if not part:
+            raise ValueError("closed")
+        if part.endswith(b"\n"):
+            return b"".join(parts)
+    raise ValueError("too long")
+
+
+def _seconds_left(deadline: float) -> float:
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

@@ -1,0 +1,175 @@
+"""The diagnosis of a run that makes no progress, in sentences.
+
+"rank 1 (laptop) has been in backward of step 812 for 94 s (98 % of a core); rank 0 (tower) waits in sync"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainer.distributed.process_group import Peer
+from trainer.health.diagnosis import EndpointResult, Freshness, Verdict, diagnose
+
+BUSY, IDLE = 0.5, 0.1  # of a core, used by the thread that trains
+HOT = 90.0  # degrees Celsius
+
+DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
+
+
+@dataclass(frozen=True)
+class RankEvidence:
+    """The evidence on a rank: its endpoint, its run status of `age` seconds, its host's reachability."""
+
+    peer: Peer
+    endpoint: EndpointResult
+    freshness: Freshness = Freshness.NONE
+    status: Mapping[str, Any] = field(default_factory=dict)
+    age: float = 0.0
+    reachable: bool = False
+
+    @property
+    def verdict(self) -> Verdict:
+        return diagnose(self.freshness, self.endpoint, self.reachable)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the run cannot continue with this rank as it is."""
+        return self.verdict.is_dead or self.verdict == Verdict.IMPAIRED
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.verdict == Verdict.RUNS and bool(self.status.get("waits"))
+
+
+def phase_of(status: Mapping[str, Any]) -> str:
+    """Phase and step in a run status: backward of step 812, load, evaluate after step 250."""
+    phase, step = status.get("phase") or "load", int(status.get("step") or 0)
+    if status.get("stage") == "step":
+        return f"{phase} of step {step + 1}"
+    return f"{phase} after step {step}" if phase in ("evaluate", "checkpoint", "done") else str(phase)
+
+
+def describe_rank(each: RankEvidence) -> str:
+    """The diagnosis of one rank."""
+    peer, status, verdict = each.peer, each.status, each.verdict
+    if verdict == Verdict.ABSENT:
+        return f"{peer} has not arrived"
+    if verdict == Verdict.UNHEARD:
+        return f"{peer} was{_last_seen(each)}"
+    if verdict == Verdict.IMPAIRED:
+        return f"{_impairment(each)}: {DOCTOR}"
+    if verdict.is_dead:
+        return f"{peer} {_death(each)}"
+    if each.is_waiting:
+        return f"{peer} waits in {phase_of(status)}{_down(status)}"
+    return (
+        f"{peer} has been in {phase_of(status)} for {status.get('phase_seconds', 0):.0f} s{_effort(status)}"
+    )
+
+
+def _death(each: RankEvidence) -> str:
+    last = f",{_last_seen(each)}" if each.status else ""
+    if each.verdict == Verdict.GONE:
+        return f"is gone (its host answers, the process does not exist any more){last}"
+    if each.verdict == Verdict.FROZEN:
+        return f"is frozen (its host takes the connection, the process does not answer){last}"
+    at = f" at {each.peer.address}" if each.peer.address else ""
+    return f"cannot be reached (its host does not answer{at}: down, asleep or cut off){last}"
+
+
+def _impairment(each: RankEvidence) -> str:
+    """The impaired traffic with a rank that runs, or may run, and the evidence in brackets."""
+    result = {
+        EndpointResult.CUT_SHORT: "its health endpoint answers, but packets of full size do not arrive",
+        EndpointResult.REFUSES: "the connection to its health endpoint is refused",
+        EndpointResult.SILENT: "its health endpoint takes the connection and does not answer",
+    }.get(each.endpoint, "its health endpoint cannot be reached")
+    if each.freshness == Freshness.FRESH:
+        result = f"its status arrived {each.age:.0f} s ago, but {result}"
+    elif each.endpoint == EndpointResult.UNREACHABLE:
+        result = f"its host answers, but {result}"
+    return f"traffic with {each.peer} is impaired ({result})"
+
+
+def _last_seen(each: RankEvidence) -> str:
+    return f" last seen in {phase_of(each.status)} {each.age:.0f} s ago"
+
+
+def _down(status: Mapping[str, Any]) -> str:
+    return f" (its interface {status['interface']} is down)" if status.get("up") is False else ""
+
+
+def _arrives(each: RankEvidence) -> str:
+    status = each.status
+    if status.get("received") is None:
+        return f"{each.peer}{_down(status)}"
+    rate = f"{status['received'] / 1000:,.0f} kB/s arrive at {status['interface']}"
+    return f"{rate} of {each.peer}{_down(status)}"
+
+
+def _effort(status: Mapping[str, Any]) -> str:
+    """How busy a computing rank is, and what slows it down, in brackets."""
+    notes = []
+    cpu = status.get("cpu")
+    if cpu is not None:
+        verdict = "slow: " if cpu >= BUSY else "idle: " if cpu < IDLE else ""
+        notes.append(f"{verdict}{100 * cpu:.0f} % of a core")
+    if status.get("throttled"):
+        notes.append("throttled")
+    if (status.get("temperature") or 0) >= HOT:
+        notes.append(f"{status['temperature']:.0f} °C")
+    return f" ({', '.join(notes)})" if notes else ""
+
+
+def describe_delay(evidence: Sequence[RankEvidence]) -> str:
+    """One sentence on all ranks; those that delay the others come first."""
+    waiting = [each for each in evidence if each.is_waiting]
+    if len(waiting) == len(evidence) > 1:
+        phases = sorted({phase_of(each.status) for each in waiting})
+        seconds = min(float(each.status.get("phase_seconds", 0)) for each in waiting)
+        return (
+            f"all ranks have waited in {' and '.join(phases)} for {seconds:.0f} s: the network between them "
+            f"is slow or interrupted; the run continues within two minutes after it is fixed ({DOCTOR}): "
+            + ", ".join(map(_arrives, waiting))
+        )
+    missing = [each for each in evidence if each.verdict.is_dead]
+    missing += [each for each in evidence if each.verdict == Verdict.IMPAIRED]
+    others = [each for each in evidence if not each.is_waiting and each not in missing]
+    # The rank that has been in its phase for longest delays the others.
+    others.sort(key=lambda each: -float(each.status.get("phase_seconds", 0)))
+    return "; ".join(describe_rank(each) for each in [*missing, *others, *waiting])
+
+
+def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
+    """The sentence for a failed collective: which ranks are lost, and how; without one, `fallback`.
+
+    Impaired traffic is named in both cases.
+
+    stood_still: seconds for which this process did not run.
+    """
+    dead = [each for each in evidence if each.verdict.is_dead]
+    impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]
+    own = f"This process stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
+    if dead:
+        sentences = [f"Lost {'; '.join(f'{s.peer}: it {_death(s)}' for s in dead)}. {_remedy(dead)}"]
+    else:
+        sentences = [fallback] if fallback else []
+    return own + " ".join([*sentences, *(f"{sentence}." for sentence in impaired)])
+
+
+def _remedy(dead: Sequence[RankEvidence]) -> str:
+    hosts = ", ".join(dict.fromkeys(each.peer.host for each in dead))
+    if all(each.verdict == Verdict.GONE for each in dead):
+        return (
+            f"Its log on {hosts} has the reason; "
+            "without one it was killed: by hand, or because memory ran out."
+        )
+    if all(each.verdict == Verdict.UNREACHABLE for each in dead):
+        return f"Check that {hosts} is running, awake and connected to the network."
+    return f"Check whether {hosts} is stopped, suspended or out of memory."
+
+
+def capitalize(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

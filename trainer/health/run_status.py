@@ -1,0 +1,214 @@
+"""The run status of a rank: heartbeat-<rank>.json in its run directory, replaced at each phase and step.
+
+The same calls measure the time of each phase. Once started, a thread writes the file every second while the
+main thread waits or computes: the age of the file shows whether the process runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer.health.sensors import Sensors
+from trainer.host.rank_env import RankEnv
+
+PHASES = (
+    "load",
+    "compile",
+    "resume",
+    "data",
+    "forward",
+    "backward",
+    "sync",
+    "optimizer",
+    "evaluate",
+    "checkpoint",
+    "done",
+)
+OF_A_STEP = ("data", "forward", "backward", "sync", "optimizer")
+PUBLISH_SECONDS = 1.0
+SENSOR_SECONDS = 10.0
+CPU_WINDOW = 5  # publications over which the share of a core is measured
+
+
+class Stage(NamedTuple):
+    """A unit of work that the watchdog times: a step, an evaluation, loading."""
+
+    name: str  # step, or a phase outside of steps
+    step: int  # the number of steps done before it
+    seconds: float  # since then
+
+
+class RunStatus:
+    """Publishes phase, step and figures; `lap` returns the seconds of each phase since the last lap."""
+
+    def __init__(
+        self, run_dir: Path, env: RankEnv, run_id: str, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Construct it on the thread that trains, whose CPU time is measured."""
+        self.path = run_dir / f"heartbeat-{env.rank}.json"
+        self.phase = ""
+        self.is_waiting: Callable[[], bool] = lambda: False  # whether the rank waits in a collective
+        self._clock = clock
+        self._entered = self._stage_entered = clock()
+        self._stage = ("load", 0)
+        self._seconds: dict[str, float] = {}
+        self._lock = threading.Lock()
+        self._stopped = threading.Event()
+        self._cpu = CpuUsage()
+        self._sensors = Sensors()
+        self._state: dict[str, Any] = {
+            "run_id": run_id,
+            "rank": env.rank,
+            "world_size": env.world_size,
+            "host": env.host,
+            "pid": os.getpid(),
+            "phase": "",
+            "entered": None,
+            "step": 0,
+            "num_iterations": None,
+            "loss": None,
+            "val_bpb": None,
+            "tok_per_s": None,
+            "tok_per_s_average": None,
+            "step_seconds": None,
+            "eta_seconds": None,
+            "sync_share": None,
+            "shares": None,
+            "checkpoint": None,
+            "cpu": None,
+            "temperature": None,
+            "throttled": None,
+            "stall_seconds": None,
+            "blame": None,
+            "warning": None,
+        }
+
+    def start(self, every_seconds: float = PUBLISH_SECONDS) -> None:
+        """Start the thread that writes the file."""
+        threading.Thread(target=self._work, args=(every_seconds,), name="run status", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _work(self, every_seconds: float) -> None:
+        sensors_at = time.monotonic()
+        while not self._stopped.wait(every_seconds):
+            if time.monotonic() >= sensors_at:
+                sensors_at += SENSOR_SECONDS
+                self._state.update(self._sensors.read())
+            self._state["cpu"] = self._cpu.share(self._entered)
+            self._write()
+
+    def enter(self, phase: str) -> None:
+        """Leave the current phase for `phase`."""
+        if phase not in PHASES:
+            raise ValueError(f"{phase} is not one of the phases {', '.join(PHASES)}")
+        now = self._clock()
+        if self.phase:
+            self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._entered
+        self._entered = now
+        if phase != self.phase:
+            self.phase = phase
+            self._state["entered"] = time.time()
+            self._enter_stage(now)
+            self._write()
+
+    def lap(self) -> dict[str, float]:
+        """Seconds by phase since the last lap, the current phase's included."""
+        self.enter(self.phase)
+        seconds, self._seconds = self._seconds, {}
+        return seconds
+
+    def move(self, phase: str, other: str, seconds: float) -> None:
+        """Count some of the time of a phase as that of another."""
+        self._seconds[phase] = self._seconds.get(phase, 0.0) - seconds
+        self._seconds[other] = self._seconds.get(other, 0.0) + seconds
+
+    def update(self, **figures: Any) -> None:
+        """Set figures such as step, loss, val_bpb and write the file."""
+        unknown = figures.keys() - self._state.keys()
+        if unknown:
+            raise ValueError(f"the run status has no {', '.join(sorted(unknown))}")
+        self._state.update(figures)
+        self._enter_stage(self._clock())
+        self._write()
+
+    def _enter_stage(self, now: float) -> None:
+        stage = ("step" if self.phase in OF_A_STEP else self.phase, int(self._state["step"]))
+        if stage != self._stage:
+            self._stage_entered, self._stage = now, stage
+            self._state["blame"] = None
+
+    @property
+    def stage(self) -> Stage:
+        """The current stage and its seconds so far."""
+        return Stage(*self._stage, self._clock() - self._stage_entered)
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of the median step; 0 before the first."""
+        return float(self._state["step_seconds"] or 0.0)
+
+    def published(self) -> dict[str, Any]:
+        """The status for the other ranks: phase, step, seconds, CPU use."""
+        stage = self.stage
+        return {
+            "phase": self.phase,
+            "step": self._state["step"],
+            "stage": stage.name,
+            "stage_seconds": round(stage.seconds, 1),
+            "phase_seconds": round(self._clock() - self._entered, 1),
+            "waits": self.is_waiting(),
+            "cpu": self._cpu.share(self._entered),
+            "temperature": self._state["temperature"],
+            "throttled": self._state["throttled"],
+        }
+
+    def _write(self) -> None:
+        """Replace the file. It is not synced to the disk: nobody reads it after the machine has stopped."""
+        temporary = self.path.with_name(f".{self.path.name}.tmp")
+        with self._lock:
+            content = json.dumps({**self._state, "phase": self.phase, "time": time.time()}).encode()
+            try:
+                temporary.write_bytes(content)
+                os.replace(temporary, self.path)
+            except OSError:
+                with contextlib.suppress(OSError):  # a status that cannot be written does not end a run
+                    self._write_over(content, temporary)
+
+    def _write_over(self, content: bytes, temporary: Path) -> None:
+        """On a full disk, write into the existing file, which has its block already."""
+        temporary.unlink(missing_ok=True)
+        with open(self.path, "r+b", buffering=0) as file:
+            file.write(content.ljust(os.fstat(file.fileno()).st_size))
+
+
+class CpuUsage:
+    """The recent share of a core of the constructing thread; None where the system does not measure it."""
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, float]] = deque(maxlen=CPU_WINDOW + 1)
+        clock_of = getattr(time, "pthread_getcpuclockid", None)
+        self._clock = clock_of(threading.get_ident()) if clock_of else None
+        self.share(0.0)
+
+    def share(self, since: float) -> float | None:
+        """The share over the last seconds, but not before `since` by the monotonic clock."""
+        if self._clock is None:
+            return None
+        now, used = time.monotonic(), time.clock_gettime(self._clock)
+        if not self._marks or now - self._marks[-1][0] >= PUBLISH_SECONDS / 2:
+            self._marks.append((now, used))
+        marks = [mark for mark in list(self._marks)[:-1] if mark[0] >= since]
+        if not marks:
+            return None
+        then, before = marks[0]
+        return round((used - before) / (now - then), 2)

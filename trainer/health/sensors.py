@@ -1,0 +1,59 @@
+"""Temperature and throttling of this host, where Linux shows them under /sys."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+THERMAL = Path("/sys/class/thermal")
+CPU = Path("/sys/devices/system/cpu")
+NOT_CPUS = ("iwlwifi", "nvme", "bat", "acpitz")  # zones of other parts; acpitz is often a constant
+SLOWED = 0.8  # of the processor's highest clock
+
+
+class Sensors:
+    """Looks at the host's sensors; `read` compares with the reading before."""
+
+    def __init__(self) -> None:
+        self._throttle_events = self._count()
+
+    def read(self) -> dict[str, float | bool | None]:
+        """temperature in degrees Celsius and throttled, each None where the host does not show it."""
+        events = self._count()
+        slowed = None
+        if events is not None and self._throttle_events is not None:
+            slowed = events > self._throttle_events
+        self._throttle_events = events
+        limited = _clock_is_limited()
+        return {"temperature": _temperature(), "throttled": slowed or limited if limited else slowed}
+
+    @staticmethod
+    def _count() -> int | None:
+        counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
+
+
+def _temperature() -> float | None:
+    degrees = []
+    for zone in sorted(THERMAL.glob("thermal_zone*")):
+        with contextlib.suppress(OSError):
+            kind = (zone / "type").read_text(encoding="utf-8").strip().lower()
+            value = _number(zone / "temp")
+            if value is not None and not kind.startswith(NOT_CPUS):
+                degrees.append(value / 1000)
+    return max(degrees, default=None)
+
+
+def _clock_is_limited() -> bool | None:
+    """Whether the clock is limited now: the limit in force is well below the processor's own."""
+    best = _number(CPU / "cpu0/cpufreq/cpuinfo_max_freq")
+    limit = _number(CPU / "cpu0/cpufreq/scaling_max_freq")
+    return None if not best or limit is None else limit < SLOWED * best
+
+
+def _number(path: Path) -> int | None:
+    try:
+        return int(path.read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None

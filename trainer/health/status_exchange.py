@@ -1,0 +1,118 @@
+"""The run status of every rank, exchanged each second through the rendezvous store.
+
+    exchange = StatusExchange(env, prefix)     # a thread with its own connection to the store
+    exchange.start(status)                     # status() returns the status of this rank
+    exchange.received                          # rank -> last status of the others, and its age
+    exchange.publish()                         # at once, in a bounded time
+
+The connection is not shared: a client waits for the calls of other threads, and a call to a frozen or
+unreachable server does not return. The received statuses then grow old, and readers see their age.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from trainer.host.rank_env import RankEnv
+
+PUBLISH_SECONDS = 1.0
+ANSWER_SECONDS = 10.0
+RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
+
+Status = dict[str, Any]
+
+
+class ReceivedStatus(NamedTuple):
+    """The last status of a rank and when, by this host's clock, it was new."""
+
+    status: Status
+    at: float
+
+    @property
+    def age(self) -> float:
+        return time.monotonic() - self.at
+
+
+class StatusExchange:
+    """Publishes the status of this rank and reads those of the others."""
+
+    def __init__(self, env: RankEnv, prefix: str) -> None:
+        self._env, self._prefix = env, prefix
+        self._key = f"status/{env.rank}"
+        self._others = {rank: f"status/{rank}" for rank in range(env.world_size) if rank != env.rank}
+        self._status: Callable[[], Status] = dict
+        self._count = 0
+        self._lock = threading.Lock()  # of the connection
+        self._store: dist.Store | None = None
+        self._try_at = 0.0
+        self._stopped = threading.Event()
+        self.received: dict[int, ReceivedStatus] = {}
+
+    def start(self, status: Callable[[], Status]) -> None:
+        self._status = status
+        if self._others:
+            threading.Thread(target=self._work, name="status exchange", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def publish(self, seconds: float = 1.0) -> bool:
+        """Publish now and read the others; returns whether that was done within `seconds`."""
+        if not self._others:
+            return True
+        done = threading.Event()
+
+        def work() -> None:
+            self._exchange()
+            done.set()
+
+        threading.Thread(target=work, name="status exchange, once", daemon=True).start()
+        return done.wait(seconds)
+
+    def _work(self) -> None:
+        while not self._stopped.wait(PUBLISH_SECONDS):
+            self._exchange()
+
+    def _exchange(self) -> None:
+        """Publish and read once. A lost connection is made again at a later call."""
+        with self._lock:
+            try:
+                if self._store is None:
+                    if time.monotonic() < self._try_at:
+                        return
+                    self._try_at = time.monotonic() + RECONNECT_SECONDS
+                    self._store = self._connect()
+                self._count += 1
+                self._store.set(self._key, json.dumps({**self._status(), "count": self._count}))
+                self._read(self._store)
+            except (RuntimeError, ValueError):
+                self._store = None
+
+    def _connect(self) -> dist.Store:
+        store = dist.TCPStore(
+            self._env.master_addr,
+            self._env.master_port,
+            is_master=False,
+            timeout=timedelta(seconds=ANSWER_SECONDS),
+            wait_for_workers=False,
+        )
+        return dist.PrefixStore(self._prefix, store)
+
+    def _read(self, store: dist.Store) -> None:
+        there = [rank for rank, key in self._others.items() if rank in self.received or store.check([key])]
+        if not there:
+            return
+        for rank, raw in zip(there, store.multi_get([self._others[rank] for rank in there]), strict=True):
+            with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):  # no run status
+                status = dict(json.loads(raw))
+                count, before = status["count"], self.received.get(rank)
+                if before is None or before.status["count"] != count:
+                    self.received[rank] = ReceivedStatus(status, time.monotonic())

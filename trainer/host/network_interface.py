@@ -1,0 +1,54 @@
+"""The network interface of a rank: its name, whether it is up, the rate at which bytes arrive."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from typing import Any
+
+import psutil
+
+NOT_AVAILABLE = (OSError, RuntimeError, KeyError, psutil.Error)
+SPAN_SECONDS = 5.0  # the shortest interval of a rate
+
+
+class NetworkInterface:
+    """The interface of `address`, or the one that GLOO_SOCKET_IFNAME names."""
+
+    def __init__(self, address: str) -> None:
+        self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
+        self._then, self._before = time.monotonic(), self._received()
+        self._rate: float | None = None
+        self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
+
+    def read(self) -> dict[str, Any]:
+        """For the other ranks: interface, up, and received, the recent rate in bytes per second."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._then >= SPAN_SECONDS:
+                received = self._received()
+                if received is not None and self._before is not None:
+                    self._rate = (received - self._before) / (now - self._then)
+                self._then, self._before = now, received
+        return {"interface": self.name, "up": self._is_up(), "received": self._rate}
+
+    def _received(self) -> int | None:
+        with contextlib.suppress(*NOT_AVAILABLE):
+            return int(psutil.net_io_counters(pernic=True)[self.name].bytes_recv)
+        return None
+
+    def _is_up(self) -> bool | None:
+        with contextlib.suppress(*NOT_AVAILABLE):
+            return bool(psutil.net_if_stats()[self.name].isup)
+        return None
+
+
+def interface_of(address: str) -> str:
+    """The interface that has the address; empty where none does."""
+    with contextlib.suppress(*NOT_AVAILABLE):
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(known.address.partition("%")[0] == address for known in addresses):
+                return str(name)
+    return ""

@@ -1,0 +1,95 @@
+"""Where this process stands in the run: its rank, its host's name, its address.
+
+torchrun says it through the environment; without torchrun there is one rank and no store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass
+
+from trainer.config import ConfigError
+
+MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host that has less memory, or more, than the others
+
+
+@dataclass(frozen=True)
+class RankEnv:
+    """This rank among all ranks."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    host: str = "localhost"
+    master_addr: str = ""
+    master_port: int = 0
+    attempt: int = 0
+    agent_store: bool = False
+
+    @classmethod
+    def from_environment(cls) -> RankEnv:
+        """Read torchrun's variables. Raises ConfigError when they contradict each other."""
+        host = os.environ.get("NANOFLEET_HOST") or socket.gethostname()
+        if "RANK" not in os.environ:
+            return cls(host=host)
+        env = cls(
+            rank=_number("RANK"),
+            world_size=_number("WORLD_SIZE", 1),
+            local_rank=_number("LOCAL_RANK", 0),
+            local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+            host=host,
+            master_addr=os.environ.get("MASTER_ADDR", ""),
+            master_port=_number("MASTER_PORT", 0),
+            attempt=_number("TORCHELASTIC_RESTART_COUNT", 0),
+            agent_store=os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        )
+        if not 0 <= env.rank < env.world_size:
+            raise ConfigError(f"RANK is {env.rank} but WORLD_SIZE is {env.world_size}: start it by torchrun.")
+        if env.world_size > 1 and not (env.master_addr and env.master_port):
+            raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")
+        return env
+
+    @staticmethod
+    def micro_batch(default: int) -> int:
+        """Rows of a micro-batch on this host: its own number where the environment has one, else `default`.
+
+        Raises ConfigError for one that is no whole number from 1.
+        """
+        rows = _number(MICRO_BATCH, default)
+        if rows < 1:
+            raise ConfigError(f"{MICRO_BATCH} is {rows} in the environment: it takes a whole number from 1.")
+        return rows
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is rank 0, which keeps checkpoints, metrics and the tracker."""
+        return self.rank == 0
+
+    @property
+    def is_host_leader(self) -> bool:
+        """Whether this rank writes the files of which a host has one."""
+        return self.local_rank == 0
+
+    def address(self) -> str:
+        """The address the coordinator's host sees this one at: that of the route to it."""
+        if not self.master_addr:
+            return ""
+        try:
+            family, _, _, _, target = socket.getaddrinfo(
+                self.master_addr, self.master_port or 9, type=socket.SOCK_DGRAM
+            )[0]
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(target)  # a datagram socket sends nothing when it connects
+                return str(probe.getsockname()[0])
+        except OSError:
+            return ""
+
+
+def _number(name: str, default: int | None = None) -> int:
+    text = os.environ.get(name, "" if default is None else str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name} is {text!r} in the environment: it takes a whole number.") from None

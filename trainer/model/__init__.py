@@ -1,0 +1,1 @@
+"""The GPT: layers, attention, loss and elementwise operations."""

@@ -1,0 +1,357 @@
+"""The GPT: nanochat's architecture, its initialisation and what it costs.
+
+    config = GPTConfig.from_depth(8, vocab_size=32768)
+    model = GPT(config)
+    model.init_weights()
+    loss = model(idx, targets)                      # scalar
+    logits = model(idx)                             # (B, T, V)
+    cache = KVCache(config, batch_size=1, max_len=256)
+    logits = model(idx, cache=cache)                # from then on it is given only the new tokens
+    model.compute_dtype = torch.bfloat16            # matrix products alone; weights and gradients stay
+
+Parameter names are nanochat's, so that a state dict moves between the two in both directions.
+Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil, sqrt
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trainer.model.attention import Rotary, attend, rotary_tables
+from trainer.model.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
+from trainer.model.ops import rms, rotate_rms, squared_relu
+
+VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
+SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
+VE_GATE_CHANNELS = 12  # a value-embedding gate reads this many channels of its layer's input
+QK_SCALE = 1.2  # sharpens attention after q and k are normalised
+
+LossReduction = Literal["mean", "sum", "none"]
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The seven values that fix a model's shape; ValueError, in a sentence, where there is no such shape."""
+
+    sequence_len: int = 1024
+    vocab_size: int = 32_768
+    n_layer: int = 8
+    n_head: int = 4
+    n_kv_head: int = 4
+    n_embd: int = 512
+    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is L whatever it says
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_embd < SMEAR_CHANNELS:
+            raise ValueError(f"n_embd must be at least {SMEAR_CHANNELS}, not {self.n_embd}")
+        if self.n_embd % self.n_head or self.head_dim % 2:
+            raise ValueError(f"n_embd {self.n_embd} does not make {self.n_head} heads of an even width")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(f"window_pattern is made of S and L, not {self.window_pattern!r}")
+
+    @classmethod
+    def from_depth(
+        cls,
+        depth: int,
+        vocab_size: int,
+        sequence_len: int = 1024,
+        aspect_ratio: int = 64,
+        head_dim: int = 128,
+        n_kv_head: int = 0,
+        window_pattern: str = "SSSL",
+    ) -> GPTConfig:
+        """The model of a depth: depth * aspect_ratio wide, raised to whole heads; n_kv_head 0: as n_head."""
+        n_head = ceil(depth * aspect_ratio / head_dim)
+        kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim
+        return cls(sequence_len, vocab_size, depth, n_head, kv_heads, n_embd, window_pattern)
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_head * self.head_dim
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Every second layer, counted so that the last one is among them."""
+        return layer % 2 == (self.n_layer - 1) % 2
+
+    def windows(self) -> list[int]:
+        """For each layer the distance a query looks back: query t sees keys t - window .. t."""
+        sizes = {"S": ceil(self.sequence_len / 4 / 128) * 128, "L": self.sequence_len}
+        tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
+        return [sizes[letter] for letter in [*tiled[:-1], "L"]]
+
+
+class KVCache:
+    """What a model remembers of up to max_len tokens, so that the next one costs one token's work.
+
+    Give it to `GPT.forward`, under `torch.no_grad()`, which fills it. Its dtype is the model's compute_dtype.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (config.n_layer, batch_size, config.n_kv_head, max_len, config.head_dim)
+        self.k_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
+        self.last_B1D = torch.zeros((batch_size, 1, config.n_embd), dtype=dtype, device=device)
+        self.max_len = max_len
+        self.length = 0
+
+    def append(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> tuple[Tensor, Tensor]:
+        """Store a layer's new keys and values; return all it has so far."""
+        end = self.length + k_BHTE.size(2)
+        self.k_LBHTE[layer, :, :, self.length : end] = k_BHTE
+        self.v_LBHTE[layer, :, :, self.length : end] = v_BHTE
+        return self.k_LBHTE[layer, :, :, :end], self.v_LBHTE[layer, :, :, :end]
+
+
+class Linear(nn.Linear):
+    """A matrix that multiplies in the number format of what it is given, and keeps its weight in its own."""
+
+    def __init__(self, in_features: int, out_features: int) -> None:
+        super().__init__(in_features, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions, normalised q and k, and on some layers a value embedding."""
+
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.layer, self.head_dim = layer, config.head_dim
+        self.grouped = config.n_kv_head != config.n_head
+        self.c_q = Linear(config.n_embd, config.n_embd)
+        self.c_k = Linear(config.n_embd, config.kv_dim)
+        self.c_v = Linear(config.n_embd, config.kv_dim)
+        self.c_proj = Linear(config.n_embd, config.n_embd)
+        if config.has_value_embedding(layer):
+            self.ve_gate = Linear(VE_GATE_CHANNELS, config.n_kv_head)
+
+    def forward(
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
+    ) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q, k, v = (project(x).view(heads) for project in (self.c_q, self.c_k, self.c_v))
+        if ve is not None:
+            gate_BTH1 = 3 * torch.sigmoid(self.ve_gate(x[..., :VE_GATE_CHANNELS])).unsqueeze(-1)
+            v = v + gate_BTH1 * ve.view(heads)
+        q, k = (rotate_rms(y, *rotary, QK_SCALE) for y in (q, k))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)
+        y_BHTE = attend(q, k, v, window, self.grouped)
+        return self.c_proj(y_BHTE.transpose(1, 2).reshape(x.shape))
+
+
+class MLP(nn.Module):
+    """Two matrices with a squared ReLU between them."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
+        self.c_proj = Linear(4 * config.n_embd, config.n_embd)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(squared_relu(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, layer: int) -> None:
+        super().__init__()
+        self.attn = Attention(config, layer)
+        self.mlp = MLP(config)
+
+    def forward(
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
+    ) -> Tensor:
+        """x (B, T, D) stays in its own format; the products between are in that of the rotary tables."""
+        compute_dtype = rotary[0].dtype
+        x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
+        return x + self.mlp(rms(x).to(compute_dtype))
+
+
+class GPT(nn.Module):
+    """The model. Its weights mean nothing until `init_weights()` or `load_state_dict()`."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self._compute_dtype: torch.dtype | None = None
+        vocab, layers = config.padded_vocab_size, range(config.n_layer)
+        wte = nn.Embedding(vocab, config.n_embd)
+        blocks = nn.ModuleList(Block(config, layer) for layer in layers)
+        self.transformer = nn.ModuleDict({"wte": wte, "h": blocks})
+        self.lm_head = Linear(config.n_embd, vocab)
+        self.resid_lambdas = nn.Parameter(torch.ones(config.n_layer))
+        self.x0_lambdas = nn.Parameter(torch.zeros(config.n_layer))
+        self.smear_gate = Linear(SMEAR_CHANNELS, 1)
+        self.smear_lambda = nn.Parameter(torch.zeros(1))
+        self.backout_lambda = nn.Parameter(torch.zeros(1))
+        with_ve = [layer for layer in layers if config.has_value_embedding(layer)]
+        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab, config.kv_dim) for i in with_ve})
+        cos, sin = rotary_tables(config.sequence_len, config.head_dim)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self, generator: torch.Generator | None = None) -> None:
+        """Draw every parameter anew, in the order of `named_parameters()`."""
+        s = sqrt(3 / self.config.n_embd)  # uniform(-s, s) has the standard deviation 1 / sqrt(D)
+        for name, p in self.named_parameters():
+            match name.removesuffix(".weight").split("."):
+                case ["transformer", "wte"]:
+                    p.normal_(0.0, 0.8, generator=generator)
+                case ["lm_head"]:
+                    p.normal_(0.0, 0.001, generator=generator)
+                case [*_, "c_q" | "c_k" | "c_v"] | ["value_embeds", _]:
+                    p.uniform_(-s, s, generator=generator)
+                case [*_, "c_fc"]:
+                    p.uniform_(-0.4 * s, 0.4 * s, generator=generator)
+                case [*_, "ve_gate" | "smear_gate"]:
+                    p.uniform_(0.0, 0.02, generator=generator)
+                case [*_, "c_proj"] | ["smear_lambda"]:
+                    p.zero_()
+                case ["backout_lambda"]:
+                    p.fill_(0.2)
+                case ["resid_lambdas"]:
+                    p.copy_(1.15 - 0.10 * self._depth_fractions())
+                case ["x0_lambdas"]:
+                    p.copy_(0.20 - 0.15 * self._depth_fractions())
+                case _:
+                    raise ValueError(f"no initialisation is known for parameter {name}")
+
+    def _depth_fractions(self) -> Tensor:
+        """0 for the first layer to 1 for the last, (L)."""
+        n_layer = self.config.n_layer
+        return torch.arange(n_layer, dtype=torch.float64) / max(n_layer - 1, 1)
+
+    @property
+    def device(self) -> torch.device:
+        return self.resid_lambdas.device
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The number format of matrix products and what goes into them; the weights' own unless set.
+
+        The residual stream and norms stay in the weights' format, which costs no time and keeps the scalars'
+        gradients: with weights that start at zero these are so small that bfloat16 leaves only noise of
+        them, which AdamW would scale up to whole steps.
+        """
+        return self._compute_dtype or self.resid_lambdas.dtype
+
+    @compute_dtype.setter
+    def compute_dtype(self, dtype: torch.dtype) -> None:
+        self._compute_dtype = dtype
+
+    def forward(
+        self,
+        idx: Tensor,
+        targets: Tensor | None = None,
+        loss_reduction: LossReduction = "mean",
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """Logits of tokens idx (B, T), or with targets (B, T) their cross-entropy in nats; -1 does not count.
+
+        Returns logits (B, T, V) in float32 or better; or the losses' mean or sum; or with "none" all of
+        them, flat, without gradients. With a cache, idx continues the rows it holds. ValueError for more
+        than sequence_len tokens, the cache's included.
+        """
+        x_BTD = self._body(idx, cache)
+        weight, vocab_size = self.lm_head.weight, self.config.vocab_size
+        if targets is None:
+            logits = self.lm_head(x_BTD)[..., :vocab_size]
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+        flat = x_BTD.flatten(0, 1), weight, targets.flatten(), vocab_size
+        if loss_reduction == "none":
+            return token_losses(*flat)
+        loss = summed_loss(*flat)
+        return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
+
+    def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
+        """What lm_head is given for tokens idx (B, T): (B, T, D), in the compute dtype."""
+        config, compute_dtype = self.config, self.compute_dtype
+        start = cache.length if cache else 0
+        end = start + idx.size(1)
+        limit = min(config.sequence_len, cache.max_len) if cache else config.sequence_len
+        if end > limit:
+            raise ValueError(f"{end} tokens do not fit: at most {limit} here")
+        windows = config.windows()
+
+        x = rms(self.transformer["wte"](idx))
+        rotary = (self.cos[start:end].to(compute_dtype), self.sin[start:end].to(compute_dtype))
+        before = cache.last_B1D if cache else torch.zeros_like(x[:, :1])
+        previous = torch.cat((before, x[:, :-1]), dim=1)
+        if cache:
+            cache.last_B1D = x[:, -1:]
+        x = x + self.smear_lambda * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS])) * previous
+
+        x0 = backout = x
+        for layer, block in enumerate(self.transformer["h"].children()):
+            ve = None
+            if config.has_value_embedding(layer):
+                ve = self.value_embeds[str(layer)](idx).to(compute_dtype)
+            x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
+            x = block(x, ve, rotary, windows[layer], cache)
+            if layer == config.n_layer // 2:
+                backout = x
+        if cache:
+            cache.length = end
+
+        return rms(x - self.backout_lambda * backout).to(compute_dtype)
+
+    def param_counts(self) -> dict[str, int]:
+        """Parameters by group, padded vocabulary included; scalars have the smear gate among them."""
+        counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "transformer_matrices", "scalars"), 0)
+        for name, p in self.named_parameters():
+            match name.split("."):
+                case ["transformer", "h", *_]:
+                    counts["transformer_matrices"] += p.numel()
+                case ["transformer", "wte", _]:
+                    counts["wte"] += p.numel()
+                case ["value_embeds" | "lm_head" as group, *_]:
+                    counts[group] += p.numel()
+                case _:
+                    counts["scalars"] += p.numel()
+        return {**counts, "total": sum(counts.values())}
+
+    def flops_per_token(self) -> int:
+        """Floating-point operations of a token, forward and backward: 6 a Linear weight, plus attention."""
+        linear = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
+        keys = sum(min(window, self.config.sequence_len) for window in self.config.windows())
+        return 6 * linear + 12 * self.config.n_embd * keys
+
+
+def scaling_params(config: GPTConfig) -> int:
+    """The size the scaling rules count in: transformer matrices and lm_head. Allocates no weights."""
+    with torch.device("meta"):
+        counts = GPT(config).param_counts()
+    return counts["transformer_matrices"] + counts["lm_head"]

@@ -1,0 +1,1 @@
+"""Muon and AdamW, and the schedules of their learning rates."""

@@ -1,0 +1,112 @@
+"""Rates over the steps of a run, and how base rates scale with the batch and the model: pure functions.
+
+"Scaling parameters" are the transformer matrices plus lm_head (`trainer.model.gpt.scaling_params`). The
+reference model, which the base rates were tuned on, has depth 12 and the same vocabulary and head width.
+"""
+
+from __future__ import annotations
+
+from math import cos, log2, pi, sqrt
+from typing import NamedTuple
+
+REFERENCE_DEPTH = 12
+REFERENCE_BATCH_SIZE = 2**19  # tokens a step that suit the reference model
+BATCH_EXPONENT = 0.383  # the best batch grows as tokens ** 0.383: Power Lines, arXiv 2505.13738
+
+MOMENTUM_START, MOMENTUM_PEAK, MOMENTUM_END = 0.85, 0.97, 0.90
+MOMENTUM_WARMUP_STEPS = 400
+
+
+class BatchScales(NamedTuple):
+    """Multipliers of base values. The smear group's rate and the betas are left alone."""
+
+    lr: float
+    weight_decay: float  # Muon's
+
+
+def batch_scales(total_batch_size: int, scaling_params: int, reference_params: int) -> BatchScales:
+    """Rates go with the square root of the batch; Muon's decay also falls as the horizon in tokens grows.
+
+    The horizon is taken as proportional to the scaling parameters: arXiv 2405.13698.
+    """
+    lr = sqrt(total_batch_size / REFERENCE_BATCH_SIZE)
+    return BatchScales(lr=lr, weight_decay=lr * reference_params / scaling_params)
+
+
+def auto_batch_size(scaling_params: int, reference_params: int) -> int:
+    """Tokens a step when none are asked for: the nearest power of two to the batch that suits the horizon.
+
+    Both horizons are the same multiple of the scaling parameters, so the multiple cancels.
+    """
+    best = REFERENCE_BATCH_SIZE * (scaling_params / reference_params) ** BATCH_EXPONENT
+    return int(2 ** round(log2(best)))
+
+
+def steps_for_ratio(target_param_data_ratio: float, scaling_params: int, total_batch_size: int) -> int:
+    """Steps that show the model this many tokens a scaling parameter; at least one."""
+    return max(1, int(target_param_data_ratio * scaling_params) // total_batch_size)
+
+
+def lr_multiplier(
+    step: int,
+    num_iterations: int,
+    warmup_steps: int = 40,
+    warmdown_ratio: float = 0.65,
+    final_lr_frac: float = 0.05,
+) -> float:
+    """What every learning rate is multiplied by at a step, counted from 0: linear up, flat, linear down.
+
+    In a run so short that the two overlap, the warm-up goes first.
+    """
+    if step < warmup_steps:
+        return (step + 1) / warmup_steps
+    return 1.0 - (1.0 - final_lr_frac) * _warmdown(step, num_iterations, warmdown_ratio)
+
+
+def describe_extension(
+    step: int,
+    before: int,
+    now: int,
+    warmup_steps: int = 40,
+    warmdown_ratio: float = 0.65,
+    final_lr_frac: float = 0.05,
+) -> str:
+    """What happens to the rates of a run of `before` steps that is resumed after `step` to make `now`."""
+
+    def rate(step: int, num_iterations: int) -> float:
+        return lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
+
+    full_before, full_now = (n - round(warmdown_ratio * n) + 1 for n in (before, now))
+    sentence = (
+        f"The run is extended from {before:,} to {now:,} steps. "
+        f"Rates fall after step {full_now:,}, not after step {full_before:,}"
+    )
+    if step:
+        sentence += (
+            f": step {step + 1:,} trains at {rate(step, now):.2f} of the full rates, step {step:,} did at "
+            f"{rate(step - 1, before):.2f}"
+        )
+    if step > max(full_before, warmup_steps):
+        sentence += f", and the {step - full_before:,} steps done at falling rates stay as they are"
+    return f"{sentence}."
+
+
+def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
+    """Muon's momentum: up over the first 400 steps, flat, then down through the learning rate's warm-down."""
+    if step < MOMENTUM_WARMUP_STEPS:
+        return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS
+    return MOMENTUM_PEAK - (MOMENTUM_PEAK - MOMENTUM_END) * _warmdown(step, num_iterations, warmdown_ratio)
+
+
+def muon_weight_decay(step: int, num_iterations: int) -> float:
+    """What Muon's weight decay is multiplied by at a step: half a cosine, from 1 to 0."""
+    return 0.5 * (1.0 + cos(pi * step / num_iterations))
+
+
+def _warmdown(step: int, num_iterations: int, warmdown_ratio: float) -> float:
+    """How much of the warm-down lies behind a step, from 0 to 1."""
+    warmdown_steps = round(warmdown_ratio * num_iterations)
+    start = num_iterations - warmdown_steps
+    if step <= start:
+        return 0.0
+    return min(1.0, (step - start) / warmdown_steps)

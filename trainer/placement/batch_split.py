@@ -1,0 +1,129 @@
+"""The batch split: rows per rank by measured speed, changed when a host slows down. Pure arithmetic.
+
+    split_rows([0.2, 0.6], 16)                     # seconds a row by rank -> [12, 4]
+    balancer = Balancer(shares, names)             # on rank 0, which decides for all
+    balancer.record([2.4, 2.5], 3.1)               # seconds of each rank for its rows, and of the step
+    balancer.propose()                             # a faster split and the reason, or None
+
+Measurements are noisy: a split changes only if that saves a tenth of a step or more. So equal hosts keep an
+equal split, and with it the bits of their losses.
+"""
+
+from __future__ import annotations
+
+import heapq
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from trainer.data.loader import equal_split
+
+GAIN = 0.1  # the part of a step's time that another split must save
+WINDOW_STEPS = 10  # a rank's speed is the median over these
+REST_STEPS = 20  # the least between two changes
+WARMING_STEPS = 2  # not measured, at the start and after each change: buffers grow, kernels load
+ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
+
+
+def split_rows(seconds_per_row: Sequence[float], rows: int, fixed: Sequence[float] = ()) -> list[int]:
+    """The split that minimises the slowest rank's `fixed` + rows * seconds, with at least one row each.
+
+    Equal ranks get an equal split; a remainder goes to the first ranks.
+    """
+    if rows < len(seconds_per_row) or min(seconds_per_row) <= 0:
+        raise ValueError(f"{rows} rows cannot be split by {list(seconds_per_row)} seconds a row")
+    start = list(fixed) or [0.0] * len(seconds_per_row)
+    shares = [1] * len(seconds_per_row)
+    ends = [(start[rank] + 2 * seconds, rank) for rank, seconds in enumerate(seconds_per_row)]
+    heapq.heapify(ends)
+    for _ in range(rows - len(shares)):  # each row to the rank that would finish it first
+        _, rank = heapq.heappop(ends)
+        shares[rank] += 1
+        heapq.heappush(ends, (start[rank] + (shares[rank] + 1) * seconds_per_row[rank], rank))
+    return shares
+
+
+def slowest(seconds_per_row: Sequence[float], shares: Sequence[int]) -> float:
+    """Seconds of the slowest rank for its rows."""
+    return max(seconds * share for seconds, share in zip(seconds_per_row, shares, strict=True))
+
+
+def relative_speeds(seconds: Sequence[float]) -> list[float]:
+    """Speeds by rank from seconds for equal work, in twentieths, the fastest 1; all 1 if they are alike."""
+    best = min(seconds)
+    if max(seconds) < ALIKE * best:
+        return [1.0] * len(seconds)
+    return [max(1, round(20 * best / each)) / 20 for each in seconds]
+
+
+class SplitChange(NamedTuple):
+    """A new split, and the reason."""
+
+    shares: list[int]
+    reason: str
+
+
+def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str]) -> SplitChange:
+    """The first split of a run, from measured speeds; `names` are the hosts of the ranks."""
+    equal = equal_split(rows, len(names))
+    split = split_rows(seconds_per_row, rows)
+    part = slowest(seconds_per_row, split) / slowest(seconds_per_row, equal)
+    if part > 1 - GAIN:
+        return SplitChange(equal, f"{describe_split(equal, names)}: their speeds are alike")
+    speeds = ", ".join(f"{seconds:.3g}" for seconds in seconds_per_row)
+    reason = f"{describe_split(split, names)}: {part:.0%} of the time of equal shares ({speeds} s a row)"
+    return SplitChange(split, reason)
+
+
+def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
+    """tower 11 rows, laptop 5 rows."""
+    return ", ".join(
+        f"{name} {share} row{'s' if share != 1 else ''}" for name, share in zip(names, shares, strict=True)
+    )
+
+
+class Balancer:
+    """Measures the seconds per row of each rank and proposes a faster split."""
+
+    def __init__(self, shares: Sequence[int], names: Sequence[str]) -> None:
+        self.shares, self._names = list(shares), list(names)
+        self._seconds: deque[list[float]] = deque(maxlen=WINDOW_STEPS)
+        self._whole: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._steps = 0  # since the last change
+
+    def record(self, seconds: Sequence[float], step_seconds: float) -> None:
+        """Add a step: the seconds that each rank computed for its rows, and those of the whole step."""
+        self._steps += 1
+        if self._steps > WARMING_STEPS:
+            self._whole.append(step_seconds)
+            self._seconds.append([each / rows for each, rows in zip(seconds, self.shares, strict=True)])
+
+    @property
+    def seconds_per_row(self) -> list[float]:
+        """By rank, the median of the window."""
+        return [statistics.median(of_rank) for of_rank in zip(*self._seconds, strict=True)]
+
+    def propose(self) -> SplitChange | None:
+        """A split that saves a tenth of a step or more; None without one, or too early."""
+        if len(self._seconds) < WINDOW_STEPS or self._steps < REST_STEPS:
+            return None
+        now = self.seconds_per_row
+        if min(now) <= 0:
+            return None
+        split = split_rows(now, sum(self.shares))
+        gain = slowest(now, self.shares) - slowest(now, split)
+        if gain < GAIN * statistics.median(self._whole):
+            return None
+        speeds = ", ".join(f"{name} {each:.3g}" for name, each in zip(self._names, now, strict=True))
+        return SplitChange(
+            split,
+            f"{describe_split(split, self._names)}, before {'/'.join(map(str, self.shares))}: "
+            f"{gain:.2g} s less a step (seconds a row: {speeds})",
+        )
+
+    def apply(self, shares: Sequence[int]) -> None:
+        """Use these rows per rank from now on."""
+        self.shares, self._steps = list(shares), 0
+        self._seconds.clear()
+        self._whole.clear()

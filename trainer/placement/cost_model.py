@@ -1,0 +1,210 @@
+"""The cost model: predicted seconds per step on one host and in every sync mode, for several batch sizes.
+
+    model = CostModel(speeds, link, work, names)
+    model.step("exact", rows=16)                   # seconds, with the rows split by speed
+    model.single_host(rows=16)                     # (seconds, rank): the single-host baseline
+    choose_mode(model, 16, ["dense", "exact"])     # the fastest mode
+
+Pure arithmetic over measured speeds (trainer.placement.microbenchmark) and counted bytes. A finished run
+reports prediction and measurement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import SYNC_MODES
+from trainer.data.loader import equal_split
+from trainer.formatting import render_table
+from trainer.placement.batch_split import relative_speeds, slowest, split_rows
+from trainer.placement.microbenchmark import Link, Speed
+from trainer.sync.buckets import assign_owners
+from trainer.sync.local import TAIL_STEPS, Outer
+from trainer.sync.quantize import Quantizer
+
+# The part of backward's and the optimizer's time that hides transfers of exact and fast: the same processor
+# computes and moves the bytes.
+OVERLAP = 0.5
+BETTER = 0.03  # the part of a step by which a mode must be faster than those listed before it
+TIMES = (1, 4, 16)  # multiples of the batch in the table
+LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
+
+
+@dataclass(frozen=True)
+class StepWork:
+    """Computation and transfers of a step over all ranks. Counts of parameters, not bytes."""
+
+    tables: int  # embedding tables, together
+    table_width: int  # values of one token's row in all tables
+    matrices: int
+    others: int  # lm_head and the scalars
+    matrix_flops: tuple[float, ...]  # Muon's, one matrix each
+    micro_batch: int  # rows
+    active: Callable[[int], int]  # active rows of an embedding for so many rows of data
+    value_bytes: int = 4
+
+    @property
+    def parameters(self) -> int:
+        return self.tables + self.matrices + self.others
+
+
+def _check(mode: str) -> None:
+    """Raise ValueError for a mode without a cost."""
+    if mode not in SYNC_MODES:
+        raise ValueError(f"no cost is known for the sync mode {mode!r}, only for {', '.join(SYNC_MODES)}")
+
+
+def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
+    """Bytes that a rank sends in a step of so many rows; for local, the mean over its steps.
+
+    Reduce and broadcast send (n-1)/n each. trainer.sync.payload counts the same with the code of the modes.
+    """
+    _check(mode)
+    copies = 2 * (world_size - 1) / world_size
+    if mode == "dense":
+        return copies * work.value_bytes * work.parameters
+    outer = outer or Outer()
+    steps = outer.steps + TAIL_STEPS if mode == "local" else 1
+    values = work.active(steps * rows) * work.table_width + work.matrices + work.others
+    if mode == "local":
+        return (world_size - 1) * values * Quantizer(outer.bits).bytes_per_value / outer.steps
+    return copies * values * (2 if mode == "fast" else work.value_bytes)
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """Speeds by rank, the link between them, and the work of a step."""
+
+    speeds: Sequence[Speed]
+    link: Link | None
+    work: StepWork
+    names: Sequence[str]
+    by_speed: bool = True
+    outer: Outer | None = None  # of the mode local
+
+    def shares(self, rows: int) -> list[int]:
+        if not self.by_speed:
+            return equal_split(rows, len(self.speeds))
+        return split_rows([speed.row for speed in self.speeds], rows)
+
+    @property
+    def owner_speeds(self) -> list[float]:
+        """Relative speeds by rank, by which the Muon matrices are assigned."""
+        return relative_speeds([speed.muon for speed in self.speeds])
+
+    def single_host(self, rows: int) -> tuple[float, int]:
+        """The single-host baseline: seconds of a step on the fastest rank alone, and that rank."""
+        return min((speed.step_alone(rows), rank) for rank, speed in enumerate(self.speeds))
+
+    def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
+        """Seconds of a step on all ranks, with the split of the run unless `shares` is given."""
+        _check(mode)
+        shares = shares or self.shares(rows)
+        compute = slowest([speed.row for speed in self.speeds], shares)
+        adamw = max(speed.adamw for speed in self.speeds)
+        if self.link is None:
+            return self.speeds[0].step_alone(rows)
+        sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
+        wire = sent / self.link.bandwidth + 4 * self.link.latency
+        if mode == "local":
+            return max(s.step_alone(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
+        muon = self._muon()
+        if mode == "dense":
+            return compute + wire + muon + adamw
+        last = max(
+            speed.row * (share % self.work.micro_batch or self.work.micro_batch)
+            for speed, share in zip(self.speeds, shares, strict=True)
+        )
+        hidden = OVERLAP * (2 / 3 * last + muon)
+        return compute + max(0.0, wire - hidden) + muon + adamw
+
+    def _muon(self) -> float:
+        """Muon seconds of the slowest owner rank."""
+        costs = self.work.matrix_flops
+        owners = assign_owners(costs, len(self.speeds), self.owner_speeds)
+        total = sum(costs)
+        return max(
+            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) / total * speed.muon
+            for rank, speed in enumerate(self.speeds)
+        )
+
+    def pays_from(self, mode: str, rows: int) -> int | None:
+        """The rows of a step from which all ranks beat the single-host baseline; None if not found."""
+        for times in range(1, LARGEST + 1):
+            if self.step(mode, times * rows) < self.single_host(times * rows)[0]:
+                return times * rows
+        return None
+
+
+def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
+    """The fastest of these modes; an earlier one unless a later one is clearly faster."""
+    best = modes[0]
+    for mode in modes[1:]:
+        if model.step(mode, rows) < (1 - BETTER) * model.step(best, rows):
+            best = mode
+    return best
+
+
+def render_predictions(
+    model: CostModel,
+    rows: int,
+    sequence_len: int,
+    modes: Sequence[str],
+    gpus: Mapping[str, Speed] | None = None,
+) -> str:
+    """A table of seconds per step and tokens per second, by mode and batch. gpus: idle ones, by host."""
+    batches = [times * rows for times in TIMES]
+    head = ["predicted, s a step (tok/s)", *(f"{batch * sequence_len:,} tokens" for batch in batches)]
+
+    def line(name: str, seconds: Callable[[int], float]) -> list[str]:
+        cells = [(seconds(batch), batch * sequence_len / seconds(batch)) for batch in batches]
+        return [name, *(f"{each:.3g} ({speed:,.0f})" for each, speed in cells)]
+
+    fastest = model.names[model.single_host(rows)[1]]
+    lines = [line(f"{host}'s GPU alone", gpu.step_alone) for host, gpu in (gpus or {}).items()]
+    on_cpu = ", on its CPU" * bool(lines)
+    lines.append(line(f"{fastest} alone{on_cpu}", lambda batch: model.single_host(batch)[0]))
+    if len(model.speeds) > 1:
+        lines += [line(mode, lambda batch, mode=mode: model.step(mode, batch)) for mode in modes]  # type: ignore[misc]
+    return render_table([head, *lines])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The prediction that tracker and closing line compare with the run."""
+
+    sync: str
+    step_seconds: float
+    alone_seconds: float
+    alone: str
+
+    def saved(self) -> dict[str, Any]:
+        return dict(self.__dict__)
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any] | None) -> Prediction | None:
+        return cls(**saved) if saved else None
+
+    def against(self, seconds: float) -> str:
+        """Predicted 5.2 s a step, measured 5.4."""
+        return f"Predicted {self.step_seconds:.3g} s a step, measured {seconds:.3g}."
+
+
+def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) -> str:
+    """A warning if the single-host baseline is faster, with the batch from which ranks pay; else empty."""
+    together, (alone, rank) = model.step(mode, rows), model.single_host(rows)
+    if len(model.speeds) == 1 or together <= alone:
+        return ""
+    from_rows = model.pays_from(mode, rows)
+    remedy = (
+        f"they pay from total_batch_size {from_rows * sequence_len} on"
+        if from_rows
+        else f"they would not at {LARGEST} times as many tokens either"
+    )
+    return (
+        f"warning: the other ranks do not pay at {rows * sequence_len:,} tokens a step: "
+        f"{model.names[rank]} alone would take {alone:.3g} s a step, all together take {together:.3g} "
+        f"({mode}); {remedy}."
+    )

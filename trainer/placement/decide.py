@@ -1,0 +1,238 @@
+"""The placement of an attempt: rows per rank, speeds of owner ranks, sync mode. Rank 0 decides for all.
+
+    measured = measure_all(group, model, optimizer, ...)       # by rank, on every rank
+    placement, lines = decide(measured, names, plan, work, config, by_speed, obstacles)
+    placement = broadcast_placement(group, placement)          # that of rank 0
+    if placement.alone: ...                                    # the run moves to one host
+
+Speeds are measured only if `shares` or `sync` is auto and the checkpoint is not of the same hosts: these keep
+their placement, so that the run resumes bitwise.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
+from trainer.data.dataset import Dataset
+from trainer.data.loader import batch_rows
+from trainer.distributed.process_group import Group, Peer
+from trainer.host.numerics import Numerics
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import MuonAdamW
+from trainer.outcome import Final
+from trainer.placement.batch_split import first_split, relative_speeds
+from trainer.placement.cost_model import (
+    CostModel,
+    Prediction,
+    StepWork,
+    choose_mode,
+    render_predictions,
+    warn_of_baseline,
+)
+from trainer.placement.microbenchmark import Link, Speed, measure_link, measure_speed
+from trainer.placement.single_host import FasterHost, find_faster_host, measure_gpu
+from trainer.run_plan import Plan
+from trainer.sync.local import Outer
+
+COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: the active rows of a sync round in local
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The decision of rank 0, equal on every rank. With `alone`, these ranks do not train."""
+
+    sync: str
+    shares: tuple[int, ...]
+    owner_speeds: tuple[float, ...] = ()
+    prediction: Prediction | None = None
+    alone: FasterHost | None = None
+
+    def saved(self) -> dict[str, Any]:
+        """As plain JSON, for checkpoints and the other ranks."""
+        return asdict(self)
+
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> Placement:
+        return cls(
+            str(saved["sync"]),
+            tuple(saved["shares"]),
+            tuple(saved.get("owner_speeds", ())),
+            Prediction.load(saved.get("prediction")),
+            FasterHost(**saved["alone"]) if saved.get("alone") else None,
+        )
+
+    def tags(self) -> dict[str, str]:
+        """For the tracker."""
+        tags = {"arrangement.sync": self.sync}
+        if self.owner_speeds:
+            tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
+        if self.prediction:
+            tags |= {f"predicted.{name}": str(value) for name, value in self.prediction.saved().items()}
+        return tags
+
+    def digest(self) -> str:
+        return hashlib.sha256(canonical_json(self.saved())).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of a rank: its speed, the link, and a GPU that is idle as other ranks have none."""
+
+    speed: Speed
+    link: Link | None
+    gpu: Speed | None = None
+    gpu_too_small: bool = False  # for this model and micro-batch
+
+
+def measure_all(
+    group: Group, model: GPT, optimizer: MuonAdamW, numerics: Numerics, gpu: Numerics | None, batch_size: int
+) -> list[Measured]:
+    """The measurements of every rank. All measure at the same time: ranks on one host share it."""
+    link = measure_link(group, numerics.device)
+    speed = measure_speed(model, optimizer, batch_size)
+    on_gpu = measure_gpu(gpu, model, batch_size) if gpu else None
+    mine = asdict(Measured(speed, link, on_gpu, gpu is not None and on_gpu is None))
+    gathered = map(json.loads, group.gather_bytes(json.dumps(mine).encode()))
+    return [
+        Measured(
+            Speed(**one["speed"]),
+            Link(**one["link"]) if one["link"] else None,
+            Speed(**one["gpu"]) if one["gpu"] else None,
+            one["gpu_too_small"],
+        )
+        for one in gathered
+    ]
+
+
+def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
+    """The work and the transfers of a step, for the cost model."""
+    counts = model.param_counts()
+    tables = counts["wte"] + counts["value_embeds"]
+
+    @functools.cache
+    def first_seen() -> NDArray[np.int64]:
+        """The row, in the order of the run, of the first occurrence of each token; ascending."""
+        count = min(COUNTED_TOKENS // config.sequence_len, len(data.train))
+        rows = data.train[batch_rows(config.seed, 0, count, len(data.train))]
+        _, first = np.unique(rows[:, :-1], return_index=True)
+        return np.sort(first // config.sequence_len)
+
+    def active(rows: int) -> int:
+        """The number of active rows of the first `rows` rows of data."""
+        return int(np.searchsorted(first_seen(), rows))
+
+    return StepWork(
+        tables=tables,
+        table_width=tables // plan.model.padded_vocab_size,
+        matrices=counts["transformer_matrices"],
+        others=counts["lm_head"] + counts["scalars"],
+        matrix_flops=tuple(float(matrix.flops) for matrix in optimizer.muon_parameters()),
+        micro_batch=config.device_batch_size,
+        active=active,
+        value_bytes=next(model.parameters()).element_size(),
+    )
+
+
+def rank_names(peers: Sequence[Peer]) -> list[str]:
+    """The host of each rank, with the rank if the host has several."""
+    counts = Counter(peer.host for peer in peers)
+    return [peer.host if counts[peer.host] == 1 else f"{peer.host}/{peer.rank}" for peer in peers]
+
+
+def decide(
+    measured: Sequence[Measured],
+    names: Sequence[str],
+    plan: Plan,
+    work: StepWork,
+    config: RunConfig,
+    by_speed: bool,
+    obstacles: Mapping[int, str],
+) -> tuple[Placement, list[str]]:
+    """The placement, and lines to log about it. A pure function. by_speed: split the rows by speed.
+
+    Owner ranks are weighted by speed if anything is automatic. If the GPU of one host is faster than all
+    hosts together, `alone` names that host. obstacles: by rank, why the run cannot move there.
+    """
+    rows, length = plan.rows_per_step, plan.model.sequence_len
+    speeds = [one.speed for one in measured]
+    cost_model = CostModel(speeds, _slowest_link(measured), work, names, by_speed, Outer.of(config))
+    change = first_split([speed.row for speed in speeds], rows, names) if by_speed else None
+    shares = change.shares if change else plan.shares
+    modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
+    best = choose_mode(cost_model, rows, modes)
+    mode = best if config.sync == "auto" else config.sync
+    step = cost_model.step(mode, rows, shares)
+    gpus = {rank: one.gpu for rank, one in enumerate(measured) if one.gpu}
+    faster_host = find_faster_host(gpus, rows, step, obstacles)
+    transfers = faster_host is not None and not faster_host.obstacle
+    lines = []
+    if change and not transfers:
+        lines.append(f"rows of a step: {change.reason}")
+    if config.sync == "auto" and not transfers and len(names) > 1:
+        others = ", ".join(other for other in modes if other != mode)
+        lines.append(f"sync is {mode}, the fastest by prediction (not {others})")
+    elif mode in modes and mode != best:
+        lines.append(f"sync=auto would take {best}: {cost_model.step(best, rows, shares):.3g} s a step")
+    alone_seconds, rank = cost_model.single_host(rows)
+    lines.append(
+        render_predictions(
+            cost_model, rows, length, SYNC_MODES, {names[rank]: gpu for rank, gpu in gpus.items()}
+        )
+    )
+    if not transfers:
+        lines.append(warn_of_baseline(cost_model, rows, length, mode))
+    if faster_host:
+        lines.append(faster_host.verdict(names))
+    lines += [
+        f"warning: the GPU of {name} has too little memory for this model and device_batch_size."
+        for name, one in zip(names, measured, strict=True)
+        if one.gpu_too_small
+    ]
+    prediction = Prediction(mode, round(step, 4), round(alone_seconds, 4), names[rank])
+    owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
+    placement = Placement(mode, tuple(shares), tuple(owners), prediction, faster_host if transfers else None)
+    return placement, [line for line in lines if line]
+
+
+def _slowest_link(measured: Sequence[Measured]) -> Link | None:
+    links = [one.link for one in measured if one.link]
+    if not links:
+        return None
+    return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
+
+
+def broadcast_placement(group: Group, placement: Placement | None) -> Placement:
+    """The placement of rank 0, on every rank."""
+    mine = json.dumps(placement.saved()).encode() if placement is not None and group.rank == 0 else b""
+    return Placement.load(json.loads(group.gather_bytes(mine)[0]))
+
+
+def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
+    """The placement of a checkpoint of the same hosts, except shares set by hand and a named sync mode."""
+    before = meta.get("arrangement") or {}
+    return replace(
+        placement,
+        shares=tuple(meta["shares"]) if by_speed else placement.shares,
+        sync=before.get("sync", placement.sync) if auto else placement.sync,
+        owner_speeds=tuple(before.get("owner_speeds", ())),
+        prediction=Prediction.load(before.get("prediction")),
+    )
+
+
+def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
+    """Raise Final, naming the ranks, if their placements differ."""
+    odd = [
+        f"{peer} has {digest}" for peer, digest in zip(peers, digests, strict=True) if digest != digests[0]
+    ]
+    if odd:
+        raise Final(f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}.")

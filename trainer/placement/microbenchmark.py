@@ -1,0 +1,146 @@
+"""The speed of this rank at the work of the run, and of the link to the others, measured before step 0.
+
+    speed = measure_speed(model, optimizer, batch_size=2)   # all ranks at once, as in a step
+    link = measure_link(group, device)
+
+By wall-clock time and for long enough, so that a CPU quota or another user slows the measurement as it will
+slow the run. Weights and optimizer state are overwritten: load them afterwards.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from trainer.distributed.process_group import Group
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import MuonAdamW
+from trainer.sync.buckets import add_only_active_rows
+
+LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota
+WARM_TIMES = 2  # the least repetitions in the mean; the first one also allocates memory and is excluded
+PATIENCE_SECONDS = 100.0  # for one figure; of slower work the first repetition counts
+LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one for a fast link
+LINK_SECONDS = 0.15
+SHORT_MESSAGES = 8
+
+
+@dataclass(frozen=True)
+class Speed:
+    """Seconds of a rank: forward and backward of one row, Muon on all matrices, AdamW on the rest."""
+
+    row: float
+    muon: float
+    adamw: float
+
+    def step_alone(self, rows: int) -> float:
+        """Seconds of a step of so many rows on this rank alone."""
+        return rows * self.row + self.muon + self.adamw
+
+    def saved(self) -> dict[str, float]:
+        return {name: round(value, 6) for name, value in asdict(self).items()}
+
+
+@dataclass(frozen=True)
+class Link:
+    """Bytes per second that each rank sends in a long all-reduce, and the seconds of a short one."""
+
+    bandwidth: float
+    latency: float
+
+    def saved(self) -> dict[str, float]:
+        return {"bandwidth": round(self.bandwidth), "latency": round(self.latency, 6)}
+
+
+def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
+    """Time forward and backward of `batch_size` random rows, and the optimizer, on this rank."""
+    model.init_weights()
+    draw = torch.Generator().manual_seed(1)
+    shape = (batch_size, model.config.sequence_len + 1)
+    tokens = torch.randint(model.config.vocab_size, shape, generator=draw).to(model.device)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    add_only_active_rows(model)
+
+    def passes() -> None:
+        loss = model(tokens[:, :-1], tokens[:, 1:], loss_reduction="sum")
+        loss.backward()
+        loss.item()  # waits for a GPU
+
+    def adamw() -> None:
+        optimizer.step_adamw()
+        _synchronize(model.device)
+
+    optimizer.set_schedule(1.0, 0.95, 1.0)
+    speed = Speed(
+        row=_seconds_of(passes) / batch_size, muon=_muon_seconds(optimizer, model), adamw=_seconds_of(adamw)
+    )
+    optimizer.load_state_dict({})
+    for parameter in model.parameters():
+        parameter.grad = None
+    return speed
+
+
+def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
+    """Time one matrix of each shape, times the number of matrices of that shape."""
+    matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
+    total = 0.0
+    for shape, matrix in matrices.items():
+        count = sum(other.parameter.shape == shape for other in optimizer.muon_parameters())
+
+        def step(parameter: torch.nn.Parameter = matrix.parameter) -> None:
+            optimizer.muon_update(parameter)
+            _synchronize(model.device)
+
+        total += count * _seconds_of(step, LEAST_SECONDS / len(matrices))
+    return total
+
+
+def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
+    """The mean seconds of some work after the first repetition, over `least` seconds; else the first."""
+    times: list[float] = []
+    began = time.monotonic()
+    while sum(times[1:]) < least or len(times) <= WARM_TIMES:
+        started = time.monotonic()
+        if times and started - began + times[0] > PATIENCE_SECONDS:
+            break
+        work()
+        times.append(time.monotonic() - started)
+    return statistics.mean(times[1:] or times)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure_link(group: Group, device: torch.device) -> Link | None:
+    """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
+
+    Each rank has its own figures, from the same number of collectives.
+    """
+    if group.world_size == 1:
+        return None
+    n = group.world_size
+    short = torch.zeros(1, device=device)
+    group.all_reduce([short])  # all ranks start together
+    began = time.monotonic()
+    for _ in range(SHORT_MESSAGES):
+        group.all_reduce([short])
+    latency = (time.monotonic() - began) / SHORT_MESSAGES
+    for size in LINK_BYTES:
+        payload = torch.zeros(size // 4, device=device)
+        began = time.monotonic()
+        group.all_reduce([payload])
+        _synchronize(device)
+        seconds = torch.tensor([time.monotonic() - began], dtype=torch.float64)
+        group.all_reduce([seconds])  # so that all ranks continue, or none
+        mean = seconds.item() / n
+        if mean > LINK_SECONDS:
+            break
+    return Link(2 * (n - 1) / n * size / mean, latency)

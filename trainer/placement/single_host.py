@@ -1,0 +1,118 @@
+"""The transfer of a run to one host whose GPU is faster than all ranks on their CPUs.
+
+speed = speed_on(numerics, model, batch_size)              # on the rank that has one
+alone = fastest_alone({1: speed}, rows, step, obstacles)   # the same on every rank
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.config import RunConfig
+from trainer.distributed.process_group import Peer
+from trainer.host.numerics import Numerics
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import build_optimizer
+from trainer.outcome import TransferToHost
+from trainer.placement.microbenchmark import Speed, measure_speed
+
+
+@dataclass(frozen=True)
+class FasterHost:
+    """A rank whose GPU is faster than all ranks on their CPUs, in seconds per step.
+
+    obstacle: why the run cannot move to its host; empty if it can.
+    """
+
+    rank: int
+    seconds: float
+    together: float
+    obstacle: str = ""
+
+    def sentence(self, names: Sequence[str]) -> str:
+        return (
+            f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, {len(names)} ranks "
+            f"together, on their CPUs, {self.together:.3g} s."
+        )
+
+    def verdict(self, names: Sequence[str]) -> str:
+        if self.obstacle:
+            return f"warning: {self.sentence(names)} The run does not move there: {self.obstacle}."
+        return f"sync is auto: {self.sentence(names)} That host should train alone."
+
+    def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
+        """The end of these ranks: a process group cannot shrink to one host, so that host is started anew."""
+        host = peers[self.rank].host
+        sentence = (
+            f"{self.sentence(names)} The run is for {host} alone, or for all with another sync than auto."
+        )
+        return TransferToHost(sentence, host, self.seconds, self.together, "\n".join(table))
+
+
+def find_obstacles(
+    config: RunConfig,
+    fixed_shares: Sequence[int],
+    meta: Mapping[str, Any],
+    peers: Sequence[Peer],
+    requested: bool,
+) -> dict[int, str]:
+    """By rank, why a run that starts with this meta cannot move to the host of that rank.
+
+    requested: whether a person started this attempt; nobody moves a run that has restarted by itself.
+    """
+    why = ""
+    if config.sync != "auto":
+        why = f"sync is {config.sync}, not auto"
+    elif fixed_shares:
+        why = "its shares are set by hand"
+    elif meta.get("step"):
+        why = "it resumes from a checkpoint"
+    elif not requested:
+        why = "it has restarted by itself, so nobody starts it on another host"
+    if why:
+        return {peer.rank: why for peer in peers}
+    elsewhere = [peer.rank for peer in peers if "imported" in meta and peer.host != peers[0].host]
+    return dict.fromkeys(elsewhere, f"its imported weights are on {peers[0].host}")
+
+
+def find_faster_host(
+    gpus: Mapping[int, Speed], rows: int, step: float, obstacles: Mapping[int, str]
+) -> FasterHost | None:
+    """The fastest GPU, by rank, if its step of so many rows is shorter than `step` of all ranks.
+
+    A GPU without an obstacle goes first.
+    """
+    faster = [
+        (rank in obstacles, gpu.step_alone(rows), rank)
+        for rank, gpu in gpus.items()
+        if gpu.step_alone(rows) < step
+    ]
+    if not faster:
+        return None
+    _, seconds, rank = min(faster)
+    return FasterHost(rank, round(seconds, 6), round(step, 6), obstacles.get(rank, ""))
+
+
+def measure_gpu(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
+    """The speed of a model of this shape on the GPU; None if its memory is too small. Frees the GPU."""
+    torch.cuda.set_device(gpu.device)
+    try:
+        return _measured_on(gpu, model, batch_size)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def _measured_on(gpu: Numerics, model: GPT, batch_size: int) -> Speed:
+    there = GPT(model.config).to(gpu.device, gpu.dtype)
+    rates = dict.fromkeys(("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "weight_decay"), 0.1)
+    optimizer = build_optimizer(there, **rates)
+    there.compute_dtype = optimizer.compute_dtype = gpu.compute_dtype
+    return measure_speed(there, optimizer, batch_size)

@@ -1,0 +1,149 @@
+"""What follows from a run's knobs once vocabulary and ranks are known: batch, horizon, scales, cost."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from trainer.config import ConfigError, RunConfig
+from trainer.data.loader import equal_split
+from trainer.formatting import render_table
+from trainer.model.gpt import GPT, GPTConfig, scaling_params
+from trainer.optim.lr_schedule import (
+    REFERENCE_DEPTH,
+    BatchScales,
+    auto_batch_size,
+    batch_scales,
+    steps_for_ratio,
+)
+from trainer.optim.muon_adamw import width_scale
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The run in numbers. `shares` is the number of rows of a step that each rank takes."""
+
+    model: GPTConfig
+    scaling_params: int
+    total_batch_size: int
+    num_iterations: int
+    scales: BatchScales
+    shares: list[int]
+
+    @property
+    def rows_per_step(self) -> int:
+        return sum(self.shares)
+
+
+def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = ()) -> Plan:
+    """Derive the plan; `shares` are the rows of a step by rank, none for shares as equal as can be.
+
+    Raises ConfigError when a step has fewer rows than there are ranks, or the shares do not make it up.
+    """
+
+    def model_of(depth: int) -> GPTConfig:
+        return GPTConfig.from_depth(
+            depth,
+            vocab_size=vocab_size,
+            sequence_len=config.sequence_len,
+            aspect_ratio=config.aspect_ratio,
+            head_dim=config.head_dim,
+            n_kv_head=config.n_kv_head,
+            window_pattern=config.window_pattern,
+        )
+
+    model = model_of(config.depth)
+    size = scaling_params(model)
+    reference = GPTConfig.from_depth(
+        REFERENCE_DEPTH, vocab_size, config.sequence_len, config.aspect_ratio, config.head_dim
+    )
+    reference_size = scaling_params(reference)
+    batch = config.total_batch_size or auto_batch_size(size, reference_size)
+    rows = max(1, round(batch / config.sequence_len))
+    if rows < world_size:
+        raise ConfigError(
+            f"total_batch_size {batch} is {rows} row(s) of {config.sequence_len} tokens, too few for "
+            f"{world_size} ranks: use {world_size * config.sequence_len} or more, or fewer ranks."
+        )
+    if shares and (len(shares) != world_size or sum(shares) != rows):
+        raise ConfigError(
+            f"shares is {','.join(map(str, shares))}: it must be {world_size} number(s), one a rank, that "
+            f"make up the {rows} rows of a step."
+        )
+    batch = rows * config.sequence_len
+    return Plan(
+        model=model,
+        scaling_params=size,
+        total_batch_size=batch,
+        num_iterations=_horizon(config, model, size, batch),
+        scales=batch_scales(batch, size, reference_size),
+        shares=list(shares) or equal_split(rows, world_size),
+    )
+
+
+def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
+    """Steps of the run: as asked, else as many as cost target_flops, else by the size of the model."""
+    if config.num_iterations:
+        return config.num_iterations
+    if config.target_flops:
+        with torch.device("meta"):
+            flops = GPT(model).flops_per_token()
+        return max(1, round(config.target_flops / (flops * batch)))
+    return steps_for_ratio(config.target_param_data_ratio, size, batch)
+
+
+def describe_plan(
+    plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
+) -> str:
+    """The table a person reads before step 0. micro_batches: their rows by rank, where they are known."""
+    tokens = plan.total_batch_size * plan.num_iterations
+    flops = model.flops_per_token()
+    counts = model.param_counts()
+    ratio = tokens / plan.scaling_params
+    epochs = tokens / (train_rows * config.sequence_len)
+    sizes = micro_batches or [config.device_batch_size] * len(plan.shares)
+    accumulation = [math.ceil(share / size) for share, size in zip(plan.shares, sizes, strict=True)]
+    shape = plan.model
+    text = [
+        f"depth {shape.n_layer}: width {shape.n_embd}, {_some(shape.n_head, 'head')} of {shape.head_dim} "
+        f"({shape.n_kv_head} key/value), context {shape.sequence_len}, vocabulary {shape.vocab_size:,}",
+        render_table([["parameters", ""], *([name, f"{count:>13,}"] for name, count in counts.items())]),
+        f"{_some(plan.num_iterations, 'step')} of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
+        f"{_by_rank(plan.shares, 'row')} a rank in {_by_rank(accumulation, 'micro-batch')}",
+        f"{flops:,} FLOPs per token, {flops * tokens:.4g} in all",
+        f"{ratio:.3g} tokens per scaling parameter (transformer matrices and lm_head)",
+        f"scales: learning rates {plan.scales.lr:.4f}, Muon's weight decay "
+        f"{config.weight_decay * plan.scales.weight_decay:.6f}, "
+        f"AdamW's width {width_scale(shape.n_embd):.6f}",
+    ]
+    if config.sync == "local" and len(plan.shares) > 1:
+        own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
+        text.append(
+            f"local: each rank steps on its own {own}; ranks meet every {_some(config.local_steps, 'step')}"
+        )
+    if ratio < config.target_param_data_ratio / 2:
+        wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
+        text.append(
+            f"warning: the model will stay undertrained; {config.target_param_data_ratio:g} tokens per "
+            f"scaling parameter would take {wanted:,} steps"
+        )
+    if epochs > 1:
+        text.append(
+            f"the data hold {train_rows * config.sequence_len:,} tokens, so the run reads them {epochs:.1f} "
+            "times; more text would serve it better"
+        )
+    return "\n".join(text)
+
+
+def _by_rank(numbers: Sequence[int], noun: str) -> str:
+    """2 rows where all are alike, else 3/2/2 rows."""
+    counted = _some(max(numbers), noun)
+    return counted if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + counted.lstrip("0123456789,")
+
+
+def _some(number: int, noun: str) -> str:
+    """1 head, 2 heads, 3 micro-batches."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")

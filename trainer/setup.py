@@ -1,0 +1,351 @@
+"""Before step 0: read the data, meet the other ranks, decide on the arithmetic, build the model, take up.
+
+ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say).ready()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import storage
+from trainer.checkpoint.rank_state import load_rank_state
+from trainer.checkpoint.storage import State
+from trainer.checkpoint.train_state import TrainState
+from trainer.config import ConfigError, RunFile, code_digest
+from trainer.data import DataError
+from trainer.data.dataset import Dataset
+from trainer.data.files import write_whole
+from trainer.distributed import consistency
+from trainer.distributed.process_group import Group
+from trainer.distributed.rendezvous import join_store, prefix_of
+from trainer.health.restart_policy import was_requested
+from trainer.health.run_status import RunStatus
+from trainer.health.watchdog import Watchdog
+from trainer.host.cores import usable_cores
+from trainer.host.logger import RunLogger
+from trainer.host.numerics import Numerics, Options, decide_device, explore, restore_numerics
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
+from trainer.placement import decide
+from trainer.placement.decide import Placement
+from trainer.placement.single_host import find_obstacles
+from trainer.run_plan import Plan, make_plan
+from trainer.sync.local import Outer
+from trainer.sync.mode import SyncMode
+from trainer.sync.modes import make_sync
+
+PREDICTION = "prediction.txt"
+
+
+@dataclass
+class RunComponents:
+    """What the loop works with. By rank: what each one computes in, and what its host is."""
+
+    plan: Plan
+    data: Dataset
+    group: Group
+    numerics: Numerics
+    model: GPT
+    optimizer: MuonAdamW
+    sync: SyncMode
+    train_state: TrainState
+    micro_batches: list[int]  # rows, by rank
+    config_digest: str  # the run's, as the release said it that began the run
+    numerics_by_rank: list[dict[str, Any]]
+    facts_by_rank: list[dict[str, str]]
+    placement: Placement
+
+    def checkpoint_meta(self, run_file: RunFile, plan: Plan, state: TrainState) -> dict[str, Any]:
+        """The content of a checkpoint's meta.json. `plan` has the current rows per rank."""
+        done = dataclasses.asdict(state)
+        del done["checkpoint"]
+        return {
+            "run_id": run_file.run_id,
+            **done,
+            "num_iterations": plan.num_iterations,
+            "rows": state.step * plan.rows_per_step,
+            "tokens": state.step * plan.total_batch_size,
+            "config": run_file.config.to_dict(),
+            "config_digest": self.config_digest,
+            "model_config": plan.model.__dict__,
+            "hashes": self.data.hashes,
+            "world_size": self.group.world_size,
+            "shares": plan.shares,
+            "arrangement": self.placement.saved(),
+            "numerics": self.numerics_by_rank,
+            "hosts": [peer.host for peer in self.group.peers],
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
+
+
+class RunSetup:
+    """The way of one rank to step 0, or to the step of the checkpoint that the run goes on from."""
+
+    def __init__(
+        self,
+        run_file: RunFile,
+        data_dir: Path,
+        run_dir: Path,
+        env: RankEnv,
+        run_status: RunStatus,
+        watchdog: Watchdog,
+        log: RunLogger,
+    ) -> None:
+        self.run_file, self.config = run_file, run_file.config
+        self.data_dir, self.run_dir, self.checkpoints = data_dir, run_dir, run_dir / "checkpoints"
+        self.env, self.run_status, self.watchdog, self.log = env, run_status, watchdog, log
+
+    def components(self) -> RunComponents:
+        """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
+        config, env = self.config, self.env
+        self.run_status.enter("load")
+        options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
+        records = self._load_and_meet(options)
+        kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
+        self.numerics = options.on(kind)
+        peers = [record.peer for record in records]
+        self.watchdog.set_peers(peers, {record.rank: record.endpoint for record in records})
+        self.group = Group.open(env, peers, self.store, self.numerics.device)
+        self.run_status.is_waiting = lambda: self.group.is_waiting
+        if env.is_host_leader:
+            self._say_who(records, kind, reason)
+
+        self.run_status.enter("resume")
+        self._build()
+        state = self._state_of_all()
+        self._as_before(state.meta)
+        self._decide_placement(
+            state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
+        )
+        self._make_sync()
+        train_state = self._take_up(state)
+        if self.numerics.threads > usable_cores():
+            self.log(
+                f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
+                "leave threads out to have as many as cores."
+            )
+        mine = json.dumps([self.numerics.saved(), self.numerics.facts(), self.placement.digest()]).encode()
+        saved, computes_in, tables = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
+        decide.compare_placements(self.group.peers, tables)
+        facts = [record.facts | found for record, found in zip(records, computes_in, strict=True)]
+        return RunComponents(
+            self.plan,
+            self.data,
+            self.group,
+            self.numerics,
+            self.model,
+            self.optimizer,
+            self.sync,
+            train_state,
+            [int(record.shown["micro-batch"]) for record in records],
+            str(state.meta.get("config_digest") or config.digest()),
+            list(saved),
+            facts,
+            self.placement,
+        )
+
+    def _say_who(self, records: list[consistency.Record], kind: str, reason: str) -> None:
+        """Which ranks have met, and what each computes in."""
+        ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
+        self.log(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
+        for record in records:
+            wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
+            rows = int(record.shown["micro-batch"])
+            own = (
+                f", {rows} row{'s' * (rows > 1)} a micro-batch"
+                if rows != self.config.device_batch_size
+                else ""
+            )
+            self.log(f"  {record}: {record.shown[kind]}{wire}{own}")
+        idle = ", ".join(str(record) for record in records if "cuda" in record.shown)
+        if idle and kind == "cpu" and self.config.device == "auto" and self.config.sync != "auto":
+            self.log(
+                f"warning: the GPU of {idle} is idle. With sync=auto a run is left to it where it is faster."
+            )
+
+    def predicts(self) -> bool:
+        """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
+        return False
+
+    def trains(self) -> bool:
+        """Whether training is what the ranks have met for."""
+        return True
+
+    def open_data(self) -> Dataset:
+        return Dataset.open(self.data_dir, self.config.sequence_len)
+
+    def _load_and_meet(self, options: Options) -> list[consistency.Record]:
+        """Read the data and agree with all ranks; what is wrong here is told to all of them."""
+        self.store = None
+        if self.env.world_size > 1:
+            self.store = join_store(self.env, self.run_file.run_id)
+            self.watchdog.start_exchange(prefix_of(self.env))
+        problem: ConfigError | DataError | None = None
+        info, hashes = None, {}
+        self.micro_batch = self.config.device_batch_size
+        try:
+            self.micro_batch = self.env.micro_batch(self.micro_batch)
+            self.data = self.open_data()
+            info, hashes = self.data.info, self.data.hashes
+            self.plan = make_plan(
+                self.config, info.vocab_size, self.env.world_size, self.run_file.fixed_shares
+            )
+            if self.run_file.trainer_digest not in ("", code_digest()):
+                raise ConfigError("The run file is of another version of the trainer than this host's.")
+        except (ConfigError, DataError) as error:
+            problem = error
+            if self.store is None:
+                raise
+        record = consistency.make_record(
+            self.env, self.run_file, options, info, hashes, str(problem or ""), self.watchdog.endpoint
+        )
+        record.shown["micro-batch"] = str(self.micro_batch)
+        return consistency.check_consistency(
+            self.store, record, self.env.world_size, is_alive=self.watchdog.is_alive
+        )
+
+    def _build(self) -> None:
+        """The model in the run's number format, and its optimizer."""
+        config, scale = self.config, self.plan.scales
+        self.model = GPT(self.plan.model).to(self.numerics.device, self.numerics.dtype)
+        self.optimizer = build_optimizer(
+            self.model,
+            unembedding_lr=config.unembedding_lr * scale.lr,
+            embedding_lr=config.embedding_lr * scale.lr,
+            matrix_lr=config.matrix_lr * scale.lr,
+            scalar_lr=config.scalar_lr * scale.lr,
+            weight_decay=config.weight_decay * scale.weight_decay,
+        )
+
+    def _state_of_all(self) -> State:
+        """The newest good checkpoint's, or fresh: rank 0 decides, and its bytes go to all."""
+        state: State | None = None
+        problem = None
+        if self.env.is_coordinator:
+            try:
+                state = self._newest_or_fresh()
+            except (ConfigError, DataError) as error:
+                problem = str(error)
+        self.group.raise_problems(problem)
+        return storage.broadcast_state(self.group, state)
+
+    def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
+        """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
+        config, group = self.config, self.group
+        together, automatic = group.world_size > 1, config.sync == "auto"
+        by_speed = self.run_file.by_speed and together
+        self.placement = Placement("exact" if automatic else config.sync, tuple(self.plan.shares))
+        if self._same_hosts(meta):
+            self.placement = decide.restore_placement(self.placement, meta, by_speed, automatic)
+        elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts():
+            measured = decide.measure_all(
+                group, self.model, self.optimizer, self.numerics, gpu, self.micro_batch
+            )
+            names = decide.rank_names(group.peers)
+            work = decide.work_of(self.model, self.optimizer, self.data, self.plan, config)
+            anew = was_requested(self.run_dir)
+            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, anew)
+            placement, said = decide.decide(measured, names, self.plan, work, config, by_speed, obstacles)
+            self.placement = decide.broadcast_placement(group, placement)
+            if self.placement.alone and self.trains():
+                raise self.placement.alone.end(group.peers, names, said)
+            if self.env.is_coordinator:
+                for line in said:
+                    self.log(line, event="arrangement")
+                self._keep(said)
+        self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
+
+    def _keep(self, said: list[str]) -> None:
+        """What was predicted, for whoever has started the run; done without on a full disk."""
+        with contextlib.suppress(OSError):
+            write_whole(self.run_dir / PREDICTION, ("\n".join(said) + "\n").encode())
+
+    def _make_sync(self) -> None:
+        """The way the gradients travel."""
+        self.group.owner_speeds = list(self.placement.owner_speeds)
+        outer = Outer.of(self.config)
+        self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
+
+    def _take_up(self, state: State) -> TrainState:
+        """Begin, or go on, with a state."""
+        self.model.load_state_dict(state.model)
+        self._take_up_optimizer(state)
+        train_state = TrainState.from_meta(state.meta)
+        if state.step:
+            self.log(
+                f"Going on from the checkpoint of step {state.step}.",
+                event="resumed",
+                figures={"step": state.step},
+            )
+            if self.env.is_coordinator:
+                train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
+        return train_state
+
+    def _take_up_optimizer(self, state: State) -> None:
+        """The optimizer's state, and the sync mode's: what this host keeps for its rank, else rank 0's."""
+        common = storage.pop_common_state(state.optim)
+        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
+        own: dict[str, Tensor] = {}
+        if "own_sha256" in state.meta:
+            found = load_rank_state(self.run_dir, state.meta, self.env.rank)
+            if found:
+                own, optim = found
+                mine = optim or mine  # rank 0's is in the checkpoint itself
+            else:
+                self.log(
+                    f"This host has no state of rank {self.env.rank} from step {state.step}: the rank goes "
+                    "on from the run's parameters, with rank 0's optimizer state."
+                )
+        self.optimizer.load_state_dict(mine)
+        self.sync.load(state.step, common, own)
+
+    def _newest_or_fresh(self) -> State:
+        """The state to begin with. Raises ConfigError or DataError where the run's is another one."""
+        storage.remove_leftovers(self.checkpoints)
+        state = storage.newest(self.checkpoints, self.log) or self._fresh()
+        hashes, run_id = self.data.hashes, self.run_file.run_id
+        if state.step:
+            storage.check_continues(state, self.config, hashes, run_id)
+            steps = storage.settled_steps(state.meta, self.config, self.plan.num_iterations)
+            changes = storage.describe_changes(state, self.config, steps, run_id)
+            if changes:
+                self.log(changes, event="changed")
+        elif "imported" in state.meta:
+            storage.check_begins(state, self.plan.model, hashes, run_id)
+            self.log(f"Beginning with the weights of {state.meta['imported']}.")
+        return state
+
+    def _fresh(self) -> State:
+        """Initial weights, drawn by rank 0 alone and on its CPU: unlike processors draw unlike bits."""
+        torch.manual_seed(self.config.seed)
+        model = GPT(self.plan.model).to(self.numerics.dtype)
+        model.init_weights()
+        return State({"step": 0}, dict(model.state_dict()), {})
+
+    def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
+        return meta.get("hosts") == [peer.host for peer in self.group.peers]
+
+    def _as_before(self, meta: Mapping[str, Any]) -> None:
+        """The same hosts keep the shares, number formats and threads they had: so it goes on bitwise."""
+        steps = storage.settled_steps(meta, self.config, self.plan.num_iterations)
+        self.plan = dataclasses.replace(self.plan, num_iterations=steps)
+        if self._same_hosts(meta) and not self.run_file.fixed_shares:
+            self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
+        now = self.numerics
+        if self._same_hosts(meta):
+            self.numerics = restore_numerics(now, meta["numerics"][self.env.rank], self.config.threads)
+        if self.numerics != now:
+            self.log(f"As before: {self.numerics.describe()}")
+        self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

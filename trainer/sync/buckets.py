@@ -1,0 +1,104 @@
+"""Owner ranks of the Muon matrices, and flat tensors of gradients and weights.
+
+A Muon matrix has one owner rank: its gradient is reduced there, only the owner computes the update (different
+CPUs round differently), and the weights are broadcast. That sends as many bytes as an all-reduce and
+distributes the work. Gradients and owned weights are flat tensors with the parameters as views, so that
+nothing is copied for a transfer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from trainer.optim.muon_adamw import MuonAdamW
+
+
+class Owners:
+    """The owner rank of each Muon matrix, assigned by cost and speed; equal on every rank."""
+
+    def __init__(self, optimizer: MuonAdamW, world_size: int, speeds: Sequence[float] = ()) -> None:
+        matrices = optimizer.muon_parameters()
+        owners = assign_owners([matrix.flops for matrix in matrices], world_size, speeds)
+        self._of = {matrix.name: owner for matrix, owner in zip(matrices, owners, strict=True)}
+        self.parts: dict[int, list[nn.Parameter]] = {rank: [] for rank in range(world_size)}
+        for matrix, owner in zip(matrices, owners, strict=True):
+            self.parts[owner].append(matrix.parameter)
+
+    def of(self, name: str) -> int | None:
+        """The owner rank of a parameter; None if all ranks step it."""
+        return self._of.get(name)
+
+
+def add_only_active_rows(model: nn.Module) -> None:
+    """Let backward add only active rows to the gradient of an embedding, not a table of zeros elsewhere.
+
+    The gradients must exist and be dense, as after `flatten_gradients`.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.sparse = True
+            if module.weight.device.type != "cpu":
+                add_rows_deterministically(module.weight)
+
+
+def add_rows_deterministically(table: Tensor) -> None:
+    """Let backward add the rows of a repeated token in a fixed order.
+
+    Autograd adds a sparse gradient by `index_add_`, which does so on a CPU and in any order on CUDA. There
+    `index_put_` sorts the rows first; autograd then has nothing left to add.
+    """
+
+    def add(gradient: Tensor) -> Tensor:
+        assert table.grad is not None
+        indices, values = gradient._indices(), gradient._values()
+        table.grad.index_put_((indices[0],), values, accumulate=True)
+        return torch.sparse_coo_tensor(indices[:, :0], values[:0], gradient.shape, check_invariants=False)
+
+    table.register_hook(add)
+
+
+def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
+    """The owner rank of each piece of work: the largest first, each to the rank that would finish it first.
+
+    `speeds` are relative, by rank; without them all are equal.
+    """
+    owners = [0] * len(costs)
+    load = [0.0] * world_size
+    speeds = speeds or [1.0] * world_size
+    for piece in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        owner = min(range(world_size), key=lambda rank: ((load[rank] + costs[piece]) / speeds[rank], rank))
+        owners[piece] = owner
+        load[owner] += costs[piece]
+    return owners
+
+
+def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One flat tensor of zeros, whose pieces become the `.grad` of the parameters."""
+    flat = _flat_like(parameters)
+    for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
+        parameter.grad = piece
+    return flat
+
+
+@torch.no_grad()
+def flatten_weights(parameters: Sequence[nn.Parameter]) -> Tensor:
+    """One flat tensor with the values of the parameters, which become views of its pieces."""
+    flat = _flat_like(parameters)
+    for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
+        piece.copy_(parameter)
+        parameter.data = piece
+    return flat
+
+
+def _flat_like(parameters: Sequence[nn.Parameter]) -> Tensor:
+    return torch.zeros(
+        sum(p.numel() for p in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+    )
+
+
+def _pieces(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    pieces = flat.split([p.numel() for p in parameters])
+    return [piece.view_as(parameter) for piece, parameter in zip(pieces, parameters, strict=True)]

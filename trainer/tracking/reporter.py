@@ -1,0 +1,212 @@
+"""What a run tells as it goes: each figure once to heartbeat, outcome, tracker and log."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.train_state import TrainState
+from trainer.formatting import duration
+from trainer.health.attempt import Attempt
+from trainer.health.run_status import RunStatus
+from trainer.host.logger import RunLogger
+from trainer.placement.cost_model import Prediction
+from trainer.run_plan import Plan
+from trainer.tracking.tracker import Tracker
+
+SPLIT = ("data", "forward", "backward", "sync", "optimizer")
+LINE_EVERY_SECONDS = 0.5
+MEASURED_STEPS = 3  # after which the expected time is said and collectives get their time-out
+RECENT_STEPS = 50
+SMOOTHING = 0.1  # what the newest step has to say in the share of sync
+
+
+class Reporter:
+    """The figures of this rank's attempt. `plan` and `tracker` come when they are known."""
+
+    plan: Plan
+
+    def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
+        """With `routine`, each step is said: by one rank a host, since all would say the same."""
+        self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
+        self.tracker: Tracker | None = None
+        self.train_state = TrainState()
+        self.durations: list[float] = []  # seconds of this attempt's steps
+        self.sync_share: float | None = None  # of a step's seconds, smoothed
+        self.warning: str | None = None
+        self.prediction: Prediction | None = None
+        self._said = -LINE_EVERY_SECONDS
+
+    @property
+    def measured(self) -> bool:
+        """True after the step by which the pace is known, and only then."""
+        return len(self.durations) == MEASURED_STEPS
+
+    @property
+    def typical(self) -> float:
+        """The mean step after the first, which also warms up; of late ones, for the pace may change."""
+        late = self.durations[1:][-RECENT_STEPS:] or self.durations
+        return sum(late) / len(late)
+
+    @property
+    def median(self) -> float:
+        """The median of the recent steps; the first one, which also warms up, counts while it is alone."""
+        return statistics.median(self.durations[1:][-RECENT_STEPS:] or self.durations)
+
+    @property
+    def expected(self) -> float:
+        """Seconds that the steps left will take."""
+        return (self.plan.num_iterations - self.train_state.step) * self.typical
+
+    def begin(self, plan: Plan, train_state: TrainState) -> None:
+        """The run's length and where it stands are known."""
+        self.plan, self.train_state = plan, train_state
+        self.attempt.update(num_iterations=plan.num_iterations)
+        # No loss yet: it says that this attempt has made a step.
+        self.run_status.update(
+            step=train_state.step, val_bpb=train_state.val_bpb, num_iterations=plan.num_iterations
+        )
+        self.update()
+
+    def update(self, **figures: Any) -> None:
+        """Let the outcome know where the run stands, and the heartbeat `figures` too."""
+        train_state = self.train_state
+        self.attempt.update(
+            step=train_state.step,
+            first_loss=train_state.first_loss,
+            loss=train_state.loss,
+            val_bpb=train_state.val_bpb,
+            checkpoint=train_state.checkpoint,
+        )
+        if figures:
+            self.run_status.update(step=train_state.step, **figures)
+
+    def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
+        """One more step is done: its mean loss, rate multiplier, Muon's rate, duration and bytes sent."""
+        train_state, last = self.train_state, self.plan.num_iterations
+        self.durations.append(seconds)
+        train_state.step += 1
+        train_state.loss = loss
+        train_state.first_loss = loss if train_state.first_loss is None else train_state.first_loss
+        speed = self.plan.total_batch_size / seconds
+        phases = self.run_status.lap()
+        split = {name: phases.get(name, 0.0) for name in SPLIT}
+        average = self.plan.total_batch_size / self.typical
+        share = split["sync"] / seconds
+        before = share if self.sync_share is None else self.sync_share
+        self.sync_share = before + SMOOTHING * (share - before)
+        self.update(
+            loss=loss,
+            tok_per_s=speed,
+            tok_per_s_average=average,
+            step_seconds=self.median,
+            eta_seconds=self.expected,
+            sync_share=round(self.sync_share, 3),
+        )
+        self.attempt.update(tok_per_s=average)
+        figures = {"loss": loss, "lr": lr, "lr_multiplier": rate, "tok_per_s": speed}
+        figures["step_seconds"] = seconds
+        figures |= {f"{name}_s": value for name, value in split.items()}
+        figures["bytes_sent"] = sent
+        if self.tracker is not None:
+            self.tracker.step(train_state.step, figures)
+        edge = len(self.durations) == 1 or train_state.step == last
+        if not self.routine:
+            return
+        if edge or time.monotonic() - self._said >= LINE_EVERY_SECONDS:
+            self._said = time.monotonic()
+            self.log(
+                f"step {train_state.step}/{last} loss {loss:.4f} lr {rate:.2f} "
+                f"{speed:,.0f} tok/s {seconds:.2f} s "
+                f"(data {split['data']:.2f} fwd {split['forward']:.2f} bwd {split['backward']:.2f} "
+                f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {duration(self.expected)}",
+                event="step",
+                figures={"step": train_state.step, **figures, "eta_seconds": self.expected},
+            )
+
+    def checkpoint(self, run_dir: Path) -> None:
+        """The heartbeat names the newest checkpoint, with its step and when it was written."""
+        path = self.train_state.checkpoint
+        if path is None:
+            return
+        with contextlib.suppress(OSError, ValueError):
+            written = (run_dir / path).stat().st_mtime
+            step = int(path.rpartition("_")[2])
+            self.run_status.update(checkpoint={"step": step, "time": written, "path": path})
+
+    def warn(self, sentence: str | None) -> None:
+        """What the heartbeat tells a person to look after, though the run goes on; None when it is over."""
+        if sentence != self.warning:
+            self.warning = sentence
+            self.run_status.update(warning=sentence)
+
+    def expected_time(self) -> None:
+        """Say how long the rest will take."""
+        left, seconds = self.plan.num_iterations - self.train_state.step, self.expected
+        if not left:
+            return
+        at = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
+        self.log(f"About {duration(seconds)} for the {left} step{'s' * (left > 1)} left, until {at}.")
+
+    def evaluation(self, bpb: float, loss: float) -> bool:
+        """An evaluation of the present step; returns whether it is the best so far."""
+        train_state = self.train_state
+        train_state.val_bpb, train_state.val_bpb_step = bpb, train_state.step
+        is_best = train_state.best_val_bpb is None or bpb < train_state.best_val_bpb
+        if is_best:
+            train_state.best_val_bpb = bpb
+        self.update(val_bpb=bpb)
+        if self.tracker is not None:
+            figures = {"val_bpb": bpb, "val_loss": loss}
+            self.tracker.step(train_state.step, figures)
+            self.log(
+                f"step {train_state.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}",
+                event="evaluation",
+                figures={"step": train_state.step, **figures},
+            )
+        return is_best
+
+    def sample(self, text: str) -> None:
+        """Text that the model continued."""
+        self.attempt.update(sample=text)
+        if self.tracker is not None:
+            self.tracker.sample(self.train_state.step, text)
+        visible = "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
+        self.log(
+            f"sample: {visible}", event="sample", figures={"step": self.train_state.step, "sample": text}
+        )
+
+    def shares(self, shares: Sequence[int], reason: str = "") -> None:
+        """Who takes how many rows of a step from now on; with a `reason` where that has changed."""
+        self.run_status.update(shares=list(shares))
+        if self.tracker is None:
+            return
+        rows = {f"rows.{rank}": float(share) for rank, share in enumerate(shares)}
+        self.tracker.step(self.train_state.step, rows)
+        if reason:
+            step = self.train_state.step
+            self.log(f"step {step}: {reason}", event="shares", figures={"step": step, "shares": list(shares)})
+
+    def compare(self) -> None:
+        """Prediction and outcome side by side, for the tracker."""
+        if self.tracker is not None and self.prediction is not None and self.durations:
+            figures = {"predicted_step_seconds": self.prediction.step_seconds}
+            self.tracker.step(self.train_state.step, {**figures, "measured_step_seconds": self.median})
+
+    def done(self) -> str:
+        """The sentence a finished run ends with."""
+        loss, bpb = self.train_state.loss, self.train_state.val_bpb
+        steps = self.plan.num_iterations
+        what = f"All {steps} steps" if steps > 1 else "The only step"
+        closing = f"{what} done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
+        if self.prediction is not None and self.durations:
+            closing += f" {self.prediction.against(self.median)}"
+        return closing
+
+
+def _figure(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.4f}"

@@ -1,0 +1,61 @@
+"""What the tracker is told about a run: every knob and what follows from it as params, the rest as tags.
+
+Params cannot change on an MLflow server, so what may differ between attempts (hosts, shares) is a tag.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from trainer.config import RunFile, code_digest
+from trainer.host.facts import tags_of_hosts
+from trainer.tracking.files import Facts
+
+if TYPE_CHECKING:
+    from trainer.data.rows import RowsInfo
+    from trainer.model.gpt import GPT
+    from trainer.run_plan import Plan
+
+
+def facts_of(
+    run_file: RunFile,
+    config_digest: str,
+    plan: Plan,
+    model: GPT,
+    rows: RowsInfo,
+    hashes: Mapping[str, str],
+    hosts: Sequence[str],
+    host_facts: Sequence[Mapping[str, str]],
+    more_tags: Mapping[str, str],
+) -> Facts:
+    """The facts of a run whose model is built; by rank, the names of its hosts and what is known of them."""
+    tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()
+    derived: dict[str, Any] = {
+        **{f"model.{name}": value for name, value in dataclasses.asdict(plan.model).items()},
+        **{f"scale.{name}": value for name, value in plan.scales._asdict().items()},
+        **{f"parameters.{name}": count for name, count in model.param_counts().items()},
+        "plan.scaling_params": plan.scaling_params,
+        "plan.total_batch_size": plan.total_batch_size,
+        "plan.rows_per_step": plan.rows_per_step,
+        "plan.num_iterations": plan.num_iterations,
+        "plan.tokens": tokens,
+        "plan.tokens_per_scaling_param": tokens / plan.scaling_params,
+        "plan.epochs": tokens / (rows.train_rows * plan.model.sequence_len),
+        "plan.flops_per_token": flops,
+        "plan.flops": flops * tokens,
+    }
+    tags = {
+        "digest.config": config_digest,
+        "digest.run_file": run_file.digest(),
+        "digest.trainer": code_digest(),
+        **{f"digest.{name}": value for name, value in hashes.items()},
+        "hosts": " ".join(hosts),
+        "world_size": str(len(hosts)),
+        "shares": "/".join(map(str, plan.shares)),
+        **tags_of_hosts(host_facts),
+        **more_tags,
+    }
+    params = {name: str(value) for name, value in {**run_file.config.to_dict(), **derived}.items()}
+    return Facts(run_file.run_id, config_digest, params, tags)
