@@ -60,12 +60,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, for programs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
-    knobs = parser.add_argument_group("knobs of the run")
-    for knob in dataclasses.fields(RunConfig):
-        if knob.name not in SET_HERE:
-            flag = "--" + knob.name.replace("_", "-")
-            help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
-            knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+    settings = parser.add_argument_group("knobs of the run")
+    for setting in dataclasses.fields(RunConfig):
+        if setting.name not in SET_HERE:
+            flag = "--" + setting.name.replace("_", "-")
+            help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
+            settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
 
 
 class Progress(RunLogger):

@@ -78,7 +78,7 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
-    knobs: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "depth": model.n_layer,
         "aspect_ratio": _aspect_ratio(model, user.get("aspect_ratio")),
         "head_dim": model.head_dim,
@@ -91,10 +91,10 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
         value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
         with contextlib.suppress(ConfigError):  # a value that is none of ours leaves the default
             RunConfig.from_strings({name: value})
-            knobs[name] = value
-    if knobs.get("num_iterations"):
-        knobs.pop("target_flops", None)  # for upstream, too, the number of steps comes first
-    return RunConfig.from_strings(knobs)
+            settings[name] = value
+    if settings.get("num_iterations"):
+        settings.pop("target_flops", None)  # for upstream, too, the number of steps comes first
+    return RunConfig.from_strings(settings)
 
 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
