@@ -59,7 +59,7 @@ test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 
 test-full: lab-tools lint ## everything
 	pytest -n 2 --dist worksteal -m "not lab"
 	scripts/bootstrap.sh noble
-	scripts/molecule.sh default trixie noble network reset nosudo three upgrade
+	scripts/molecule.sh default trixie noble network reset nosudo three upgrade installed
 	pytest -m lab
 
 .PHONY: test-faults

@@ -33,7 +33,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bars import bars_table, host_table, speed_beside_solo
 from benchmarks.stages import (
     A_THIRD,
     DEPTH,
@@ -53,6 +52,7 @@ from benchmarks.stages import (
     plain,
     steps_of,
 )
+from benchmarks.targets import host_table, speed_beside_solo, targets_table
 from fleet import corpus
 from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
@@ -351,7 +351,7 @@ def conclude(job: Job) -> int:
                 rows[f"{group.name}/{row['stage']}"] = row
                 beside = speed_beside_solo(results[row["stage"]], results.values(), group.slow_second)
                 row["speed_beside_solo"] = beside
-    lines += [bars_table(rows), ""]
+    lines += [targets_table(rows), ""]
     for group in GROUPS:
         path = job.out / group.name / "bench.md"
         if path.exists():

@@ -1,4 +1,4 @@
-"""The trainer's commands; each one has its own --help.
+"""The subcommands of the trainer; each has its own --help.
 
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
@@ -33,102 +33,114 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line; torch is not imported for it."""
+    """The argument parser. It does not import torch."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer", description="Train nanochat models data-parallel."
     )
     names = ",".join(COMMANDS)
     commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
 
-    command = commands.add_parser("prepare", allow_abbrev=False, help="text to shards, tokenizer and rows")
+    command = commands.add_parser(
+        "prepare", allow_abbrev=False, help="turn text into shards, a tokenizer and rows"
+    )
     from trainer.data import prepare
 
     prepare.add_arguments(command)
 
-    command = commands.add_parser("train", allow_abbrev=False, help="train, alone or under torchrun")
-    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    command = commands.add_parser("train", allow_abbrev=False, help="train, as one process or under torchrun")
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     command.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files go"
+        "--run-dir", type=Path, required=True, metavar="DIR", help="directory for the files of the run"
     )
     command.add_argument(
-        "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
+        "--tracker-uri", default="", metavar="URI", help="address of MLflow (default: MLFLOW_TRACKING_URI)"
     )
-    command.add_argument("--json", action="store_true", help="log one JSON object a line, for programs")
+    command.add_argument("--json", action="store_true", help="log one JSON object per line")
     add_run_arguments(command)
 
-    command = commands.add_parser("plan", allow_abbrev=False, help="predict what a step takes, by sync mode")
-    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    command = commands.add_parser(
+        "plan", allow_abbrev=False, help="predict the seconds of a step in each sync mode"
+    )
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     add_run_arguments(command)
 
-    command = commands.add_parser("bench", allow_abbrev=False, help="what a step takes, and of what parts")
+    command = commands.add_parser(
+        "bench", allow_abbrev=False, help="measure the seconds of a step and its parts"
+    )
     from trainer.bench import cli as bench_cli
 
     bench_cli.add_arguments(command)
 
-    command = commands.add_parser("track", allow_abbrev=False, help="send a run to its tracker after the run")
+    command = commands.add_parser(
+        "track", allow_abbrev=False, help="send the figures of a run to its tracker"
+    )
     from trainer.tracking import sender
 
     sender.add_arguments(command)
 
-    command = commands.add_parser("again", allow_abbrev=False, help="whether another attempt makes sense")
+    command = commands.add_parser("again", allow_abbrev=False, help="decide whether to restart a run")
     restart_policy.add_arguments(command)
 
-    command = commands.add_parser("sample", allow_abbrev=False, help="text from a checkpoint")
+    command = commands.add_parser("sample", allow_abbrev=False, help="generate text from a checkpoint")
     add_sample_arguments(command)
 
     from trainer.interchange import cli
 
     cli.add_export_arguments(
-        commands.add_parser("export", allow_abbrev=False, help="a checkpoint as upstream nanochat's")
+        commands.add_parser("export", allow_abbrev=False, help="write a checkpoint in the format of nanochat")
     )
-    cli.add_import_arguments(
-        commands.add_parser("import", allow_abbrev=False, help="upstream nanochat's files as ours")
-    )
+    cli.add_import_arguments(commands.add_parser("import", allow_abbrev=False, help="read files of nanochat"))
     return parser
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
-    """What makes a run's file: one that is there, or knobs."""
-    command.add_argument("--run-file", type=Path, metavar="FILE", help="run.json, instead of the knobs below")
+    """The options that define a run: a run file, or settings."""
     command.add_argument(
-        "--run-id", metavar="NAME", help="the run's name (default: from depth and configuration)"
+        "--run-file", type=Path, metavar="FILE", help="run.json, instead of the settings below"
+    )
+    command.add_argument(
+        "--run-id", metavar="NAME", help="name of the run (default: from depth and configuration)"
     )
     command.add_argument(
         "--shares",
         default="",
         metavar="N,N",
-        help="rows of a step by rank; auto: by measured speed (default: as equal as can be)",
+        help="rows per rank; auto: by measured speed (default: equal)",
     )
-    knobs = command.add_argument_group("knobs of the run")
-    for knob in dataclasses.fields(RunConfig):
-        flag = "--" + knob.name.replace("_", "-")
-        help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
-        knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+    settings = command.add_argument_group("settings of the run")
+    for setting in dataclasses.fields(RunConfig):
+        flag = "--" + setting.name.replace("_", "-")
+        help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
+        settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory"
     )
-    parser.add_argument("--prompt", default="", metavar="TEXT", help="what the text begins with")
-    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="at most (%(default)s)")
+    parser.add_argument("--prompt", default="", metavar="TEXT", help="start of the text")
+    parser.add_argument(
+        "--max-tokens", type=int, default=128, metavar="N", help="tokens to generate at most (%(default)s)"
+    )
     parser.add_argument(
         "--temperature",
         type=number_from_zero,
         default=0.8,
         metavar="X",
-        help="0: the likeliest token (%(default)s)",
+        help="0: always the most likely token (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=42, metavar="N", help="of the draws (%(default)s)")
+    parser.add_argument(
+        "--seed", type=int, default=42, metavar="N", help="seed of the sampling (%(default)s)"
+    )
 
 
 def run_file_from(args: argparse.Namespace) -> RunFile:
-    """The run file that --run-file names, or one made of the knobs. Raises ConfigError."""
+    """The run file of --run-file, or one from the settings. Raises ConfigError."""
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
     if args.run_file:
         if given or args.run_id or args.shares:
             raise ConfigError(
-                "--run-file says everything: leave the knobs, --run-id and --shares away, or the run file."
+                "--run-file has all settings: remove it, or the other settings, --run-id and --shares."
             )
         return RunFile.load(args.run_file)
     config = RunConfig.from_strings(given)
@@ -136,7 +148,7 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run one attempt and write its outcome, whatever happens."""
+    """Run one attempt and write its outcome."""
     from trainer.health.attempt import run_attempt
     from trainer.host.logger import RunLogger
     from trainer.host.rank_env import RankEnv
@@ -145,7 +157,7 @@ def train(args: argparse.Namespace) -> int:
 
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
-            log("Importing torch; on a cold disk that takes a while.")
+            log("Importing torch; after a reboot this may take a minute.")
         from trainer.train import train as train_run
 
         return train_run(run_file, args.data_dir, args.run_dir, env, attempt, log, args.tracker_uri)
@@ -213,7 +225,7 @@ COMMANDS = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The arguments of a command; a misspelt option is told with the nearest one there is."""
+    """Parse the arguments; a misspelt option is reported with the nearest known one."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -226,7 +238,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code. Bad input ends with a sentence and 2."""
+    """Run a subcommand; returns its exit code. Bad input prints a sentence and returns 2."""
     args = parse(argv)
     try:
         return COMMANDS[args.command](args)
@@ -235,7 +247,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # who read it has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
 
@@ -243,5 +255,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     flush_streams()
-    # A lost peer leaves Gloo's threads waiting for it; the interpreter would wait for them.
+    # After a lost peer, threads of Gloo wait for it, and the interpreter would wait for them.
     os._exit(code)

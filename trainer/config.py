@@ -1,12 +1,12 @@
-"""One frozen dataclass for a run: its settings, their casts and checks, its digest and its default name.
+"""The settings of a run in one frozen dataclass, with casts, checks, digest and default name.
 
 Each setting belongs to one of three sections. Those of `identity` define what is trained: they are the run's
 digest, and fixed once the run has begun. `horizon` is how long it trains, and may change when the run is
-resumed. `runtime` may change at every start, since it changes nothing but the order of addition.
+resumed. `runtime` may change at every start: it changes only the order of addition.
 
 Run files and checkpoints keep all of them, with SCHEMA. A release that adds, removes or changes a setting of
-`identity` raises SCHEMA, so that an older release refuses what it would train otherwise; `migrate` brings
-what older releases wrote up to date.
+`identity` raises SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
+converts the files of older releases.
 
 Only the standard library is imported, so that a controller without torch can check and name a run:
 
@@ -36,94 +36,96 @@ DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast", "local")
 LOCAL_BITS = (4, 8, 32)
-EXACT_MODES = ("dense", "exact")  # the same sums, in the run's own number format
-NEAR_MODES = ("fast",)  # other roundings; local is another way of training
+EXACT_MODES = ("dense", "exact")  # equal sums, in the number format of the run
+NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 
 
 class ConfigError(ValueError):
-    """A knob or a run file that cannot be used; the message is for the person who set it."""
+    """A setting or run file that cannot be used; the message is for the person who set it."""
 
 
 class NewerSchemaError(ConfigError):
     """A run file or checkpoint of a release newer than this one."""
 
 
-def knob(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
+def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
     """A field with the sentence that explains it (shown by `python -m trainer train --help`).
 
-    more: `before`, the value by which runs behaved that have no such setting, where it is not the default.
+    more: `before`, the value for runs of releases without this setting, if it is not the default.
     """
     return field(default=default, metadata={"help": help, "section": section, **more})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Every setting of a run; checked when it is made. See `from_strings` for values that arrive as text."""
+    """Every setting of a run, checked at construction. `from_strings` takes values as text."""
 
-    depth: int = knob(8, "transformer layers, the one dial: width, heads and rates follow from it")
-    aspect_ratio: int = knob(64, "width per layer: n_embd is depth * aspect_ratio rounded up to whole heads")
-    head_dim: int = knob(128, "width of one attention head, even")
-    n_kv_head: int = knob(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
-    sequence_len: int = knob(1024, "tokens of context, T")
-    window_pattern: str = knob("SSSL", "attention windows tiled over the layers: S short, L whole context")
-    device_batch_size: int = knob(2, "rows of a micro-batch: more is faster and takes more memory", RUNTIME)
-    total_batch_size: int = knob(4096, "tokens of a step, all ranks together; 0 or auto: by the model's size")
-    num_iterations: int = knob(
+    depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
+    aspect_ratio: int = setting(
+        64, "width per layer: n_embd is depth * aspect_ratio rounded up to whole heads"
+    )
+    head_dim: int = setting(128, "width of one attention head, even")
+    n_kv_head: int = setting(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
+    sequence_len: int = setting(1024, "tokens of context, T")
+    window_pattern: str = setting("SSSL", "attention windows tiled over the layers: S short, L whole context")
+    device_batch_size: int = setting(
+        2, "sequences of a micro-batch: more is faster and takes more memory", RUNTIME
+    )
+    total_batch_size: int = setting(
+        4096, "tokens of a step over all ranks; 0 or auto: by the size of the model"
+    )
+    num_iterations: int = setting(
         5000, "steps of the run; 0: from target_flops or, without it, target_param_data_ratio", HORIZON
     )
-    target_flops: float = knob(0.0, "floating-point operations of the whole run; 0: not asked for", HORIZON)
-    target_param_data_ratio: float = knob(
-        12.0, "tokens per scaling parameter, where nothing else is asked", HORIZON
+    target_flops: float = setting(0.0, "floating-point operations of the whole run; 0: not set", HORIZON)
+    target_param_data_ratio: float = setting(
+        12.0, "tokens per scaling parameter, if no other horizon is set", HORIZON
     )
-    unembedding_lr: float = knob(0.008, "AdamW rate of lm_head")
-    embedding_lr: float = knob(0.3, "AdamW rate of wte; value embeddings take half of it")
-    matrix_lr: float = knob(0.02, "Muon rate of the matrices in the blocks")
-    scalar_lr: float = knob(0.5, "AdamW rate of the per-layer scalars")
-    weight_decay: float = knob(0.28, "Muon's cautious decay before scaling")
-    warmup_steps: int = knob(40, "steps of linear warm-up")
-    warmdown_ratio: float = knob(0.65, "share of the run over which rates fall")
-    final_lr_frac: float = knob(0.05, "what is left of the rates at the end")
-    eval_every: int = knob(250, "steps between evaluations; 0: only at the end", RUNTIME)
-    eval_tokens: int = knob(65536, "validation tokens of an evaluation, all ranks together", RUNTIME)
-    sample_every: int = knob(0, "steps between samples of text; 0: only at the end", RUNTIME)
-    save_every: int = knob(0, "steps between checkpoints; 0: by save_minutes alone", RUNTIME)
-    save_minutes: float = knob(
-        30.0, "minutes between checkpoints; 0: by save_every alone, and at the end", RUNTIME
+    unembedding_lr: float = setting(0.008, "AdamW rate of lm_head")
+    embedding_lr: float = setting(0.3, "AdamW rate of wte; value embeddings take half of it")
+    matrix_lr: float = setting(0.02, "Muon rate of the matrices in the blocks")
+    scalar_lr: float = setting(0.5, "AdamW rate of the per-layer scalars")
+    weight_decay: float = setting(0.28, "Muon's cautious decay before scaling")
+    warmup_steps: int = setting(40, "steps of linear warm-up")
+    warmdown_ratio: float = setting(0.65, "fraction of the run over which rates fall")
+    final_lr_frac: float = setting(0.05, "fraction of the rates at the end")
+    eval_every: int = setting(250, "steps between evaluations; 0: only at the end", RUNTIME)
+    eval_tokens: int = setting(65536, "validation tokens of an evaluation over all ranks", RUNTIME)
+    sample_every: int = setting(0, "steps between samples of text; 0: only at the end", RUNTIME)
+    save_every: int = setting(0, "steps between checkpoints; 0: by save_minutes only", RUNTIME)
+    save_minutes: float = setting(
+        30.0, "minutes between checkpoints; 0: by save_every only, and at the end", RUNTIME
     )
-    keep_checkpoints: int = knob(
-        2, "how many of the newest checkpoints are kept, beside the best one", RUNTIME
-    )
-    seed: int = knob(42, "seed of the weights and of the order of the rows")
-    device: str = knob(
+    keep_checkpoints: int = setting(2, "newest checkpoints to keep, besides the best one", RUNTIME)
+    seed: int = setting(42, "seed of the weights and of the order of the rows")
+    device: str = setting(
         "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)", RUNTIME
     )
-    dtype: str = knob(
+    dtype: str = setting(
         "auto",
-        f"number format of the products: {' or '.join(DTYPES)} (auto: what this host multiplies faster)",
+        f"number format of GEMMs: {' or '.join(DTYPES)} (auto: the faster one on this host)",
     )
-    threads: int = knob(0, "threads of a rank; 0: OMP_NUM_THREADS, else all the cores it may use", RUNTIME)
-    sync: str = knob(
+    threads: int = setting(0, "threads of a rank; 0: OMP_NUM_THREADS, else all usable cores", RUNTIME)
+    sync: str = setting(
         "dense",
-        f"how gradients travel: {' or '.join(SYNC_MODES)}; auto: of {' and '.join(EXACT_MODES)}, which "
-        "compute the same, what is predicted to be faster (local: each rank steps on its own share of "
-        "total_batch_size, and ranks meet every local_steps)",
+        f"sync mode: {' or '.join(SYNC_MODES)}; auto: the faster by prediction of "
+        f"{' and '.join(EXACT_MODES)}, which compute the same (local: each rank steps on its own rows of "
+        "total_batch_size, and ranks synchronize every local_steps)",
     )
-    sync_allow: str = knob("", "modes that round otherwise which sync=auto may take as well: fast")
-    local_steps: int = knob(
-        30, "with sync local, steps that a rank makes by itself between two meetings of the same parameters"
+    sync_allow: str = setting("", "modes with other rounding that sync=auto may use too: fast")
+    local_steps: int = setting(
+        30, "with sync local, steps of a rank between two sync rounds of the same parameters"
     )
-    local_lr: float = knob(0.7, "with sync local, rate of the outer step along the ranks' mean")
-    local_momentum: float = knob(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
-    local_bits: int = knob(8, "with sync local, bits of a number on the wire: 8, 4, or 32 for no rounding")
-    local_delay: int = knob(
-        1, "with sync local, steps that hide a meeting's journey over the network, below local_steps"
+    local_lr: float = setting(0.7, "with sync local, learning rate of the outer step")
+    local_momentum: float = setting(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
+    local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, or 32 for no rounding")
+    local_delay: int = setting(
+        1, "with sync local, steps that overlap with the transfer of a sync round, below local_steps"
     )
-    tracker: str = knob(
-        "mlflow", f"where the run is tracked besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME
-    )
-    digest_every: int = knob(
+    tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
+    digest_every: int = setting(
         50, "steps between comparisons of the parameters across ranks; 0: never", RUNTIME
     )
 
@@ -208,7 +210,7 @@ class RunConfig:
         return self.n_embd // self.head_dim
 
     def digest(self) -> str:
-        """64 hex digits over the identity: two runs with equal digests train the same way, however long."""
+        """64 hex digits over the identity: runs with equal digests train equally, over any horizon."""
         return hashlib.sha256(canonical_json(self.section(IDENTITY))).hexdigest()
 
     def default_run_id(self) -> str:
@@ -227,7 +229,7 @@ class RunConfig:
         values = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
 
-    # -- made from text --------------------------------------------------------------------------------
+    # -- from text -------------------------------------------------------------------------------------
 
     @classmethod
     def field_names(cls, section: str = "") -> tuple[str, ...]:
@@ -236,9 +238,9 @@ class RunConfig:
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
-        """The configuration of a run that is resumed: its own, but for the settings that are given anew.
+        """The configuration of a resumed run: its own, with the settings that are given.
 
-        A horizon is given as a whole: steps that are asked for replace a target. Raises ConfigError.
+        A horizon is replaced as a whole: given steps replace a target. Raises ConfigError.
         """
         values, _ = migrate(cls, saved)
         if given.keys() & cls.field_names(HORIZON):
@@ -247,9 +249,9 @@ class RunConfig:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-        """The configuration in a run file or checkpoint, and the names in it that this release lacks.
+        """The configuration in a run file or checkpoint, and its names that this release lacks.
 
-        Raises ConfigError for values that it refuses.
+        Raises ConfigError for invalid values.
         """
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
@@ -265,11 +267,11 @@ class RunConfig:
         for name, value in values.items():
             if name not in known:
                 near = difflib.get_close_matches(str(name), list(known), n=1)
-                hint = f"did you mean {near[0]}?" if near else f"the knobs are {', '.join(known)}."
-                raise ConfigError(f"{name} is not a knob of a run: {hint}")
+                hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}."
+                raise ConfigError(f"{name} is not a setting of a run: {hint}")
             cast[name] = _cast(name, str(known[name].type), value)
         if "num_iterations" not in cast and ("target_flops" in cast or "target_param_data_ratio" in cast):
-            cast["num_iterations"] = 0  # a horizon was asked for, so the default one gives way
+            cast["num_iterations"] = 0  # a given horizon replaces the default one
         return cls(**cast)
 
 
@@ -292,7 +294,7 @@ def _cast(name: str, kind: str, value: Any) -> Any:
 
 
 def number_from_zero(text: str) -> float:
-    """A command line's number: neither negative nor infinite nor "nan", which every comparison lets pass."""
+    """A number of a command line: not negative, finite, and not nan, which passes every comparison."""
     try:
         number = float(text)
     except ValueError:
@@ -310,11 +312,11 @@ def canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-# -- what other releases wrote -----------------------------------------------------------------------------
+# -- files of other releases -------------------------------------------------------------------------------
 
 
 def check_schema(schema: Any, what: str) -> None:
-    """Refuse what a newer release wrote. Raises NewerSchemaError, or ConfigError where it is no schema."""
+    """Raise NewerSchemaError for a file of a newer release, ConfigError for one without a schema."""
     if type(schema) is not int or schema < 1:
         raise ConfigError(f"{what} has no schema of nanofleet's ({schema!r}).")
     if schema > SCHEMA:
@@ -327,7 +329,7 @@ def check_schema(schema: Any, what: str) -> None:
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Saved values for the fields of a dataclass, and the saved names that it lacks.
 
-    A value that is missing is the one by which runs behaved before there was the field, else its default.
+    A missing value is that of runs before the field existed, else its default.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}
@@ -336,7 +338,7 @@ def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str) -> str:
-    """A sentence on settings that were saved and are no longer there."""
+    """A sentence on saved settings that this release no longer has."""
     listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
     return f"{what} has settings that this release no longer has; they are ignored: {listed}."
 
@@ -350,15 +352,15 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class RunFile:
-    """What run.json says: the same bytes on every host of a run."""
+    """The content of run.json, equal bytes on every host of a run."""
 
     run_id: str
     config: RunConfig
     hosts: tuple[str, ...] = ()
     trainer_digest: str = ""
     manifest_sha256: str = ""
-    shares: tuple[int, ...] | str = ()  # rows of a step by rank; none: as equal as can be; auto: by speed
-    chosen_from: tuple[str, ...] = ()  # the hosts of which sync=auto left the run to the one in `hosts`
+    shares: tuple[int, ...] | str = ()  # rows per rank; empty: equal; auto: by speed
+    chosen_from: tuple[str, ...] = ()  # the hosts from which sync=auto chose the one in `hosts`
 
     def __post_init__(self) -> None:
         if any(share < 1 for share in self.fixed_shares):
@@ -376,7 +378,7 @@ class RunFile:
 
     @property
     def fixed_shares(self) -> tuple[int, ...]:
-        """Rows of a step by rank where they were given by hand."""
+        """Rows per rank that are set by hand; else empty."""
         return () if isinstance(self.shares, str) else self.shares
 
     @property
@@ -431,7 +433,7 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Rows of a step by rank, from "3,2" or [3, 2], or auto; nothing for equal ones. Raises ConfigError."""
+    """Rows per rank from "3,2" or [3, 2], or auto; empty for equal ones. Raises ConfigError."""
     if value == BY_SPEED:
         return BY_SPEED
     if value == "equal":
@@ -446,7 +448,7 @@ def parse_shares(value: Any) -> tuple[int, ...] | str:
 
 
 def code_digest() -> str:
-    """64 hex digits over every Python file of this package, by relative name: the trainer's version."""
+    """64 hex digits over all Python files of this package: the version of the trainer."""
     root = Path(__file__).resolve().parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):

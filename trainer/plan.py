@@ -1,4 +1,4 @@
-"""`python -m trainer plan`: what a step would take, alone and in every sync mode. Nothing is trained or kept.
+"""`python -m trainer plan`: predicted seconds of a step, alone and in every sync mode, without training.
 
 python -m trainer plan --data-dir data --depth 8
 torchrun ... -m trainer plan --data-dir data --depth 8 --shares auto        # on every host, as for train
@@ -22,7 +22,7 @@ from trainer.setup import RunSetup
 
 
 class PlanSetup(RunSetup):
-    """The way to step 0, for the sake of what is said on it."""
+    """The setup, for its measurements and prediction."""
 
     def predicts(self) -> bool:
         return True
@@ -32,7 +32,7 @@ class PlanSetup(RunSetup):
 
 
 def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> int:
-    """Meet, measure, say the table, part; returns the exit code."""
+    """Set up, log the prediction, close; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
         run_status = RunStatus(run_dir, env, run_file.run_id)

@@ -1,4 +1,4 @@
-"""What follows from a run's knobs once vocabulary and ranks are known: batch, horizon, scales, cost."""
+"""The values that follow from settings, vocabulary and ranks: batch, horizon, scales, cost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.optim.muon_adamw import width_scale
 
 @dataclass(frozen=True)
 class Plan:
-    """The run in numbers. `shares` is the number of rows of a step that each rank takes."""
+    """The derived numbers of a run. `shares` are the rows per rank."""
 
     model: GPTConfig
     scaling_params: int
@@ -39,9 +39,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = ()) -> Plan:
-    """Derive the plan; `shares` are the rows of a step by rank, none for shares as equal as can be.
+    """Derive the plan; `shares` are the rows per rank, empty for an equal split.
 
-    Raises ConfigError when a step has fewer rows than there are ranks, or the shares do not make it up.
+    Raises ConfigError if a step has fewer rows than ranks, or the shares do not add up to it.
     """
 
     def model_of(depth: int) -> GPTConfig:
@@ -71,7 +71,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
     if shares and (len(shares) != world_size or sum(shares) != rows):
         raise ConfigError(
             f"shares is {','.join(map(str, shares))}: it must be {world_size} number(s), one a rank, that "
-            f"make up the {rows} rows of a step."
+            f"add up to the {rows} rows of a step."
         )
     batch = rows * config.sequence_len
     return Plan(
@@ -85,7 +85,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
 
 
 def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
-    """Steps of the run: as asked, else as many as cost target_flops, else by the size of the model."""
+    """Steps of the run: as set, else by target_flops, else by the size of the model."""
     if config.num_iterations:
         return config.num_iterations
     if config.target_flops:
@@ -98,7 +98,7 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
 def describe_plan(
     plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
 ) -> str:
-    """The table a person reads before step 0. micro_batches: their rows by rank, where they are known."""
+    """The description that is logged before step 0. micro_batches: rows by rank, if known."""
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()
     counts = model.param_counts()
@@ -122,24 +122,24 @@ def describe_plan(
     if config.sync == "local" and len(plan.shares) > 1:
         own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
         text.append(
-            f"local: each rank steps on its own {own}; ranks meet every {_some(config.local_steps, 'step')}"
+            f"local: each rank steps on its own {own}; a sync round every {_some(config.local_steps, 'step')}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
         text.append(
-            f"warning: the model will stay undertrained; {config.target_param_data_ratio:g} tokens per "
+            f"warning: the model will be undertrained; {config.target_param_data_ratio:g} tokens per "
             f"scaling parameter would take {wanted:,} steps"
         )
     if epochs > 1:
         text.append(
-            f"the data hold {train_rows * config.sequence_len:,} tokens, so the run reads them {epochs:.1f} "
-            "times; more text would serve it better"
+            f"the data have {train_rows * config.sequence_len:,} tokens, so the run reads them {epochs:.1f} "
+            "times; more text would give a better model"
         )
     return "\n".join(text)
 
 
 def _by_rank(numbers: Sequence[int], noun: str) -> str:
-    """2 rows where all are alike, else 3/2/2 rows."""
+    """2 rows if all are equal, else 3/2/2 rows."""
     counted = _some(max(numbers), noun)
     return counted if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + counted.lstrip("0123456789,")
 

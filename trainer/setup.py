@@ -1,6 +1,6 @@
-"""Before step 0: read the data, meet the other ranks, decide on the arithmetic, build the model, take up.
+"""Before step 0: data, rendezvous, consistency check, device and dtype, model, placement, resume.
 
-ready = Beginning(run_file, data_dir, run_dir, place, heartbeat, watchdog, say).ready()
+components = RunSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log).components()
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ PREDICTION = "prediction.txt"
 
 @dataclass
 class RunComponents:
-    """What the loop works with. By rank: what each one computes in, and what its host is."""
+    """What the training loop needs."""
 
     plan: Plan
     data: Dataset
@@ -61,7 +61,7 @@ class RunComponents:
     sync: SyncMode
     train_state: TrainState
     micro_batches: list[int]  # rows, by rank
-    config_digest: str  # the run's, as the release said it that began the run
+    config_digest: str  # as computed by the release that started the run
     numerics_by_rank: list[dict[str, Any]]
     facts_by_rank: list[dict[str, str]]
     placement: Placement
@@ -91,7 +91,7 @@ class RunComponents:
 
 
 class RunSetup:
-    """The way of one rank to step 0, or to the step of the checkpoint that the run goes on from."""
+    """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from."""
 
     def __init__(
         self,
@@ -108,11 +108,11 @@ class RunSetup:
         self.env, self.run_status, self.watchdog, self.log = env, run_status, watchdog, log
 
     def components(self) -> RunComponents:
-        """Raises RunEnd, ConfigError or DataError, on every rank, for what is wrong on any of them."""
+        """Run the setup. Raises RunEnd, ConfigError or DataError on every rank if it fails on any of them."""
         config, env = self.config, self.env
         self.run_status.enter("load")
         options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
-        records = self._load_and_meet(options)
+        records = self._load_and_check(options)
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
         self.numerics = options.on(kind)
         peers = [record.peer for record in records]
@@ -120,26 +120,26 @@ class RunSetup:
         self.group = Group.open(env, peers, self.store, self.numerics.device)
         self.run_status.is_waiting = lambda: self.group.is_waiting
         if env.is_host_leader:
-            self._say_who(records, kind, reason)
+            self._log_ranks(records, kind, reason)
 
         self.run_status.enter("resume")
         self._build()
-        state = self._state_of_all()
-        self._as_before(state.meta)
+        state = self._broadcast_state()
+        self._restore_arithmetic(state.meta)
         self._decide_placement(
             state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
         )
         self._make_sync()
-        train_state = self._take_up(state)
+        train_state = self._resume(state)
         if self.numerics.threads > usable_cores():
             self.log(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
                 "leave threads out to have as many as cores."
             )
         mine = json.dumps([self.numerics.saved(), self.numerics.facts(), self.placement.digest()]).encode()
-        saved, computes_in, tables = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
-        decide.compare_placements(self.group.peers, tables)
-        facts = [record.facts | found for record, found in zip(records, computes_in, strict=True)]
+        saved, numerics_facts, digests = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
+        decide.compare_placements(self.group.peers, digests)
+        facts = [record.facts | found for record, found in zip(records, numerics_facts, strict=True)]
         return RunComponents(
             self.plan,
             self.data,
@@ -156,38 +156,39 @@ class RunSetup:
             self.placement,
         )
 
-    def _say_who(self, records: list[consistency.Record], kind: str, reason: str) -> None:
-        """Which ranks have met, and what each computes in."""
+    def _log_ranks(self, records: list[consistency.Record], kind: str, reason: str) -> None:
+        """Log the ranks, their addresses and arithmetic."""
         ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
         self.log(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
         for record in records:
-            wire = f", {record.address} on {record.shown['interface']}" if record.address else ""
+            interface = f", {record.address} on {record.shown['interface']}" if record.address else ""
             rows = int(record.shown["micro-batch"])
             own = (
                 f", {rows} row{'s' * (rows > 1)} a micro-batch"
                 if rows != self.config.device_batch_size
                 else ""
             )
-            self.log(f"  {record}: {record.shown[kind]}{wire}{own}")
+            self.log(f"  {record}: {record.shown[kind]}{interface}{own}")
         idle = ", ".join(str(record) for record in records if "cuda" in record.shown)
         if idle and kind == "cpu" and self.config.device == "auto" and self.config.sync != "auto":
             self.log(
-                f"warning: the GPU of {idle} is idle. With sync=auto a run is left to it where it is faster."
+                f"warning: the GPU of {idle} is idle. "
+                "With sync=auto a run moves to its host if that is faster."
             )
 
     def predicts(self) -> bool:
-        """Whether speeds are measured, and a step predicted, though nothing is left to be decided."""
+        """Whether to measure and predict although nothing is automatic."""
         return False
 
     def trains(self) -> bool:
-        """Whether training is what the ranks have met for."""
+        """Whether the ranks train after the setup."""
         return True
 
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
-    def _load_and_meet(self, options: Options) -> list[consistency.Record]:
-        """Read the data and agree with all ranks; what is wrong here is told to all of them."""
+    def _load_and_check(self, options: Options) -> list[consistency.Record]:
+        """Read the data and check consistency with all ranks; a problem here ends all of them."""
         self.store = None
         if self.env.world_size > 1:
             self.store = join_store(self.env, self.run_file.run_id)
@@ -203,7 +204,7 @@ class RunSetup:
                 self.config, info.vocab_size, self.env.world_size, self.run_file.fixed_shares
             )
             if self.run_file.trainer_digest not in ("", code_digest()):
-                raise ConfigError("The run file is of another version of the trainer than this host's.")
+                raise ConfigError("The run file is of another version of the trainer than that of this host.")
         except (ConfigError, DataError) as error:
             problem = error
             if self.store is None:
@@ -229,20 +230,20 @@ class RunSetup:
             weight_decay=config.weight_decay * scale.weight_decay,
         )
 
-    def _state_of_all(self) -> State:
-        """The newest good checkpoint's, or fresh: rank 0 decides, and its bytes go to all."""
+    def _broadcast_state(self) -> State:
+        """The state of the newest good checkpoint, or an initial one: that of rank 0, broadcast to all."""
         state: State | None = None
         problem = None
         if self.env.is_coordinator:
             try:
-                state = self._newest_or_fresh()
+                state = self._initial_state()
             except (ConfigError, DataError) as error:
                 problem = str(error)
         self.group.raise_problems(problem)
         return storage.broadcast_state(self.group, state)
 
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
-        """Settle who does what: as the checkpoint's hosts did, or by measuring, where that is asked for."""
+        """Set the placement: that of a checkpoint of the same hosts, else by measurement if automatic."""
         config, group = self.config, self.group
         together, automatic = group.world_size > 1, config.sync == "auto"
         by_speed = self.run_file.by_speed and together
@@ -255,37 +256,37 @@ class RunSetup:
             )
             names = decide.rank_names(group.peers)
             work = decide.work_of(self.model, self.optimizer, self.data, self.plan, config)
-            anew = was_requested(self.run_dir)
-            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, anew)
-            placement, said = decide.decide(measured, names, self.plan, work, config, by_speed, obstacles)
+            requested = was_requested(self.run_dir)
+            obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, requested)
+            placement, lines = decide.decide(measured, names, self.plan, work, config, by_speed, obstacles)
             self.placement = decide.broadcast_placement(group, placement)
             if self.placement.alone and self.trains():
-                raise self.placement.alone.end(group.peers, names, said)
+                raise self.placement.alone.end(group.peers, names, lines)
             if self.env.is_coordinator:
-                for line in said:
+                for line in lines:
                     self.log(line, event="arrangement")
-                self._keep(said)
+                self._write_prediction(lines)
         self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
 
-    def _keep(self, said: list[str]) -> None:
-        """What was predicted, for whoever has started the run; done without on a full disk."""
+    def _write_prediction(self, lines: list[str]) -> None:
+        """Write the prediction to a file; not written on a full disk."""
         with contextlib.suppress(OSError):
-            write_whole(self.run_dir / PREDICTION, ("\n".join(said) + "\n").encode())
+            write_whole(self.run_dir / PREDICTION, ("\n".join(lines) + "\n").encode())
 
     def _make_sync(self) -> None:
-        """The way the gradients travel."""
+        """The sync mode of the placement."""
         self.group.owner_speeds = list(self.placement.owner_speeds)
         outer = Outer.of(self.config)
         self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
-    def _take_up(self, state: State) -> TrainState:
-        """Begin, or go on, with a state."""
+    def _resume(self, state: State) -> TrainState:
+        """Load a state into model, optimizer and sync mode."""
         self.model.load_state_dict(state.model)
-        self._take_up_optimizer(state)
+        self._resume_optimizer(state)
         train_state = TrainState.from_meta(state.meta)
         if state.step:
             self.log(
-                f"Going on from the checkpoint of step {state.step}.",
+                f"Resuming from the checkpoint of step {state.step}.",
                 event="resumed",
                 figures={"step": state.step},
             )
@@ -293,8 +294,8 @@ class RunSetup:
                 train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
         return train_state
 
-    def _take_up_optimizer(self, state: State) -> None:
-        """The optimizer's state, and the sync mode's: what this host keeps for its rank, else rank 0's."""
+    def _resume_optimizer(self, state: State) -> None:
+        """Load the state of optimizer and sync mode: that of this rank on its host, else that of rank 0."""
         common = storage.pop_common_state(state.optim)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         own: dict[str, Tensor] = {}
@@ -302,19 +303,19 @@ class RunSetup:
             found = load_rank_state(self.run_dir, state.meta, self.env.rank)
             if found:
                 own, optim = found
-                mine = optim or mine  # rank 0's is in the checkpoint itself
+                mine = optim or mine  # that of rank 0 is in the checkpoint
             else:
                 self.log(
-                    f"This host has no state of rank {self.env.rank} from step {state.step}: the rank goes "
-                    "on from the run's parameters, with rank 0's optimizer state."
+                    f"This host has no state of rank {self.env.rank} of step {state.step}: the rank "
+                    "continues from the shared parameters, with the optimizer state of rank 0."
                 )
         self.optimizer.load_state_dict(mine)
         self.sync.load(state.step, common, own)
 
-    def _newest_or_fresh(self) -> State:
-        """The state to begin with. Raises ConfigError or DataError where the run's is another one."""
+    def _initial_state(self) -> State:
+        """The state to start with. Raises ConfigError or DataError if it does not belong to this run."""
         storage.remove_leftovers(self.checkpoints)
-        state = storage.newest(self.checkpoints, self.log) or self._fresh()
+        state = storage.newest(self.checkpoints, self.log) or self._initial_weights()
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
             storage.check_continues(state, self.config, hashes, run_id)
@@ -324,11 +325,11 @@ class RunSetup:
                 self.log(changes, event="changed")
         elif "imported" in state.meta:
             storage.check_begins(state, self.plan.model, hashes, run_id)
-            self.log(f"Beginning with the weights of {state.meta['imported']}.")
+            self.log(f"Starting with the weights of {state.meta['imported']}.")
         return state
 
-    def _fresh(self) -> State:
-        """Initial weights, drawn by rank 0 alone and on its CPU: unlike processors draw unlike bits."""
+    def _initial_weights(self) -> State:
+        """Initial weights, drawn by rank 0 on its CPU: different processors draw different bits."""
         torch.manual_seed(self.config.seed)
         model = GPT(self.plan.model).to(self.numerics.dtype)
         model.init_weights()
@@ -337,8 +338,8 @@ class RunSetup:
     def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
         return meta.get("hosts") == [peer.host for peer in self.group.peers]
 
-    def _as_before(self, meta: Mapping[str, Any]) -> None:
-        """The same hosts keep the shares, number formats and threads they had: so it goes on bitwise."""
+    def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
+        """On the same hosts, keep batch split, number formats and threads: the run resumes bitwise."""
         steps = storage.settled_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:

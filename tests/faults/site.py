@@ -283,7 +283,7 @@ class Site:
     def resumed(self, run_id: str, beyond: int) -> int:
         """Wait until an attempt resumes, by the coordinator's log from a size on; returns its step."""
         path = f"{STATE}/runs/{run_id}/train.log"
-        words = re.compile(r"Going on from the checkpoint of step (\d+)")
+        words = re.compile(r"Resuming from the checkpoint of step (\d+)")
         self.until(
             lambda: words.search(self.inside(COORDINATOR, f"tail -c +{beyond + 1} {path}")),
             240,

@@ -74,7 +74,7 @@ def test_a_link_of_100_kbit(site: Site, run: str) -> None:
         run,
         "a link of 100 kbit/s",
         lambda: site.inside(WORKER, SLOW),
-        "the network between them is slow, or was cut",
+        "the network between them is slow or interrupted",
         "kB/s arrive at eth0",
         within=IMPATIENT + 30,
         mend=lambda: site.inside(WORKER, "tc qdisc del dev eth0 root"),

@@ -15,7 +15,7 @@ from conftest import RATES, TINY, flags, free_port
 
 from trainer.__main__ import main
 from trainer.bench import WARM_STEPS
-from trainer.bench.limits import Rates, Work, iterated_flops, work_of
+from trainer.bench.limits import Rates, StepOperations, count_operations, iterated_flops
 from trainer.bench.steps import share_of_limit
 from trainer.bench.text import markdown
 from trainer.model.gpt import GPT, GPTConfig
@@ -44,18 +44,18 @@ def test_work_of_depth_8() -> None:
         model = GPT(GPTConfig.from_depth(8, vocab_size=32_768))
     optimizer = build_optimizer(model, **RATES)
     names = [matrix.name for matrix in optimizer.muon_parameters()]
-    work = work_of(model, optimizer, names, tokens=2048)
+    work = count_operations(model, optimizer, names, tokens=2048)
     assert work.model_flops == pytest.approx(2048 * 0.2737e9, rel=1e-3)
     assert work.muon_flops == pytest.approx(322e9, rel=2e-3)
     assert work.muon_flops_done < work.muon_flops
     assert work.adamw_bytes == pytest.approx(2.8e9, rel=0.01)
-    half = work_of(model, optimizer, names[: len(names) // 2], tokens=2048)
+    half = count_operations(model, optimizer, names[: len(names) // 2], tokens=2048)
     assert half.muon_flops < 0.6 * work.muon_flops
     assert half.adamw_bytes == work.adamw_bytes
 
 
 def test_limit_is_products_and_bytes() -> None:
-    work = Work(model_flops=600, muon_flops=400, muon_flops_done=200, adamw_bytes=50)
+    work = StepOperations(model_flops=600, muon_flops=400, muon_flops_done=200, adamw_bytes=50)
     assert work.seconds(Rates(gemm=100.0, copy=25.0)) == 12.0
     assert work.seconds_of_done(Rates(gemm=100.0, copy=25.0)) == 10.0
     assert Rates.median([Rates(1.0, 5.0), Rates(2.0, 4.0), Rates(9.0, 3.0)]) == Rates(2.0, 4.0)

@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_in_its_own_words() -> None:
 def test_the_model_can_be_used_though_the_optimizers_state_is_damaged(folder: Path) -> None:
     (folder / "step_000030" / "optim.pt").write_bytes(b"damaged")
     assert storage.load_model(folder / "step_000030")[0].config == MODEL
-    with pytest.raises(ConfigError, match=r"holds some: take .*step_000030\.$"):
+    with pytest.raises(ConfigError, match=r"contains some: use .*step_000030\.$"):
         storage.load_model(folder.parent)
 
 

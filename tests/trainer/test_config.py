@@ -32,7 +32,7 @@ def test_text_becomes_numbers() -> None:
     ("knobs", "said"),
     [
         ({"dept": 4}, "did you mean depth?"),
-        ({"zzzz": 4}, "the knobs are depth"),
+        ({"zzzz": 4}, "the settings are depth"),
         ({"depth": "four"}, "depth is 'four': it takes a whole number."),
         ({"depth": 4.5}, "it takes a whole number"),
         ({"depth": True}, "it takes a whole number"),
@@ -169,7 +169,7 @@ def test_the_horizon_is_asked_for_in_steps_flops_or_data() -> None:
 def test_shares_are_checked_against_the_step() -> None:
     assert make_plan(RunConfig(), 32768, 2, shares=[3, 1]).shares == [3, 1]
     for shares in ([2, 1], [4], [2, 1, 1]):
-        with pytest.raises(ConfigError, match=r"must be 2 number\(s\), one a rank, that make up the 4 rows"):
+        with pytest.raises(ConfigError, match=r"must be 2 number\(s\), one a rank, that add up to the"):
             make_plan(RunConfig(), 32768, 2, shares=shares)
     assert parse_shares("3, 2") == (3, 2)
     assert parse_shares("") == parse_shares([]) == ()
@@ -193,8 +193,8 @@ def test_what_depth_8_says_before_step_0() -> None:
         "5,000 steps of 4,096 tokens = 20,480,000 tokens; 2 rows a rank in 1 micro-batch",
         "0.488 tokens per scaling parameter",
         "learning rates 0.0884, Muon's weight decay 0.064965, AdamW's width 1.224745",
-        "warning: the model will stay undertrained; 12 tokens per scaling parameter would take 122,880 steps",
-        "the data hold 5,120,000 tokens, so the run reads them 4.0 times",
+        "warning: the model will be undertrained; 12 tokens per scaling parameter would take 122,880 steps",
+        "the data have 5,120,000 tokens, so the run reads them 4.0 times",
     ):
         assert expected in said
     long = RunConfig.from_strings({"target_param_data_ratio": 12})

@@ -68,7 +68,7 @@ def test_every_runtime_setting_may_change_when_a_run_is_resumed(
     capfd.readouterr()
     train_here(data_dir, tmp_path / "run", **{**KNOBS, **OTHERS}, num_iterations=12)
     said = events(capfd)
-    assert "Going on from the checkpoint of step 7." in said
+    assert "Resuming from the checkpoint of step 7." in said
     for change in ("device_batch_size was 2, now 1", "save_minutes was 0.0, now 1.5", "threads was 1, now 2"):
         assert change in said
     assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-9)

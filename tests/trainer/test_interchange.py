@@ -313,7 +313,7 @@ def test_a_new_run_begins_with_imported_weights(
     for run_dir in (tmp_path / "more", tmp_path / "wrong"):
         assert take_in(tmp_path / "base", "--run-dir", run_dir, "--restart") == 0
     train_here(data_dir, tmp_path / "more", num_iterations=2, seed=7, total_batch_size=64)
-    assert "Beginning with the weights of nanochat's d2, step 6." in capsys.readouterr().out
+    assert "Starting with the weights of nanochat's d2, step 6." in capsys.readouterr().out
     assert losses(tmp_path / "more")[0] < losses(trained)[3] < losses(trained)[0]
     with pytest.raises(Final, match="weights of another model: n_layer is 2, the run's 3"):
         train_here(data_dir, tmp_path / "wrong", depth=3, aspect_ratio=16)

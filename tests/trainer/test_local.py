@@ -398,7 +398,7 @@ def test_rates_are_those_of_all_tokens() -> None:
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
     with torch.device("meta"):
         said = describe_plan(local, config, GPT(local.model), train_rows=1000)
-    assert "each rank steps on its own 4,096 tokens; ranks meet every 30 steps" in said
+    assert "each rank steps on its own 4,096 tokens; a sync round every 30 steps" in said
 
 
 def test_auto_does_not_take_it() -> None:
@@ -448,7 +448,7 @@ def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> N
         code, text = rank.wait()
         assert code == 0, text
         said.append(text)
-    assert "Going on from the checkpoint of step" in said[2]
+    assert "Resuming from the checkpoint of step" in said[2]
     assert "has no state of rank" not in said[2] + said[3]
     ends = [
         json.loads((ranks[0].run_dir / "checkpoints/step_000060/meta.json").read_text())

@@ -121,7 +121,7 @@ def test_resumed_on_another_number_of_ranks(start: Start) -> None:
         code, text = rank.wait()
         assert code == 0, text
         said.append(text)
-    assert "Going on from the checkpoint of step" in said[1]
+    assert "Resuming from the checkpoint of step" in said[1]
     assert losses(second[0].run_dir) == pytest.approx(losses(alone.run_dir), rel=1e-9)
     meta = json.loads((second[0].run_dir / "checkpoints/step_000080/meta.json").read_text())
     assert (meta["shares"], meta["rows"]) == ([1, 3, 1], 400)

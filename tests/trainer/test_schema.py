@@ -20,7 +20,16 @@ from conftest import free_port, losses
 from trainer.checkpoint import storage
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import DamagedCheckpointError
-from trainer.config import IDENTITY, SCHEMA, ConfigError, NewerSchemaError, RunConfig, RunFile, knob, migrate
+from trainer.config import (
+    IDENTITY,
+    SCHEMA,
+    ConfigError,
+    NewerSchemaError,
+    RunConfig,
+    RunFile,
+    migrate,
+    setting,
+)
 from trainer.health.attempt import Attempt
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
@@ -79,7 +88,7 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
 
 def test_a_dense_run_of_schema_1_resumes(data: Path, run_dir: Path) -> None:
     _, said = resume(data, run_dir)
-    assert "Going on from the checkpoint of step 4." in said
+    assert "Resuming from the checkpoint of step 4." in said
     assert losses(run_dir) == pytest.approx(EXPECTED["dense"]["losses"], rel=TOLERANCE)
     assert json.loads((run_dir / "outcome.json").read_text())["val_bpb"] == pytest.approx(
         EXPECTED["dense"]["val_bpb"], rel=TOLERANCE
@@ -116,7 +125,7 @@ def test_a_local_run_of_schema_1_resumes_with_each_ranks_own_state(data: Path, t
     for process in ranks:
         said, _ = process.communicate(timeout=120)
         assert process.returncode == 0, said
-        assert "Going on from the checkpoint of step 4." in said
+        assert "Resuming from the checkpoint of step 4." in said
         assert "has no state of rank" not in said
     assert losses(tmp_path / "rank0") == pytest.approx(EXPECTED["local"]["losses"], rel=TOLERANCE)
 
@@ -145,9 +154,9 @@ def test_settings_that_came_and_went(data: Path, run_dir: Path) -> None:
 def test_a_missing_value_is_the_one_of_before() -> None:
     @dataclasses.dataclass
     class Settings:
-        old: int = knob(1, "was always there")
-        new: str = knob("better", "came later, and changed what a run does", before="as ever")
-        other: str = knob("plain", "came later, and its default changes nothing")
+        old: int = setting(1, "was always there")
+        new: str = setting("better", "came later, and changed what a run does", before="as ever")
+        other: str = setting("plain", "came later, and its default changes nothing")
 
     values, unknown = migrate(Settings, {"old": 3, "gone": 1})
     assert Settings(**values) == Settings(3, "as ever", "plain")

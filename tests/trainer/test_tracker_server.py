@@ -204,7 +204,7 @@ def test_killed_runs_and_killed_servers_leave_no_gap(server: Server, data_dir: P
     until(lambda: sent(run_dir) >= missed, "the missed steps arrive in the same run")
     (run_dir / "stop").touch()
     assert second.wait(300) == 0, log.read_text()
-    assert "Going on from the checkpoint of step" in log.read_text()
+    assert "Resuming from the checkpoint of step" in log.read_text()
     assert track(run_dir, server.uri) == 0, "on a busy host the end may be left to it"
     check_equal(server.uri, run_dir, status="KILLED")
 

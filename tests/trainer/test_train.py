@@ -56,7 +56,7 @@ def test_stopped_and_resumed_equals_uninterrupted(
     for rank in second:
         code, said = rank.wait()
         assert code == 0, said
-        assert f"Going on from the checkpoint of step {stopped['step']}." in said
+        assert f"Resuming from the checkpoint of step {stopped['step']}." in said
         assert rank.outcome()["outcome"] == "finished"
     said = torchrun.communicate(timeout=60)[0]
     assert torchrun.returncode == 0, said

@@ -11,7 +11,7 @@ import pytest
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils import bench_plan as filters
 
-from benchmarks import bars, lab
+from benchmarks import lab, targets
 from benchmarks.stages import GROUPS, Group
 from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
@@ -247,7 +247,7 @@ def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.
 
 def test_bars_say_by_how_much_they_are_missed() -> None:
     row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.88}
-    lines = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
     assert "met" in lines[3]
     assert "met" in lines[4]
@@ -256,11 +256,11 @@ def test_bars_say_by_how_much_they_are_missed() -> None:
 
 def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
     row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.80}
-    lines = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()
+    lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "| reached; counts with solo at 83 % of its limit |" in lines[2]
     assert " met " in lines[3], "a share of the bound is no ratio"
     row["solo_share_of_limit"] = 0.84
-    assert " met " in bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+    assert " met " in targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
 
 
 def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
@@ -273,13 +273,13 @@ def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
 def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
     solos = [measured(2048, 7.0), measured(4096, 12.0)]
     pair = measured(4096, 8.0, ranks=2, sync="exact")
-    assert bars.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
-    assert bars.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
-    assert bars.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
-    assert bars.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
-    assert bars.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
-    assert bars.speed_beside_solo(pair, solos[:1]) is None
-    assert bars.speed_beside_solo(solos[1], solos) is None
+    assert targets.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
+    assert targets.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
+    assert targets.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
+    assert targets.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
+    assert targets.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
+    assert targets.speed_beside_solo(pair, solos[:1]) is None
+    assert targets.speed_beside_solo(solos[1], solos) is None
 
 
 def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
@@ -375,7 +375,7 @@ def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
     assert lab.ratios_idle(results, {"solo-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
     assert lab.ratios_idle(results, {}) == {}
     row = {"ratio": 1.6, "ratio_idle": 1.5, "solo_share_of_limit": 0.9, "speed_beside_solo": 0.9}
-    line = bars.bars_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+    line = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[2:6] == ["1.60x", "at least 1.70x", "missed by 0.10x", "1.50x"]
 
@@ -399,6 +399,6 @@ def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixt
 
 def test_every_bar_is_measured_by_a_stage() -> None:
     stages = {(group.name, stage) for group in GROUPS for stage in group.stages}
-    assert all((bar.group, bar.stage) in stages for bar in bars.BARS)
+    assert all((target.group, target.stage) in stages for target in targets.TARGETS)
     first = set(GROUPS[0].stages)
     assert all(stage in first for group in GROUPS for stage in group.takes)

@@ -1,11 +1,11 @@
-"""python -m trainer bench: what a step takes on this host, by depth and batch, and of what parts.
+"""python -m trainer bench: the seconds of a step and of its parts, by depth and batch.
 
 python -m trainer bench                                        depth 8, 2 rows of 1,024 tokens
 python -m trainer bench --depth 4 8 --rows 1 2 4               a table
-torchrun --nproc-per-node 2 -m trainer bench --sync exact      ranks, and what goes between them
+torchrun --nproc-per-node 2 -m trainer bench --sync exact      several ranks, and their transfers
 
-Without --data-dir the rows are made up. Several measurements are taken one after the other, each in a process
-of its own, so that none finds the other's memory and threads.
+Without --data-dir the rows are synthetic. Several measurements run one after the other, each in its own
+process, so that they do not share memory and threads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SET_HERE = ("num_iterations", "total_batch_size", "depth")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Its own options; the knobs that shape a step are the run's."""
+    """The options of bench, and the settings of the run."""
     parser.add_argument(
         "--depth",
         type=int,
@@ -60,16 +60,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON, for programs")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
-    knobs = parser.add_argument_group("knobs of the run")
-    for knob in dataclasses.fields(RunConfig):
-        if knob.name not in SET_HERE:
-            flag = "--" + knob.name.replace("_", "-")
-            help = f"{knob.metadata['help']} ({knob.default})".replace("%", "%%")
-            knobs.add_argument(flag, metavar=str(knob.type).upper(), default=None, help=help)
+    settings = parser.add_argument_group("settings of the run")
+    for setting in dataclasses.fields(RunConfig):
+        if setting.name not in SET_HERE:
+            flag = "--" + setting.name.replace("_", "-")
+            help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
+            settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
 
 
 class Progress(RunLogger):
-    """Warnings and ends, on standard error; the figures alone go to standard output."""
+    """Logs warnings and outcomes on standard error; standard output has only the figures."""
 
     def __call__(
         self,

@@ -1,4 +1,4 @@
-"""What a step has to do, what a host can do, and the seconds that follow: the limit a step is held against.
+"""The roofline limit of a step: its operations over the measured GEMM rate and copy bandwidth.
 
     work = work_of(model, optimizer, owned, tokens)
     rates = measure(compute_dtype, device)               # in the process that steps, with its threads
@@ -30,7 +30,7 @@ ADAMW_PASSES = 7  # reads weight, gradient and both moments; writes weight and b
 
 @dataclass(frozen=True)
 class Rates:
-    """What a process can do: matrix products in FLOP/s, and copying in bytes/s, reads and writes counted."""
+    """Measured rates of a process: GEMMs in FLOP/s, copies in bytes/s with reads and writes counted."""
 
     gemm: float
     copy: float
@@ -42,8 +42,8 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one rank does in a step.
+class StepOperations:
+    """The operations of one rank in a step.
 
     `muon_flops` are five iterations over each whole matrix, as the optimizer is defined; `muon_flops_done`
     are those of the shorter way that wide matrices take in float32.
@@ -55,7 +55,7 @@ class Work:
     adamw_bytes: int
 
     def seconds(self, rates: Rates) -> float:
-        """The limit: no step is shorter."""
+        """The roofline limit: no step is shorter."""
         return (self.model_flops + self.muon_flops) / rates.gemm + self.adamw_bytes / rates.copy
 
     def seconds_of_done(self, rates: Rates) -> float:
@@ -63,14 +63,14 @@ class Work:
         return (self.model_flops + self.muon_flops_done) / rates.gemm + self.adamw_bytes / rates.copy
 
 
-def work_of(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> Work:
+def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
     """The work of a rank that reads so many tokens of a step and steps the matrices of these names."""
     matrices = optimizer.muon_parameters()
     mine = [matrix for matrix in matrices if matrix.name in owned]
     apart = {id(matrix.parameter) for matrix in matrices}
     shapes = [(m.parameter.size(0), m.parameter.size(1)) for m in mine]
     dtype = optimizer.compute_dtype or torch.float32
-    return Work(
+    return StepOperations(
         model_flops=model.flops_per_token() * tokens,
         muon_flops=sum(iterated_flops(rows, cols) for rows, cols in shapes),
         muon_flops_done=sum(polar_express_flops(rows, cols, dtype) for rows, cols in shapes),

@@ -1,11 +1,11 @@
-"""Some steps of the training itself, measured: the same loop, nothing evaluated, saved or tracked.
+"""Measured steps of a training: the same loop without evaluation, checkpoints and tracker.
 
-    result = rehearse(run_file, data_dir, run_dir, place, attempt, say)       # on rank 0, else {}
+    result = run_bench(run_file, data_dir, run_dir, env, attempt, log)       # on rank 0, else {}
 
-The first steps, which also warm up, do not count. What the host can do is measured in the same process
-before, between and after the others: a host's speed moves within a minute. Ranks do so at the same time,
-between steps with nothing under way on the wire, which would go on meanwhile. For ranks it is also measured
-what an all-reduce brings.
+The first steps, which include warm-up, do not count. GEMM rate and copy bandwidth are measured in the same
+process before, between and after the steps, since the speed of a host changes within a minute. Ranks measure
+at the same time, between steps without transfers in flight. With several ranks the effective bandwidth of an
+all-reduce is measured too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import psutil
 import torch
 
 from trainer.bench import SCHEMA, WARM_STEPS
-from trainer.bench.limits import Rates, measure, work_of
+from trainer.bench.limits import Rates, count_operations, measure
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
 from trainer.data.dataset import Dataset
@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Where a rank stands as a step begins or ends."""
+    """Clocks and counters of a rank at the start or end of a step."""
 
     wall: float
     cpu: float
@@ -60,21 +60,21 @@ class Mark:
 
 
 class BenchSetup(RunSetup):
-    """The way to step 0, with a prediction that ranks together are held against."""
+    """The setup, with a prediction to compare with."""
 
     def predicts(self) -> bool:
         return self.env.world_size > 1
 
 
 class SyntheticSetup(BenchSetup):
-    """The same without data."""
+    """The setup with synthetic rows."""
 
     def open_data(self) -> Dataset:
         return synthetic(self.config.sequence_len)
 
 
 class BenchTrainer(Trainer):
-    """A run of which the steps alone are wanted."""
+    """A trainer that measures its steps."""
 
     setup_class = BenchSetup
 
@@ -135,10 +135,10 @@ class BenchTrainer(Trainer):
         with self._long_phase("evaluate"):
             return reduce_goodput(self.group)
 
-    # -- what belongs to a run and to no step ------------------------------------------------------------
+    # -- parts of a run that are not measured ------------------------------------------------------------
 
     def _finish_sync(self) -> None:
-        """Later: in one of thirty steps it would count as much as all other meetings together."""
+        """Later: in one of thirty steps it would count as much as all other sync rounds."""
 
     def _evaluate(self) -> bool:
         return False
@@ -158,7 +158,7 @@ class BenchTrainer(Trainer):
     def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
         rows = self.plan.shares[self.env.rank]
         owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
-        work = work_of(self.model, self.optimizer, owned, rows * self.config.sequence_len)
+        work = count_operations(self.model, self.optimizer, owned, rows * self.config.sequence_len)
         rates, numerics = Rates.median(self.rates), self.components.numerics
         spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)

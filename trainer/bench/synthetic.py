@@ -1,4 +1,4 @@
-"""Rows to measure with where there are no data: token ids as often as words are in text (Zipf's law)."""
+"""Synthetic rows for measurements without data: token ids distributed by Zipf's law, as words in text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a measurement says to a person: a few lines for one, a table for several."""
+"""Measurements as text: a few lines for one, a table for several."""
 
 from __future__ import annotations
 

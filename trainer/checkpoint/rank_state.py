@@ -1,8 +1,8 @@
-"""What a rank has for itself at a checkpoint, in sync mode local: a file on its own host.
+"""The state of a rank at a checkpoint, in sync mode local: a file on its own host.
 
-own/step_000100-rank1.pt: its parameters, which differ from the run's, those it had when it sent to a sync
-round in flight, what rounding has left over, and, but for rank 0, its optimizer's state. The coordinator's
-meta.json has the sha256 of each rank's file; a rank without its file goes on with what the coordinator has.
+own/step_000100-rank1.pt: the parameters of the rank, which differ from the outer parameters, those that it
+sent to a sync round in flight, the error feedback and, except on rank 0, the optimizer state. meta.json on
+the coordinator has the sha256 of each file; a rank without its file resumes from the coordinator's state.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def save_rank_state(
     optim: Mapping[str, ParameterState],
     keep: int,
 ) -> str:
-    """Write this rank's file, drop all but its newest `keep` and one; returns its sha256. Raises OSError.
+    """Write the file of this rank and return its sha256; keep the newest `keep` + 1. Raises OSError.
 
-    The coordinator writes the checkpoint of this step later: until then the run resumes from the one before.
+    The coordinator writes the checkpoint of this step later; until then a run resumes from an earlier one.
     """
     folder = run_dir / "own"
     folder.mkdir(exist_ok=True)
@@ -57,7 +57,7 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """What `keep_own` wrote for the checkpoint of that meta.json; None where it is not there, or another."""
+    """The state that `save_rank_state` wrote for this meta.json; None if it is missing or another."""
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)
     try:

@@ -1,12 +1,12 @@
 """Checkpoints: step_NNNNNN directories on the coordinator, each written whole or not at all.
 
 step_000100/model.pt              {parameter name: tensor}
-            optim.pt              {parameter name: {state name: tensor}}, shared-out state gathered
+            optim.pt              {parameter name: {state name: tensor}}, sharded state gathered
             tokenizer/            so that a checkpoint can be sampled from alone
             meta.json             schema, step, config, losses, and the sha256 of every file above
 
-Rates follow from the configuration and the step, the rows of a step from (seed, step), and a sample draws
-from a generator of its own: step and seed are all that is kept of schedules, row cursor and randomness.
+Rates follow from configuration and step, the rows of a step from (seed, step), and samples have their own
+generator: step and seed are the whole state of schedules, data and randomness.
 """
 
 from __future__ import annotations
@@ -50,22 +50,22 @@ from trainer.sync.mode import SyncMode
 
 MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
-COMMON = "outer_"  # before the names of a state that is the sync mode's, in optim.pt
+COMMON = "outer_"  # prefix of the state of the sync mode, in optim.pt
 
 
 ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
-DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # which another release may give the same run otherwise
-# Errors by which a file is not as it was written; with others it may be sound, and cannot be read now.
+DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the same run differently
+# Errors that mean a damaged file; after others it may be intact and unreadable now.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class DamagedCheckpointError(ConfigError):
-    """A checkpoint that is not as it was written; the message names the file."""
+    """A damaged checkpoint; the message names the file."""
 
 
 @dataclass
 class State:
-    """A run at a step: what a checkpoint holds and what rank 0 gives to all at the start."""
+    """The state of a run at a step: the content of a checkpoint, and of the broadcast at the start."""
 
     meta: dict[str, Any]
     model: dict[str, Tensor]
@@ -80,9 +80,9 @@ class State:
 
 
 def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
-    """Write `state` as the checkpoint of its step, then drop all but the newest `keep` and the best.
+    """Write `state` as the checkpoint of its step, then delete all but the newest `keep` and the best.
 
-    Raises OSError; what was there before is there still.
+    Raises OSError; earlier checkpoints are then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -90,10 +90,13 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     temporary = folder / f".{target.name}.tmp"
     try:
         (temporary / "tokenizer").mkdir(parents=True)
-        _write_tensors(temporary / "model.pt", {name: _alone(t) for name, t in state.model.items()})
+        _write_tensors(temporary / "model.pt", {name: _without_buffer(t) for name, t in state.model.items()})
         _write_tensors(
             temporary / "optim.pt",
-            {name: {key: _alone(t) for key, t in tensors.items()} for name, tensors in state.optim.items()},
+            {
+                name: {key: _without_buffer(t) for key, t in tensors.items()}
+                for name, tensors in state.optim.items()
+            },
         )
         write_whole(temporary / "tokenizer" / FILE_NAME, (tokenizer_dir / FILE_NAME).read_bytes())
         meta = {
@@ -103,7 +106,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
         }
         write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
         if target.exists():
-            _take_away(target)
+            _remove(target)
         os.replace(temporary, target)
         sync_folder(folder)
     finally:
@@ -111,17 +114,17 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     spared = best(folder)
     for old in checkpoints(folder)[keep:]:
         if old != spared:
-            _take_away(old)
+            _remove(old)
     return target
 
 
 def drop_older(folder: Path) -> None:
-    """Make room: only the newest checkpoint stays, and the best one."""
+    """Delete all checkpoints but the newest and the best."""
     remove_leftovers(folder)
     spared = best(folder)
     for old in checkpoints(folder)[1:]:
         if old != spared:
-            _take_away(old)
+            _remove(old)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -139,15 +142,15 @@ def best(folder: Path) -> Path | None:
             if meta["val_bpb_step"] == meta["step"]:
                 evaluated.append((float(meta["val_bpb"]), path))
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # damaged, which is said when it is to be read
+            continue  # damaged; reported when it is loaded
     return min(evaluated, default=(0.0, None))[1]
 
 
 def newest(folder: Path, log: Callable[[str], None]) -> State | None:
-    """The newest good checkpoint, None if there never was one.
+    """The newest good checkpoint; None if there is none.
 
-    A damaged one is named, passed over and put aside as damaged_step_NNNNNN. Raises ConfigError for one that
-    is not damaged and cannot be loaded: it is of a newer release, or memory is short.
+    A damaged one is logged, skipped and renamed to damaged_step_NNNNNN. Raises ConfigError for one that is
+    not damaged and cannot be loaded: it is of a newer release, or memory is short.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
@@ -158,7 +161,7 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
             log(f"{error} The checkpoint before it is taken.")
             damaged.append(path)
             continue
-        for other in damaged:  # it would take the place of a good one among those that are kept
+        for other in damaged:  # it would count as one of those that are kept
             with contextlib.suppress(OSError):
                 other.rename(other.with_name(f"damaged_{other.name}"))
         return state
@@ -171,9 +174,9 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
 
 
 def load(path: Path, log: Callable[[str], None] | None = None) -> State:
-    """Read and verify a checkpoint; `say` gets a note on settings that are dropped.
+    """Read and verify a checkpoint; settings that this release lacks are logged.
 
-    Raises DamagedCheckpointError naming the file that is not right, ConfigError where it cannot be loaded.
+    Raises DamagedCheckpointError naming the damaged file, ConfigError if it cannot be loaded.
     """
     meta = read_meta(path, log=log)
     tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
@@ -183,12 +186,12 @@ def load(path: Path, log: Callable[[str], None] | None = None) -> State:
 def read_meta(
     path: Path, files: Sequence[str] = FILES, log: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The meta.json of a checkpoint whose `files` are as they were written, with today's settings."""
+    """The meta.json of a checkpoint, migrated to this release, after `files` are verified."""
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
     inside = checkpoints(path / "checkpoints") or checkpoints(path)
     if inside and not (path / "meta.json").exists():
-        raise ConfigError(f"{path} is no checkpoint but holds some: take {inside[0]}.")
+        raise ConfigError(f"{path} is not a checkpoint but contains some: use {inside[0]}.")
     file = path / "meta.json"
     with _loading(file):
         raw = file.read_bytes()
@@ -197,9 +200,7 @@ def read_meta(
         schema = int(meta["schema"])
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
-    check_schema(
-        schema, f"The checkpoint {path}"
-    )  # what follows may be laid out otherwise by a newer release
+    check_schema(schema, f"The checkpoint {path}")  # a newer release may have another layout
     try:
         hashes = {name: meta["sha256"][name] for name in FILES}
         config, model = dict(meta["config"]), dict(meta["model_config"])
@@ -216,7 +217,7 @@ def read_meta(
 def _settings(
     config: dict[str, Any], model: dict[str, Any], path: Path, log: Callable[[str], None] | None
 ) -> dict[str, dict[str, Any]]:
-    """The settings of a checkpoint as this release knows them. Raises ConfigError for what it refuses."""
+    """The settings of a checkpoint, migrated to this release. Raises ConfigError for invalid ones."""
     try:
         run, unknown = RunConfig.load(config)
         values, unknown_of_model = migrate(GPTConfig, model)
@@ -230,14 +231,14 @@ def _settings(
 
 @contextlib.contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Tell a file that is damaged from one that cannot be loaded now, which stays where it is."""
+    """Tell a damaged file from one that cannot be loaded now."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
         if is_out_of_memory(error):
             raise ConfigError(
-                f"This host has too little memory to load {path}, which is left as it is. End what else uses "
-                "memory there, or resume on a host that has more."
+                f"This host has too little memory to load {path}, which is unchanged. "
+                "Stop other programs there, or resume on a host with more memory."
             ) from None
         if not isinstance(error, OSError):
             raise
@@ -262,26 +263,26 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Take away what an attempt that was killed while saving or dropping has left."""
+    """Delete temporary directories of an attempt that was killed."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _take_away(path: Path) -> None:
-    """Under another name first, so that a half-removed directory is never taken for a checkpoint."""
+def _remove(path: Path) -> None:
+    """Rename first, so that a partly deleted directory is never taken for a checkpoint."""
     hidden = path.with_name(f".{path.name}.old")
     os.replace(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """A tensor that drags no larger buffer into the file it is saved to."""
+def _without_buffer(tensor: Tensor) -> Tensor:
+    """A tensor without a larger buffer, which torch.save would write too."""
     tensor = tensor.detach().cpu()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def save_tensors(tensors: Any, file: BinaryIO) -> None:
-    """`torch.save`, which wraps what the disk says in an error of its own: here it is the disk's OSError."""
+    """`torch.save`, but with the OSError of the disk, which torch wraps in a RuntimeError."""
     try:
         torch.save(tensors, file)
     except RuntimeError as error:
@@ -298,7 +299,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Tensors by name. Raises DamagedCheckpointError, or ConfigError where the file cannot be loaded now."""
+    """Tensors by name. Raises DamagedCheckpointError, or ConfigError if the file cannot be loaded now."""
     try:
         with _loading(path):
             return torch.load(path, map_location="cpu", weights_only=True)
@@ -314,7 +315,7 @@ def read_tensors(path: Path) -> Any:
 
 
 def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
-    """The whole optimizer state on rank 0, where owners bring theirs; what is left elsewhere has no use."""
+    """The whole optimizer state on rank 0, gathered from the owner ranks; incomplete on the others."""
     state = optimizer.state_dict()
     gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
     for owner in range(1, group.world_size):
@@ -333,7 +334,7 @@ def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict
 
 
 def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
-    """Take out of a saved optimizer state what belongs to the sync mode."""
+    """Remove and return the state of the sync mode in a saved optimizer state."""
     common: dict[str, ParameterState] = {}
     for name, tensors in optim.items():
         for key in [key for key in tensors if key.startswith(COMMON)]:
@@ -368,7 +369,7 @@ def broadcast_state(group: Group, state: State | None) -> State:
 
 
 def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Refuse to begin with weights of another model, or for another tokenizer, than the run's."""
+    """Raise ConfigError or DataError for imported weights of another model or tokenizer than the run's."""
     saved = state.meta["model_config"]
     differing = [
         f"{name} is {saved[name]!r}, the run's {value!r}"
@@ -377,37 +378,37 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
     ]
     if differing:
         raise ConfigError(
-            f"The run {run_id} is to begin with the weights of another model: {'; '.join(differing)}. "
-            "Give it the knobs that import named."
+            f"The run {run_id} would start with the weights of another model: {'; '.join(differing)}. "
+            "Use the settings that `import` printed."
         )
     tokenizer = state.meta["hashes"].get("tokenizer")
     if hashes.get("tokenizer", tokenizer) != tokenizer:
         raise DataError(
-            f"The run {run_id} is to begin with weights for another tokenizer than that of its data. Bring "
-            "theirs with: python -m trainer import --from-nanochat PATH --data-dir DIR"
+            f"The run {run_id} would start with weights for another tokenizer than that of its data. Import "
+            "theirs: python -m trainer import --from-nanochat PATH --data-dir DIR"
         )
 
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Refuse to go on from a checkpoint of another configuration or other data, naming what differs."""
-    begun = str(state.meta.get("run_id", run_id))
-    by_default = DEFAULT_NAME.fullmatch(begun) and DEFAULT_NAME.fullmatch(run_id)
-    if begun != run_id and not by_default and "imported" not in state.meta:
+    """Raise ConfigError or DataError for a checkpoint of another configuration or other data."""
+    started = str(state.meta.get("run_id", run_id))
+    by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
+    if started != run_id and not by_default and "imported" not in state.meta:
         raise ConfigError(
-            f"The checkpoints are of the run {begun}, and this run is {run_id}. {ANOTHER}, or resume {begun} "
-            f"by its name (by hand --run-id {begun})."
+            f"The checkpoints are of the run {started}, and this run is {run_id}. {ANOTHER}, or resume "
+            f"{started} by its name (by hand --run-id {started})."
         )
     differing = config.differences(saved_config(state), IDENTITY)
     if differing:
         raise ConfigError(
-            f"The run {begun} was begun with another configuration: {'; '.join(differing)}. "
-            f"{ANOTHER}, or take the old values to go on."
+            f"The run {started} was started with another configuration: {'; '.join(differing)}. "
+            f"{ANOTHER}, or use the old values to resume it."
         )
     other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
     if other:
         raise DataError(
-            f"The run {begun} was begun on other data ({', '.join(other)}). {ANOTHER}, or bring the old data "
-            "back."
+            f"The run {started} was started on other data ({', '.join(other)}). {ANOTHER}, or "
+            "restore the old data."
         )
 
 
@@ -417,9 +418,9 @@ def saved_config(state: State) -> RunConfig:
 
 
 def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
-    """The steps of a run: `num_iterations`, or as it was begun where no other horizon is asked for.
+    """The steps of a run: those of its checkpoint unless the horizon has changed, else `num_iterations`.
 
-    So a release that derives another number from a target leaves the runs that are there as they are.
+    A release that derives another number from a target then leaves existing runs unchanged.
     """
     if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
         return num_iterations
@@ -427,9 +428,9 @@ def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: in
 
 
 def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
-    """What a run that is resumed from `state` does otherwise than before; empty where that is nothing.
+    """What changes in a run that resumes from `state`, in sentences.
 
-    Raises ConfigError where it is to be shorter: its rates have followed the longer horizon.
+    Raises ConfigError if it becomes shorter: its rates have followed the longer horizon.
     """
     before = int(state.meta.get("num_iterations", num_iterations))
     if num_iterations < max(before, state.step):

@@ -1,1 +1,1 @@
-"""What differs by machine: a rank's place, its arithmetic, and the sign of life it leaves on its disk."""
+"""Facts of this machine: environment of the rank, cores, memory, GPU, arithmetic, logger."""

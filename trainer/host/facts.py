@@ -1,6 +1,6 @@
-"""What this host is: a few words a rank brings to the contract, which rank 0 hands to the tracker as tags.
+"""Facts of this host: part of the record of a rank, and tags on the tracker.
 
-Nothing is measured and nothing imported that takes time; what a system does not tell is left out.
+Nothing is measured or imported that takes time; facts that a system does not provide are left out.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How fast a core of this host multiplies matrices, by number format: measured in about 0.15 s."""
+"""The GEMM rate of one core by number format, measured in about 0.15 s."""
 
 from __future__ import annotations
 

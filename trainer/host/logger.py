@@ -1,7 +1,7 @@
-"""How a rank speaks: lines for a person, with the rank in front, or for a program, one JSON object a line.
+"""The log of a rank: lines with the rank as prefix, or one JSON object per line.
 
-    say = Voice(place)
-    say("Saved checkpoints/step_000100 in 0.8 s.", event="saved", figures={"step": 100, "seconds": 0.8})
+    log = RunLogger(env)
+    log("Saved checkpoints/step_000100 in 0.8 s.", event="saved", figures={"step": 100, "seconds": 0.8})
 
 [rank 0] Saved checkpoints/step_000100 in 0.8 s.
 {"time": 1763710000.1, "rank": 0, "host": "a", "level": "info", "event": "saved", "message": "Saved ...", ...}
@@ -24,7 +24,7 @@ from trainer.host.rank_env import RankEnv
 
 
 class RunLogger:
-    """Says each line whole and at once on standard output; a reader that has left does not end the run."""
+    """Writes whole lines to standard output at once; a closed pipe does not end the run."""
 
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
         self._rank, self._host, self._as_json = env.rank, env.host, as_json
@@ -37,7 +37,7 @@ class RunLogger:
         level: str = "info",
         figures: Mapping[str, Any] | None = None,
     ) -> None:
-        """Say `text`; what it tells in `figures` a program reads as fields of their own."""
+        """Log `text`; as JSON, `figures` become fields."""
         if self._as_json:
             line = {
                 **(figures or {}),
@@ -53,7 +53,7 @@ class RunLogger:
             self._write("".join(f"[rank {self._rank}] {part}\n" for part in text.split("\n")))
 
     def failure(self, error: BaseException) -> None:
-        """Show the traceback of an error that no sentence was made for."""
+        """Log the traceback of an unexpected error."""
         if self._as_json:
             text = "".join(traceback.format_exception(error))
             self(
@@ -66,22 +66,22 @@ class RunLogger:
             traceback.print_exception(error)
 
     def ended(self, outcome: str, reason: str, detail: str = "") -> None:
-        """Say how the attempt ended; `detail` are lines under the sentence."""
+        """Log the outcome of the attempt; `detail` are further lines."""
         text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
         level = "info" if outcome in ("finished", "stopped") else "error"
         self(text, event="outcome", level=level, figures={"outcome": outcome, "reason": reason})
 
     @staticmethod
     def _write(text: str) -> None:
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader has closed the pipe
             sys.stdout.write(text)
             sys.stdout.flush()
 
 
 def set_up_streams() -> None:
-    """Make both streams go out line by line, whatever they are and whatever the locale can write.
+    """Make both streams line-buffered and independent of the locale.
 
-    A crash in native code leaves the Python stack of all threads on standard error.
+    A crash in native code prints the Python stacks of all threads on standard error.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test may have put something else there
@@ -90,14 +90,14 @@ def set_up_streams() -> None:
 
 
 def flush_streams() -> None:
-    """Bring out what is still held back, before the process ends without Python's own farewell."""
+    """Flush both streams, before the process ends without the interpreter's cleanup."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
+        with contextlib.suppress(OSError):  # the reader has closed the pipe
             stream.flush()
 
 
 def _plain(value: Any) -> Any:
-    """A value that JSON can hold: numbers that are none become null, what is unknown becomes text."""
+    """A value for JSON: numbers that are not finite become null, unknown types become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

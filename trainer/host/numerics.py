@@ -36,7 +36,7 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True)
 class Numerics:
-    """How a rank computes; `describe` says it in a line, `reason` why."""
+    """Device, number formats and threads of a rank; `reason` explains the compute format."""
 
     device: torch.device
     dtype: torch.dtype
@@ -72,7 +72,7 @@ class Numerics:
         }
 
     def saved(self) -> dict[str, Any]:
-        """What a checkpoint keeps, so that the run can go on bitwise: plain JSON, for `again`."""
+        """As plain JSON for a checkpoint, from which `restore_numerics` resumes bitwise."""
         return {
             "device": self.device.type,
             "compute_dtype": name_of(self.compute_dtype),
@@ -217,7 +217,7 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 
 
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
-    """The numerics of an attempt whose checkpoint goes on here, so that it goes on bitwise. Sets the threads.
+    """The numerics of a checkpoint of this host, so that the run resumes bitwise. Sets the threads.
 
     `threads` that are asked for, and OMP_NUM_THREADS where set, are a wish and stay; so does what this host
     does better now by orders of magnitude: another device, or float32 where bfloat16 is emulated.

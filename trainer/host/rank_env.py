@@ -1,6 +1,6 @@
-"""Where this process stands in the run: its rank, its host's name, its address.
+"""Rank, host and addresses of this process, from the environment that torchrun sets.
 
-torchrun says it through the environment; without torchrun there is one rank and no store.
+Without torchrun there is one rank and no rendezvous store.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 
 from trainer.config import ConfigError
 
-MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host that has less memory, or more, than the others
+MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than the others, or more
 
 
 @dataclass(frozen=True)
 class RankEnv:
-    """This rank among all ranks."""
+    """Rank, world size, host and rendezvous address."""
 
     rank: int = 0
     world_size: int = 1
@@ -69,11 +69,11 @@ class RankEnv:
 
     @property
     def is_host_leader(self) -> bool:
-        """Whether this rank writes the files of which a host has one."""
+        """Whether this rank writes the files that a host has once."""
         return self.local_rank == 0
 
     def address(self) -> str:
-        """The address the coordinator's host sees this one at: that of the route to it."""
+        """The address of this host on its route to the coordinator."""
         if not self.master_addr:
             return ""
         try:

@@ -27,7 +27,7 @@ from trainer.interchange.weights import check_fits, read_state_dict, to_float32
 
 @dataclass
 class Adopted:
-    """A checkpoint taken over: where it is, the knobs it goes on with, and what was changed."""
+    """A checkpoint taken over: where it is, its settings, and what was changed."""
 
     path: Path
     config: RunConfig
@@ -36,7 +36,7 @@ class Adopted:
 
 
 def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: bool = False) -> Adopted:
-    """Make `pair` the checkpoint that a run in `run_dir` goes on from; with `restart`, begins with.
+    """Make `pair` the checkpoint that a run in `run_dir` resumes from or, with `restart`, starts with.
 
     Raises ConfigError where the pair is not whole, does not fit the tokenizer, or the run has checkpoints.
     """
@@ -78,7 +78,7 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
 
 
 def _same(path: Path, weights: dict[str, torch.Tensor], config: RunConfig) -> bool:
-    """Whether the checkpoint at `path` holds these weights and knobs."""
+    """Whether the checkpoint at `path` has these weights and settings."""
     try:
         state = storage.load(path)
     except storage.DamagedCheckpointError:

@@ -139,12 +139,12 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         print(f"import: its run of {last:,} steps is done: to train it further, import it with --restart")
     else:
         names = SHAPE_KNOBS if args.restart else RunConfig.field_names()
-        knobs = " ".join(_flags(done.config, names))
+        settings = " ".join(_flags(done.config, names))
         print(
             "import: to go on, " + ("with any other knobs:" if args.restart else "with exactly these knobs:")
         )
         data = args.data_dir or "DATA"
-        print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {knobs}")
+        print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {settings}")
     print("import: to see what it says:")
     print(f'  python -m trainer sample --checkpoint {done.path} --prompt "The "')
 

@@ -1,4 +1,4 @@
-"""Upstream's meta_000100.json beside our meta.json: model, knobs and figures under the names of each."""
+"""Upstream's meta_000100.json beside our meta.json: model, settings and figures under the names of each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config import ConfigError, RunConfig
 from trainer.model.gpt import GPTConfig
 
-# The knobs that say how a run learns, under the names both programs give them. How often it evaluates or
+# Settings that define how a run learns, under the names both programs give them. How often it evaluates or
 # saves, and on how many rows at a time it computes, goes with the machine and does not travel.
 SCHEDULE = (
     "target_param_data_ratio",
@@ -72,13 +72,13 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
 
 
 def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
-    """The knobs of a run that trains this model as upstream did, as far as its meta file says.
+    """The settings of a run that trains this model as upstream did, as far as its meta file has them.
 
     Raises ConfigError for a width that no depth, aspect_ratio and head_dim give.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
-    knobs: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "depth": model.n_layer,
         "aspect_ratio": _aspect_ratio(model, user.get("aspect_ratio")),
         "head_dim": model.head_dim,
@@ -91,14 +91,14 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
         value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
         with contextlib.suppress(ConfigError):  # a value that is none of ours leaves the default
             RunConfig.from_strings({name: value})
-            knobs[name] = value
-    if knobs.get("num_iterations"):
-        knobs.pop("target_flops", None)  # for upstream, too, the number of steps comes first
-    return RunConfig.from_strings(knobs)
+            settings[name] = value
+    if settings.get("num_iterations"):
+        settings.pop("target_flops", None)  # for upstream, too, the number of steps comes first
+    return RunConfig.from_strings(settings)
 
 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
-    """What upstream's meta file says of a checkpoint of ours, by its meta.json."""
+    """The content of upstream's meta file for a checkpoint of ours, from its meta.json."""
     step = int(meta["step"])
     tokens = meta.get("tokens", 0)
     batch = tokens // step if step else config.total_batch_size

@@ -5,7 +5,7 @@
     loss.backward()
     optimizer.step()                    # one process; or, shared out among ranks:
     optimizer.step_adamw()              # elementwise and fused: the same bits on every CPU
-    optimizer.step_muon(owned)          # matrix products: by their owner alone, who hands the result out
+    optimizer.step_muon(owned)          # GEMMs, on the owner rank only, which broadcasts the result
 
 Unlike CPUs multiply matrices to unlike bits, and one CPU does so too when it multiplies them in a batch. So a
 matrix is stepped by itself, as a function of its gradient, value and state only: whatever else its owner
@@ -103,7 +103,7 @@ def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor
 def reduce_variance(X: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
     """Even out X's rows (or columns) by their running mean square; its norm stays. NorMuon, arXiv 2510.05491.
 
-    `second_moment` (rows, 1) or (1, cols) is updated in place; its shape says which axis is averaged over.
+    `second_moment` (rows, 1) or (1, cols) is updated in place; its shape gives the averaged axis.
     """
     axis = 1 if second_moment.size(1) == 1 else 0
     mean_square = X.square().mean(dim=axis, keepdim=True)

@@ -1,7 +1,7 @@
 """The transfer of a run to one host whose GPU is faster than all ranks on their CPUs.
 
-speed = speed_on(numerics, model, batch_size)              # on the rank that has one
-alone = fastest_alone({1: speed}, rows, step, obstacles)   # the same on every rank
+speed = measure_gpu(numerics, model, batch_size)              # on the rank that has one
+alone = find_faster_host({1: speed}, rows, step, obstacles)   # equal on every rank
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class FasterHost:
         return f"sync is auto: {self.sentence(names)} That host should train alone."
 
     def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
-        """The end of these ranks: a process group cannot shrink to one host, so that host is started anew."""
+        """The end of these ranks: a process group cannot shrink, so the one host is started again."""
         host = peers[self.rank].host
         sentence = (
             f"{self.sentence(names)} The run is for {host} alone, or for all with another sync than auto."

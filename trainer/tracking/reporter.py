@@ -1,4 +1,4 @@
-"""What a run tells as it goes: each figure once to heartbeat, outcome, tracker and log."""
+"""Reports the figures of a run to run status, outcome, tracker and log."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from trainer.tracking.tracker import Tracker
 
 SPLIT = ("data", "forward", "backward", "sync", "optimizer")
 LINE_EVERY_SECONDS = 0.5
-MEASURED_STEPS = 3  # after which the expected time is said and collectives get their time-out
+MEASURED_STEPS = 3  # after which the remaining time is logged and collectives get their time-out
 RECENT_STEPS = 50
-SMOOTHING = 0.1  # what the newest step has to say in the share of sync
+SMOOTHING = 0.1  # weight of the newest step in the average share of sync
 
 
 class Reporter:
-    """The figures of this rank's attempt. `plan` and `tracker` come when they are known."""
+    """The figures of an attempt on this rank. `plan` and `tracker` are set when they are known."""
 
     plan: Plan
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
-        """With `routine`, each step is said: by one rank a host, since all would say the same."""
+        """With `routine`, each step is logged: by one rank per host."""
         self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
         self.tracker: Tracker | None = None
         self.train_state = TrainState()
@@ -39,41 +39,41 @@ class Reporter:
         self.sync_share: float | None = None  # of a step's seconds, smoothed
         self.warning: str | None = None
         self.prediction: Prediction | None = None
-        self._said = -LINE_EVERY_SECONDS
+        self._logged_at = -LINE_EVERY_SECONDS
 
     @property
     def measured(self) -> bool:
-        """True after the step by which the pace is known, and only then."""
+        """True once, after the steps that set the time-out."""
         return len(self.durations) == MEASURED_STEPS
 
     @property
     def typical(self) -> float:
-        """The mean step after the first, which also warms up; of late ones, for the pace may change."""
+        """Mean seconds of recent steps, without the first, which includes warm-up."""
         late = self.durations[1:][-RECENT_STEPS:] or self.durations
         return sum(late) / len(late)
 
     @property
     def median(self) -> float:
-        """The median of the recent steps; the first one, which also warms up, counts while it is alone."""
+        """Median seconds of recent steps, without the first unless it is the only one."""
         return statistics.median(self.durations[1:][-RECENT_STEPS:] or self.durations)
 
     @property
     def expected(self) -> float:
-        """Seconds that the steps left will take."""
+        """Expected seconds of the remaining steps."""
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
     def begin(self, plan: Plan, train_state: TrainState) -> None:
-        """The run's length and where it stands are known."""
+        """Set plan and state after the setup."""
         self.plan, self.train_state = plan, train_state
         self.attempt.update(num_iterations=plan.num_iterations)
-        # No loss yet: it says that this attempt has made a step.
+        # Without the loss, which shows that this attempt has made a step.
         self.run_status.update(
             step=train_state.step, val_bpb=train_state.val_bpb, num_iterations=plan.num_iterations
         )
         self.update()
 
     def update(self, **figures: Any) -> None:
-        """Let the outcome know where the run stands, and the heartbeat `figures` too."""
+        """Update the outcome, and the run status with `figures`."""
         train_state = self.train_state
         self.attempt.update(
             step=train_state.step,
@@ -86,7 +86,7 @@ class Reporter:
             self.run_status.update(step=train_state.step, **figures)
 
     def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
-        """One more step is done: its mean loss, rate multiplier, Muon's rate, duration and bytes sent."""
+        """Report a step: mean loss, rate multiplier, learning rate of Muon, seconds and bytes sent."""
         train_state, last = self.train_state, self.plan.num_iterations
         self.durations.append(seconds)
         train_state.step += 1
@@ -117,8 +117,8 @@ class Reporter:
         edge = len(self.durations) == 1 or train_state.step == last
         if not self.routine:
             return
-        if edge or time.monotonic() - self._said >= LINE_EVERY_SECONDS:
-            self._said = time.monotonic()
+        if edge or time.monotonic() - self._logged_at >= LINE_EVERY_SECONDS:
+            self._logged_at = time.monotonic()
             self.log(
                 f"step {train_state.step}/{last} loss {loss:.4f} lr {rate:.2f} "
                 f"{speed:,.0f} tok/s {seconds:.2f} s "
@@ -129,7 +129,7 @@ class Reporter:
             )
 
     def checkpoint(self, run_dir: Path) -> None:
-        """The heartbeat names the newest checkpoint, with its step and when it was written."""
+        """Report the newest checkpoint, its step and its time in the run status."""
         path = self.train_state.checkpoint
         if path is None:
             return
@@ -139,13 +139,13 @@ class Reporter:
             self.run_status.update(checkpoint={"step": step, "time": written, "path": path})
 
     def warn(self, sentence: str | None) -> None:
-        """What the heartbeat tells a person to look after, though the run goes on; None when it is over."""
+        """Set the warning in the run status; None removes it."""
         if sentence != self.warning:
             self.warning = sentence
             self.run_status.update(warning=sentence)
 
     def expected_time(self) -> None:
-        """Say how long the rest will take."""
+        """Log the expected remaining time."""
         left, seconds = self.plan.num_iterations - self.train_state.step, self.expected
         if not left:
             return
@@ -153,7 +153,7 @@ class Reporter:
         self.log(f"About {duration(seconds)} for the {left} step{'s' * (left > 1)} left, until {at}.")
 
     def evaluation(self, bpb: float, loss: float) -> bool:
-        """An evaluation of the present step; returns whether it is the best so far."""
+        """Report an evaluation; returns whether it is the best so far."""
         train_state = self.train_state
         train_state.val_bpb, train_state.val_bpb_step = bpb, train_state.step
         is_best = train_state.best_val_bpb is None or bpb < train_state.best_val_bpb
@@ -171,7 +171,7 @@ class Reporter:
         return is_best
 
     def sample(self, text: str) -> None:
-        """Text that the model continued."""
+        """Report a sample."""
         self.attempt.update(sample=text)
         if self.tracker is not None:
             self.tracker.sample(self.train_state.step, text)
@@ -181,7 +181,7 @@ class Reporter:
         )
 
     def shares(self, shares: Sequence[int], reason: str = "") -> None:
-        """Who takes how many rows of a step from now on; with a `reason` where that has changed."""
+        """Report the rows per rank; with a `reason` if they have changed."""
         self.run_status.update(shares=list(shares))
         if self.tracker is None:
             return
@@ -192,13 +192,13 @@ class Reporter:
             self.log(f"step {step}: {reason}", event="shares", figures={"step": step, "shares": list(shares)})
 
     def compare(self) -> None:
-        """Prediction and outcome side by side, for the tracker."""
+        """Report predicted and measured seconds of a step to the tracker."""
         if self.tracker is not None and self.prediction is not None and self.durations:
             figures = {"predicted_step_seconds": self.prediction.step_seconds}
             self.tracker.step(self.train_state.step, {**figures, "measured_step_seconds": self.median})
 
     def done(self) -> str:
-        """The sentence a finished run ends with."""
+        """The closing sentence of a finished run."""
         loss, bpb = self.train_state.loss, self.train_state.val_bpb
         steps = self.plan.num_iterations
         what = f"All {steps} steps" if steps > 1 else "The only step"

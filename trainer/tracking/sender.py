@@ -1,4 +1,4 @@
-"""Brings what a run has written to its MLflow server: by a process beside rank 0, or after the run.
+"""Sends the figures and files of a run to its MLflow server, in a process beside rank 0 or after the run.
 
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 

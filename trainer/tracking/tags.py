@@ -1,4 +1,4 @@
-"""What the tracker is told about a run: every knob and what follows from it as params, the rest as tags.
+"""The facts of a run for the tracker: settings and derived values as params, the rest as tags.
 
 Params cannot change on an MLflow server, so what may differ between attempts (hosts, shares) is a tag.
 """

@@ -1,11 +1,11 @@
-"""Rank 0's side of the tracking: lines into files, and a process beside it that brings them to the server.
+"""The tracker on rank 0: figures are written to files, a separate process sends them to the server.
 
-    tracker = Tracker(run_dir, resume_step, facts, uri, say)
+    tracker = Tracker(run_dir, resume_step, facts, uri, log)
     tracker.step(step, {"loss": 3.2, "tok_per_s": 1200.0})
     tracker.sample(step, "Once upon a time ...")
     tracker.close("finished")
 
-Nothing here waits for a network, but `close` at an orderly end, for a bounded time.
+Only `close` waits for the network, at the end of a run and for a bounded time.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class SenderProcess:
         return complete
 
     def _look_after(self) -> None:
-        """Start the process, pass on its messages, and start it again when it dies while the run goes on."""
+        """Start the process, log its messages, and start it again if it dies during the run."""
         while not self._closing.is_set():
             try:
                 ended = self._run_once()

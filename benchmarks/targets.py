@@ -1,4 +1,4 @@
-"""What a host and a fleet have to reach, and the tables of `make bench` that say whether they do."""
+"""The targets of the benchmarks, and the tables of `make bench` that compare with them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ MOST_MEMORY = 4.5e9
 
 
 @dataclass(frozen=True)
-class Bar:
-    """What a stage has to reach: times solo, share of its bound, MB that a host sends in a step."""
+class Target:
+    """The target of a case: ratio to the baseline, share of its bound, MB that a host sends per step."""
 
     group: str
     stage: str
@@ -24,26 +24,26 @@ class Bar:
     payload: float | None = None
 
 
-BARS = (
-    Bar("1gbit", "exact-4096-float32", ratio=1.7, bound=0.85, payload=190),
-    Bar("1gbit", "fast-4096-bfloat16", bound=0.75, payload=100),
-    Bar("1gbit", "exact-16384-float32", ratio=1.9),
-    Bar("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
-    Bar("100mbit", "local-8192-float32", ratio=1.9, payload=5),
-    Bar("uneven", "exact-16384-float32-auto", ratio=1.2),
+TARGETS = (
+    Target("1gbit", "exact-4096-float32", ratio=1.7, bound=0.85, payload=190),
+    Target("1gbit", "fast-4096-bfloat16", bound=0.75, payload=100),
+    Target("1gbit", "exact-16384-float32", ratio=1.9),
+    Target("1gbit", "fast-16384-bfloat16", ratio=1.75, bound=0.85),
+    Target("100mbit", "local-8192-float32", ratio=1.9, payload=5),
+    Target("uneven", "exact-16384-float32-auto", ratio=1.2),
 )
 
 
 def host_table(host: dict[str, dict[str, Any]]) -> str:
-    head = ["one host", "step, s", "tok/s", "limit, s", "reached", "wanted", "memory, GB", "of its cores"]
+    head = ["one host", "step, s", "tok/s", "limit, s", "reached", "required", "memory, GB", "of its cores"]
     table = [head]
     for name, result in host.items():
         rank = result["ranks"][0]
-        wanted = HOST_LIMIT[rank["compute_dtype"]]
-        met = result["share_of_limit"] >= wanted and rank["peak_rss"] < MOST_MEMORY
-        said = f"{percent(wanted)}: {'met' if met else 'missed'}"
+        required = HOST_LIMIT[rank["compute_dtype"]]
+        met = result["share_of_limit"] >= required and rank["peak_rss"] < MOST_MEMORY
+        said = f"{percent(required)}: {'met' if met else 'missed'}"
         if rank["compute_dtype"] == "bfloat16" and not has_amx():
-            said = f"{percent(wanted)} with AMX, which this processor lacks"
+            said = f"{percent(required)} with AMX, which this processor lacks"
         table.append(
             [
                 f"{name.removeprefix('host-')}, {rank['threads']} threads",
@@ -64,18 +64,18 @@ def has_amx() -> bool:
     return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
-def bars_table(rows: dict[str, dict[str, Any]]) -> str:
-    head = ["bar", "measured", "wanted", "", "beside an idle host", "bound by"]
+def targets_table(rows: dict[str, dict[str, Any]]) -> str:
+    head = ["target", "measured", "required", "", "beside an idle host", "bound by"]
     table = [[*head, "solo reaches of its limit", "products, of solo's rate"]]
-    for bar in BARS:
-        row = rows.get(f"{bar.group}/{bar.stage}")
-        asked = (
-            ("to solo", "ratio", bar.ratio, "{:.2f}x"),
-            ("of its bound", "share_of_bound", bar.bound, "{:.0%}"),
-            ("MB a step", "payload", bar.payload, "{:.1f}"),
+    for target in TARGETS:
+        row = rows.get(f"{target.group}/{target.stage}")
+        figures = (
+            ("to solo", "ratio", target.ratio, "{:.2f}x"),
+            ("of its bound", "share_of_bound", target.bound, "{:.0%}"),
+            ("MB a step", "payload", target.payload, "{:.1f}"),
         )
-        for what, key, wanted, shape in asked:
-            if wanted is None:
+        for what, key, required, shape in figures:
+            if required is None:
                 continue
             value = (row or {}).get(key)
             if value is not None and key == "payload":
@@ -84,11 +84,16 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
             solo, beside, idle = ((row or {}).get(name) for name in names)
             table.append(
                 [
-                    f"{bar.group}, {bar.stage}, {what}",
+                    f"{target.group}, {target.stage}, {what}",
                     shape.format(value) if value is not None else "not measured",
-                    f"{'at most' if key == 'payload' else 'at least'} {shape.format(wanted)}",
+                    f"{'at most' if key == 'payload' else 'at least'} {shape.format(required)}",
                     verdict(
-                        key, value, wanted, shape, solo, "bfloat16" if "bfloat16" in bar.stage else "float32"
+                        key,
+                        value,
+                        required,
+                        shape,
+                        solo,
+                        "bfloat16" if "bfloat16" in target.stage else "float32",
                     ),
                     shape.format(idle) if key == "ratio" and idle else "",
                     (row or {}).get("bound_by", ""),
@@ -99,12 +104,14 @@ def bars_table(rows: dict[str, dict[str, Any]]) -> str:
     return markdown(table)
 
 
-def verdict(key: str, value: float | None, wanted: float, shape: str, solo: float | None, dtype: str) -> str:
-    """Met, or missed and by how much. A ratio to a solo short of its own bar does not count."""
+def verdict(
+    key: str, value: float | None, required: float, shape: str, solo: float | None, dtype: str
+) -> str:
+    """Met, or missed by how much. A ratio to a baseline that misses its target does not count."""
     if value is None:
         return ""
-    if not (value <= wanted if key == "payload" else value >= wanted):
-        return f"missed by {shape.format(abs(value - wanted))}"
+    if not (value <= required if key == "payload" else value >= required):
+        return f"missed by {shape.format(abs(value - required))}"
     if key == "ratio" and (solo or 0) < HOST_LIMIT[dtype]:
         return f"reached; counts with solo at {percent(HOST_LIMIT[dtype])} of its limit"
     return "met"

@@ -51,7 +51,7 @@ def test_the_copy_is_of_the_moment(tmp_path: Path, data_dir: Path, monkeypatch: 
     saver.wait()
     assert not saver.busy
     assert saver.saved is not None
-    assert "beside the training" in said[0]
+    assert "in the background" in said[0]
     loaded = storage.load(saver.saved)
     assert all(torch.equal(loaded.model[name], tensor) for name, tensor in before.items())
     assert loaded.optim["lm_head.weight"]["exp_avg"].tolist() == [[1, 1], [1, 1]]
@@ -155,7 +155,7 @@ def test_a_worker_ends_while_rank_0_writes_the_last_checkpoint(start: Start, syn
     for rank in start(2, **knobs):
         code, said = rank.wait()
         assert code == 0, said
-        assert "Going on from the checkpoint of step 6." in said
+        assert "Resuming from the checkpoint of step 6." in said
         assert rank.outcome()["outcome"] == "finished"
 
 
