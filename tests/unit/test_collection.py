@@ -47,7 +47,11 @@ def test_python_is_imported_and_not_run_or_found_by_other_ways() -> None:
             elif isinstance(node, ast.Attribute):
                 assert ast.unparse(node) != "sys.path", f"{path}:{node.lineno}"
                 assert node.attr not in ("__path__", "spec_from_file_location"), f"{path}:{node.lineno}"
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and path.name not in ("test_collection.py", "test_imports.py"):
+            elif (
+                isinstance(node, ast.Constant)
+                and isinstance(node.value, str)
+                and path.name not in ("test_collection.py", "test_imports.py")
+            ):
                 # Programs that tests start.
                 assert "sys.path." not in node.value, f"{path}:{node.lineno}"
 

@@ -11,7 +11,9 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = sorted(p for p in (ROOT / "roles").iterdir() if p.is_dir())
-VERBS = sorted(p for p in ROOT.glob("*.yml") if p.name not in ("requirements.yml", "galaxy.yml", "mkdocs.yml"))
+VERBS = sorted(
+    p for p in ROOT.glob("*.yml") if p.name not in ("requirements.yml", "galaxy.yml", "mkdocs.yml")
+)
 
 
 def load(path: Path) -> object:
