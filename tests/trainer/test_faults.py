@@ -1,7 +1,7 @@
 """Ranks that are frozen, killed, slow, cut off or fail: what the others report, and how they end.
 
 The watchdog's minute is 3 seconds here. Nothing else would end a wait before the collectives' time-out of ten
-minutes, so that each of these ends proves who brought it about. The exact times are tested in test_watchdog.py.
+minutes, so that each of these ends proves its cause. The exact times are tested in test_watchdog.py.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
 
 
 def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
-    """The run that is rehearsed. Raises ConfigError."""
+    """The run file of the measured run. Raises ConfigError."""
     if args.run_file:
         return RunFile.load(args.run_file)
     shares = parse_shares(args.shares)
