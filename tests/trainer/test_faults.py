@@ -105,7 +105,7 @@ def test_a_slow_rank_is_named_and_waited_for(start: Start, fault: str, effort: s
     )
     stacks = (ranks[0].run_dir / "stacks-1.txt").read_text()
     assert "accumulate" in stacks
-    assert "heartbeat:" in stacks
+    assert "run status:" in stacks
     for rank in ranks:
         code, said = rank.wait(60)
         assert code == 0, said
