@@ -66,7 +66,8 @@ class Stage:
         if kind == "playbook_on_play_start":
             self.play = data.get("name") or data.get("play") or ""
         elif kind in ("playbook_on_task_start", "playbook_on_handler_task_start"):
-            self.task, self.tasks_done = data.get("name") or data.get("task") or "", self.tasks_done + 1
+            task = data.get("name") or data.get("task") or ""
+            self.task, self.tasks_done = task.removeprefix("nanofleet.fleet."), self.tasks_done + 1
             self._waiting, self.retries = set(), {}
         elif kind == "runner_on_start":
             self._waiting.add(host)

@@ -145,7 +145,7 @@ def part(
         "port": port,
         "rounds": rounds(list(range(len(company)))),
         "seconds": seconds,
-        "join": 20,
+        "join_timeout": 20,
         # Gloo gives up connecting after five times this.
         "timeout": 4,
         "limit": 50,

@@ -67,7 +67,7 @@ def all_reduces(torch: Any, dist: Any, part: Mapping[str, Any]) -> dict[str, Any
         part["port"],
         size,
         part["rank"] == 0,
-        timeout=datetime.timedelta(seconds=part["join"]),
+        timeout=datetime.timedelta(seconds=part["join_timeout"]),
     )
     dist.init_process_group("gloo", store=store, rank=part["rank"], world_size=size, timeout=timeout)
     all_mbit = effective_bandwidth(torch, dist, None, size, part["seconds"])

@@ -25,7 +25,7 @@ options:
     elements: list
     default: []
   seconds: {description: Length of each measurement., type: float, default: 0.4}
-  join: {description: Seconds to wait for the other hosts., type: float, default: 20}
+  join_timeout: {description: Seconds to wait for the other hosts., type: float, default: 20}
   timeout: {description: Seconds a collective may take., type: float, default: 4}
   limit: {description: "Seconds after which it ends, whatever it does.", type: int, default: 50}
 attributes:
@@ -62,7 +62,7 @@ def main() -> None:
             "port": {"type": "int", "required": True},
             "rounds": {"type": "list", "elements": "list", "default": []},
             "seconds": {"type": "float", "default": 0.4},
-            "join": {"type": "float", "default": 20},
+            "join_timeout": {"type": "float", "default": 20},
             "timeout": {"type": "float", "default": 4},
             "limit": {"type": "int", "default": 50},
         },

@@ -78,7 +78,8 @@ changed_files:
   returned: always
 """
 
-FOLDER_MODE, FILE_MODE = 0o750, 0o640
+FOLDER_MODE = 0o750
+FILE_MODE = 0o640
 
 
 class RefusedError(Exception):

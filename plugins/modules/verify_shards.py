@@ -46,7 +46,9 @@ bytes: {description: Their size., type: int, returned: always}
 hashed: {description: Files that had to be read., type: int, returned: always}
 """
 
-MANIFEST, TOKENIZER, MEMORY = "manifest.json", "tokenizer/tokenizer.json", ".verified.json"
+MANIFEST = "manifest.json"
+TOKENIZER = "tokenizer/tokenizer.json"
+MEMORY = ".verified.json"
 
 
 class Memory:

@@ -91,7 +91,8 @@ fetched: {description: Wheels that were fetched or built., type: list, elements:
 """
 
 STAMP = "made-from.json"
-TOOL, PROJECT = "uv", "nanofleet"
+TOOL = "uv"
+PROJECT = "nanofleet"
 NOTHING_YET: dict[str, Any] = {
     "changed": True, "digest": "", "wheels": 0, "bytes": 0, "unverified": [], "fetched": []
 }  # fmt: skip

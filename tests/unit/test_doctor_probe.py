@@ -372,7 +372,7 @@ def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
         port = unused.getsockname()[1]
     common = {
         "hosts": ["tower", "laptop"], "master": "127.0.0.1", "port": port, "rounds": [[[0, 1]]],
-        "seconds": 0.05, "join": 30, "timeout": 10, "limit": 60,
+        "seconds": 0.05, "join_timeout": 30, "timeout": 10, "limit": 60,
     }  # fmt: skip
     for said in rehearse({**common, "rank": 0}, {**common, "rank": 1}):
         assert said["error"] == ""

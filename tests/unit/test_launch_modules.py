@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
+import platform
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_report as report
 from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
 from ansible_collections.nanofleet.fleet.plugins.module_utils import log_lines as log
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
-from ansible_collections.nanofleet.fleet.plugins.modules import run_state, transient_unit
+from ansible_collections.nanofleet.fleet.plugins.modules import (
+    installed_environment,
+    run_state,
+    transient_unit,
+)
 from launch_role import beat
 from role_files import call
+
+from trainer.config import code_digest
 
 # -- transient_unit, over fake systemctl and systemd-run -------------------------------------------------
 
@@ -407,3 +417,25 @@ def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
     assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["newer", "older"]
     (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # it goes on, now
     assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["older", "newer"]
+
+
+# -- what is installed ---------------------------------------------------------------------------------------
+
+
+def test_an_environment_is_read_by_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This process's Python has torch and the trainer, as that of a run has."""
+    installed = call(installed_environment, monkeypatch, check=True)["installed"]
+    assert installed["environment"] == Path(sys.prefix).resolve().name
+    assert installed["python"] == platform.python_version()
+    assert installed["trainer"] == code_digest()
+    assert installed["torch"] == torch.__version__
+
+
+def test_an_environment_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    result = call(installed_environment, monkeypatch)
+    assert result["failed"]
+    assert "is not complete" in result["msg"]
