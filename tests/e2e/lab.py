@@ -47,6 +47,14 @@ class Outcome:
     def changed(self) -> int:
         return sum(self.stats["changed"].values())
 
+    def changes(self) -> list[str]:
+        """The tasks that changed something, each with its host."""
+        return [
+            f"{event['event_data']['task']} on {event['event_data']['host']}"
+            for event in self.events
+            if event["event"] == "runner_on_ok" and event["event_data"]["res"].get("changed")
+        ]
+
     def results(self, task: str) -> dict[str, dict[str, Any]]:
         """The result of the named task, by host; the last one where it ran more than once."""
         return {
