@@ -22,8 +22,8 @@ from fleet.stages import run_playbook
 from fleet.watch import FAILED, Follower
 
 USAGE, INTERRUPTED = 2, 130
-_CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 something to mend first;
-3 the run was stopped before its end; 130 left with Ctrl-C (a run that has started goes on)"""
+_CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 something must be fixed first;
+3 the run was stopped before its end; 130 left with Ctrl-C (a run that has started continues)"""
 
 
 def main(argv: list[str] | None = None) -> int:

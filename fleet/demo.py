@@ -55,7 +55,7 @@ class Demo:
 
     @property
     def down(self) -> str:
-        """What to type to be rid of the lab."""
+        """The command that removes the lab."""
         return "make lab-down" if self.lab == "lab" else f"make lab-down LAB={self.lab}"
 
 
@@ -88,7 +88,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         job.become_password = password
         if not run_playbook(screen, job):
             if job.name != "lab":
-                screen.say(Text(f"\nThe lab stays up for a look; to be rid of it, type: {demo.down}"))
+                screen.say(Text(f"\nThe lab is still running. Remove it: {demo.down}"))
             return FAILED
         seconds.append((job.name, job.seconds))
 
@@ -106,7 +106,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         [
             ("took", f"{duration(total)}  ({took_what})"),
             ("go on", f"the lab is up. Type: . .venv/bin/activate; ansible-playbook {demo.option}status.yml"),
-            ("stop", f"to be rid of the lab, type: {demo.down}"),
+            ("stop", f"Remove the lab. Type: {demo.down}"),
         ],
         title="python -m fleet demo",
         picture=picture,

@@ -50,7 +50,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         "--data-dir", type=Path, metavar="DIR", help="bring the tokenizer and the shards, as prepare would"
     )
     parser.add_argument(
-        "--run-dir", type=Path, metavar="DIR", help="bring a checkpoint, for a run that goes on from it"
+        "--run-dir", type=Path, metavar="DIR", help="import a checkpoint, for a run that resumes from it"
     )
     parser.add_argument(
         "--restart", action="store_true", help="count from step 0: a new run, of any knobs, on these weights"
