@@ -7,6 +7,7 @@ from typing import Any
 
 from ansible.plugins.action import ActionBase
 from ansible.utils.vars import load_extra_vars
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import (
     check,
     known_names,
@@ -17,7 +18,7 @@ from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 COLLECTION = Path(__file__).resolve().parents[2]
 ROLES = COLLECTION / "roles"
-KNOBS = ROLES / "preflight" / "vars" / "knobs.yml"
+DECLARED = ROLES / "preflight" / "vars" / "declared_settings.yml"
 WIRING = COLLECTION / "playbooks" / "group_vars" / "all.yml"
 
 
@@ -30,10 +31,10 @@ class ActionModule(ActionBase):
 
     def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)
-        known = known_names(ROLES, WIRING, KNOBS)
+        known = known_names(ROLES, WIRING, DECLARED)
         internal = role_names(ROLES, WIRING).keys() - known.keys()
         # What the wiring sets is made of other variables, and is not the inventory's.
-        wired = {*read_yaml(WIRING)} - {*read_yaml(KNOBS)["preflight_known_knobs"]}
+        wired = {*read_yaml(WIRING)} - {*read_yaml(DECLARED)["preflight_declared_settings"]}
         wanted = {*known, *RunConfig.field_names()} - wired
         hostvars = (task_vars or {}).get("hostvars", {})
         inventory = {
@@ -42,5 +43,4 @@ class ActionModule(ActionBase):
             if host in hostvars
         }
         asked = dict(load_extra_vars(self._loader))
-        result.update(changed=False, findings=check(asked, inventory, known, RunConfig, internal))
-        return result
+        return result | reported(check(asked, inventory, known, RunConfig, internal))

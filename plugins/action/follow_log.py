@@ -6,7 +6,7 @@ from typing import Any
 
 from ansible.plugins.action import ActionBase
 from ansible.utils.display import Display
-from ansible_collections.nanofleet.fleet.plugins.module_utils.launch_logs import rendered
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_logs import rendered
 
 WAIT_SECONDS = 5
 display = Display()

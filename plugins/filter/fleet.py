@@ -1,15 +1,48 @@
-"""Filters over the inventory."""
+"""The filters of the collection: names for pure functions of module_utils."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from ansible.errors import AnsibleFilterError
+from ansible.utils.display import Display
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     becoming,
+    bench_plan,
+    dataset_findings,
+    doctor_measured,
     fleet_id,
+    lab_plan,
+    network_interfaces,
+    network_rules,
     project_folder,
+    reset_report,
+    run_logs,
+    run_plan,
+    run_refusals,
+    run_report,
+    run_status,
+    run_summary,
+    runtime_environments,
+    systemd_quote,
+    typed_commands,
+    unit_settings,
 )
+
+
+def cache_folder(path: str) -> str:
+    """The folder for what can be made again; a warning where it may not last."""
+    try:
+        folder, lasts = project_folder.cache_folder(path)
+    except OSError as error:
+        raise AnsibleFilterError(str(error)) from None
+    if not lasts:
+        Display().warning(
+            f"The cache is {folder}: there is no home or checkout that this user can write. "
+            "Set XDG_CACHE_HOME to a folder that lasts."
+        )
+    return folder
 
 
 class FilterModule:
@@ -17,7 +50,57 @@ class FilterModule:
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
-            "fleet_id": fleet_id.fleet_id,
-            "project_folder": project_folder.project_folder,
+            "as_typed": typed_commands.as_typed,
             "becomes_root": becoming.becomes_root,
+            "bench_line": bench_plan.bench_line,
+            "cache_folder": cache_folder,
+            "count_cpus": unit_settings.count_cpus,
+            "dataset_findings": dataset_findings.dataset_findings,
+            "dataset_phrases": dataset_findings.dataset_phrases,
+            "dataset_rows": dataset_findings.dataset_rows,
+            "dataset_rows_findings": dataset_findings.dataset_rows_findings,
+            "doctor_blocked_hosts": doctor_measured.turned_away,
+            "doctor_calls": doctor_measured.calls,
+            "doctor_measured": doctor_measured.measured,
+            "doctor_peers": doctor_measured.peers,
+            "doctor_rehearsal": doctor_measured.part,
+            "doctor_rounds": doctor_measured.rounds,
+            "fleet_id": fleet_id.fleet_id,
+            "lab_burst": lab_plan.lab_burst,
+            "lab_can_raise_limits": lab_plan.lab_can_raise_limits,
+            "lab_containers": lab_plan.lab_containers,
+            "lab_cpus": lab_plan.lab_cpus,
+            "lab_failures": lab_plan.lab_failures,
+            "lab_free_subnet": lab_plan.lab_free_subnet,
+            "lab_mirror_of": lab_plan.lab_mirror_of,
+            "lab_plan": lab_plan.lab_plan,
+            "lab_stopped": lab_plan.lab_stopped,
+            "lab_subnets": lab_plan.lab_subnets,
+            "network_choose": network_interfaces.choose,
+            "network_findings": network_rules.findings,
+            "network_lines": network_interfaces.lines,
+            "network_measured": network_rules.measured,
+            "network_peer_findings": network_interfaces.peer_findings,
+            "network_resolve": network_interfaces.resolve,
+            "network_rules": network_rules.rules,
+            "network_sources": network_rules.sources,
+            "project_folder": project_folder.project_folder,
+            "reset_report": reset_report.report,
+            "run_busy": run_refusals.busy,
+            "run_failure": run_report.failure,
+            "run_fetched": run_logs.fetched,
+            "run_logs": run_logs.merged_logs,
+            "run_name": run_plan.run_name,
+            "run_started": run_report.started,
+            "run_starting": run_report.starting,
+            "run_status": run_status.status_screen,
+            "run_stop_expected": run_report.stop_expected,
+            "run_stopped": run_report.stopped,
+            "run_summary": run_summary.summary,
+            "run_transfer": run_plan.transfer_plan,
+            "runtime_kind": runtime_environments.runtime_kind,
+            "systemd_env": systemd_quote.systemd_env,
+            "systemd_line": systemd_quote.systemd_line,
+            "systemd_quote": systemd_quote.systemd_quote,
+            "unit_addresses": unit_settings.allowed,
         }

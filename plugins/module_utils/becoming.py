@@ -9,7 +9,7 @@ from ansible.module_utils.parsing.convert_bool import boolean
 
 
 def may_become_root(variables: Mapping[str, Any]) -> bool:
-    """Whether plays may become root there; ansible_become: false in the inventory says that nobody may."""
+    """Whether plays may become root there; ansible_become: false in the inventory forbids it."""
     return bool(boolean(variables.get("ansible_become", True), strict=False))
 
 

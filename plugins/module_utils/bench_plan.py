@@ -31,7 +31,7 @@ def bench_plan(
 ) -> list[Stage]:
     """The stages asked for by name, else all: name, hosts, nproc, config, shares of each.
 
-    Raises AnsibleFilterError for a name that says nothing, or a run that cannot be.
+    Raises AnsibleFilterError for a name that is no stage, or a run that cannot be.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
     names = names or default_stages(hosts, gpu_hosts, tokens, trainer.SYNC_MODES)
@@ -51,7 +51,7 @@ def default_stages(
 ) -> list[str]:
     """Each host alone, ranks on one host, a GPU where there is one, the fleet in every sync mode.
 
-    The coordinator alone at a rank's share tells what bounds the fleet; in local each rank has a whole step.
+    The coordinator alone at a rank's share gives the bound of the fleet; in local each rank has a whole step.
     """
     share = tokens // len(hosts)
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
@@ -75,37 +75,37 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
         raise ValueError(f"there is no host {match['host']}, only {', '.join(hosts)}.")
     if kind not in ALONE and (match["host"] or len(hosts) < 2):
         raise ValueError("a sync mode is measured on all hosts of a fleet, two or more.")
-    knobs = {
+    settings = {
         **config,
         "num_iterations": bench.WARM_STEPS + steps,
         "total_batch_size": int(match["tokens"]),
     }
-    knobs |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
+    settings |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
     if match["format"]:
-        knobs["dtype"] = match["format"]
+        settings["dtype"] = match["format"]
     if kind == "solo":
-        knobs["device"] = "cpu"
+        settings["device"] = "cpu"
     elif kind == "gpu":
-        knobs["device"] = "cuda"
+        settings["device"] = "cuda"
     else:
-        knobs["sync"] = "exact" if kind == "ranks" else kind
-    trainer.RunConfig.from_strings(knobs)
+        settings["sync"] = "exact" if kind == "ranks" else kind
+    trainer.RunConfig.from_strings(settings)
     return {
         "name": name,
         "hosts": [match["host"] or hosts[0]] if kind in ALONE else list(hosts),
         "nproc": RANKS_ON_A_HOST if kind == "ranks" else 1,
-        "config": knobs,
+        "config": settings,
         "shares": shares.replace(".", ",") if shares else "equal",
     }
 
 
-def bench_measured(plan: Sequence[Stage], paths: Sequence[str]) -> list[str]:
+def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
     """Names of the stages that these files have: of the same hosts, depth, context and micro-batch.
 
-    And over as many steps or more. Of a link, data or other knobs that have changed since, the files know
-    nothing: -e bench_again=true.
+    And over as many steps or more. The files do not record a change of link, data or other
+    settings: -e bench_again=true.
     """
-    results = {Path(path).stem: _result(Path(path)) for path in paths}
+    results = {path.stem: _result(path) for path in paths}
     return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
 
 
@@ -120,7 +120,7 @@ def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
 
 
 def _result(path: Path) -> dict[str, Any]:
-    """What a stage's file says; nothing where it is not one."""
+    """The content of a stage's file; empty where it is not one."""
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError):

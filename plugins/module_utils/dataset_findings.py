@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from statistics import mode
 from typing import Any
 
 MOST_PHRASES = 5  # of one host; a folder that was emptied would fill the screen
@@ -23,7 +23,7 @@ def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
         f"{host}: {dataset_phrases(each['findings'])}." for host, each in seen.items() if each.get("findings")
     ]
     manifests = {host: each["manifest_sha256"] for host, each in seen.items() if each.get("manifest_sha256")}
-    usual = most(manifests.values())
+    usual = mode(manifests.values()) if manifests else ""
     return found + [
         f"{host}: its manifest is {manifest[:12]}, that of the others {usual[:12]}."
         for host, manifest in manifests.items()
@@ -35,7 +35,7 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
     """A sentence for each host whose packed rows are not those of most others."""
     rows = {host: dataset_rows(hostvars[host].get("__dataset_packed")) for host in hosts}
     digests = {host: rows_digest(each) for host, each in rows.items() if each}
-    usual = most(digests.values())
+    usual = mode(digests.values()) if digests else ""
     return [
         f"{host} packed rows {digest}, the others {usual}: "
         "its data or its environment differ. Run setup.yml for all hosts, then try again."
@@ -54,7 +54,3 @@ def dataset_rows(result: Mapping[str, Any] | None) -> dict[str, Any]:
     """The JSON line of `trainer prepare --rows --json`; empty where nothing was run (check mode)."""
     lines = [line for line in str((result or {}).get("stdout") or "").splitlines() if line.startswith("{")]
     return dict(json.loads(lines[-1])) if lines else {}
-
-
-def most(values: Any) -> str:
-    return str(next(iter(Counter(values).most_common(1)), ("",))[0])

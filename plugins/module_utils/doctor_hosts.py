@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
+from statistics import mode
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
@@ -39,30 +39,30 @@ def host_findings(
 
 
 def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
-    """With what the others see of it: whether it is down, or only the controller's way to it."""
-    told = unreachable_finding(host, variables, measured[host]["why"])
-    views = {peer: (of_peer["ways"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
+    """With what the others see of it: whether it is down, or only the controller's path to it is cut."""
+    found = unreachable_finding(host, variables, measured[host]["why"])
+    views = {peer: (of_peer["paths"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
     seen = [peer for peer, up in views.items() if up]
     blind = [peer for peer, up in views.items() if up is False]
-    also = f" {', '.join(seen)} can see it: only the controller's way is cut." if seen else ""
+    also = f" {', '.join(seen)} can see it: only the controller's path is cut." if seen else ""
     also = also or (
         f" Nor does it answer {', '.join(blind)}: it is off, asleep or unplugged." if blind else ""
     )
-    return finding("unreachable", host, told["problem"] + also, told["remedy"])
+    return {**found, "problem": found["problem"] + also, "peer": "", "severity": "error"}
 
 
 def _cannot_look(host: str, why: str) -> Finding:
     if "not found" in why or "No such file" in why or "discovered_interpreter" in why:
         return finding(
-            "python",
+            "NF501",
             host,
             "It has no python3 that Ansible can use.",
             f"sudo apt install python3  (on {host})",
         )
     return finding(
-        "look",
+        "NF502",
         host,
-        f"It could not be looked at: {(why or 'no reason was given')[:200]}",
+        f"It could not be checked: {(why or 'no reason was given')[:200]}",
         f"ansible {host} -m ping",
     )
 
@@ -70,13 +70,13 @@ def _cannot_look(host: str, why: str) -> Finding:
 def _clock(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
     skew, allowed = of_host["facts"]["skew_s"], options["max_skew_s"]
     if abs(skew) > allowed:
-        way = "ahead of" if skew > 0 else "behind"
-        problem = f"Its clock is {abs(skew):.0f} s {way} the controller's (allowed: {allowed:g})."
-        yield finding("clock", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
+        side = "ahead of" if skew > 0 else "behind"
+        problem = f"Its clock is {abs(skew):.0f} s {side} the controller's (allowed: {allowed:g})."
+        yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
 
 
 def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
-    told = set()
+    reported = set()
     for path, disk in of_host["facts"]["disks"].items():
         mount, needed = disk["mount"], options["min_free_gib"]
         what = f"{mount}, which holds {path}," if mount != path else mount
@@ -89,9 +89,9 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
             problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
         else:
             continue
-        if mount not in told:
-            told.add(mount)
-            yield finding("disk", host, problem, see)
+        if mount not in reported:
+            reported.add(mount)
+            yield finding("NF504", host, problem, see)
 
 
 def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
@@ -99,9 +99,9 @@ def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
     own = of_host["address"]
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         yield finding(
-            "loopback-name", host,
-            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet's runs are told the "
-            "interface and do not mind; a torchrun started by hand would meet nobody.",
+            "NF505", host,
+            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet's runs get the "
+            "interface and are not affected; a torchrun started by hand would find no peer.",
             f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})",
             severity="warning",
         )  # fmt: skip
@@ -115,33 +115,31 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
         port = held["port"]
         if held["reason"] != "held":
             problem = f"The store's port {port} cannot be opened: {held['reason']}."
-            yield finding("store-port", host, problem, "add -e store_port=PORT to take another port")
+            yield finding("NF506", host, problem, "add -e store_port=PORT to take another port")
             continue
         who, end = holder(held, port)
         if not held.get("pid"):
             who += " (an interrupted doctor's listener would be gone in 30 s)"
-        problem = f"The store's port {port} is held by {who}: no run can meet there."
-        yield finding(
-            "held-port", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)"
-        )
+        problem = f"The rendezvous store's port {port} is held by {who}. A run cannot start."
+        yield finding("NF507", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)")
 
 
 def _load(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
     load, cores = of_host["facts"]["load"], of_host["facts"]["machine_cores"]
     if load > cores and not of_host["active"]:
         problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: rates are low for it."
-        yield finding("load", host, problem, f"top  (on {host})", severity="warning")
+        yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
 
 
 def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Shards that are not the manifest's; that a host has no data yet is told elsewhere."""
+    """Shards that are not the manifest's; that a host has no data yet is reported elsewhere."""
     found = []
     for host, of_host in measured.items():
-        said = (of_host["data"] or {}).get("findings") or []
-        if not said or "manifest.json is missing" in said:
+        listed = (of_host["data"] or {}).get("findings") or []
+        if not listed or "manifest.json is missing" in listed:
             continue
-        problem = f"Its data are not the controller's: {'; '.join(said)}."
-        found.append(finding("data", host, problem, SETUP))
+        problem = f"Its data are not the controller's: {'; '.join(listed)}."
+        found.append(finding("NF509", host, problem, SETUP))
     return found
 
 
@@ -152,7 +150,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
         problem = "The hosts hold another trainer than this folder: train.yml would refuse."
-        found.append(finding("versions", ", ".join(installed), problem, SETUP))
+        found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
         # One environment is one lock's, and there is one for each Python, architecture and build of torch.
         kinds: dict[tuple[str, ...], dict[str, str]] = {}
@@ -168,12 +166,12 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
             kind = (python, machine, build) if field == "environment" else ()
             kinds.setdefault(kind, {})[host] = str(each.get(field)).split("+")[0][:12]
         for values in kinds.values():
-            usual = Counter(values.values()).most_common(1)[0][0]
+            usual = mode(values.values())
             others = ", ".join(host for host, value in values.items() if value == usual)
             for host, value in values.items():
                 if value != usual:
                     problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
-                    found.append(finding("versions", host, problem, SETUP))
+                    found.append(finding("NF511", host, problem, SETUP))
     return found
 
 
@@ -186,4 +184,4 @@ def _rehearsal(measured: Measured) -> list[Finding]:
     host, error = next(iter(failed.items()))
     others = ", ".join(peer for peer in rehearsals if peer != host)
     problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
-    return [finding("all-reduce", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")]
+    return [finding("NF512", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")]

@@ -25,27 +25,29 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
     explained = {each["host"] for each in found}
     directed = directed_rates(measured)
     slow = {
-        way: mbit for way, mbit in directed.items() if mbit < options["slow_mbit"] and not explained & {*way}
+        path: mbit
+        for path, mbit in directed.items()
+        if mbit < options["slow_mbit"] and not explained & {*path}
     }
     for end, verb in ((0, "sends"), (1, "receives")):
         for host in measured:
-            ways = [way for way in directed if way[end] == host]
-            # With two hosts both ends look alike: the sender is named, and the peer with it.
-            if len(ways) > 1 and all(way in slow for way in ways):
-                worst = max(slow.pop(way) for way in ways)
+            paths = [path for path in directed if path[end] == host]
+            # With two hosts both ends are alike: the sender is named, and the peer with it.
+            if len(paths) > 1 and all(path in slow for path in paths):
+                worst = max(slow.pop(path) for path in paths)
                 found.append(
                     finding(
-                        "slow-link", host, f"It {verb} at {worst:.0f} Mbit/s at most, whoever the peer is.",
+                        "NF540", host, f"It {verb} at {worst:.0f} Mbit/s at most, whoever the peer is.",
                         _see_link(measured, host),
                     )
                 )  # fmt: skip
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
-        other = f" ({back:.0f} the other way)" if back else ""
+        other = f" ({back:.0f} in the other direction)" if back else ""
         step = DENSE_MB * 8 / max(mbit, 0.1)
         found.append(
             finding(
-                "slow-link", sender,
+                "NF541", sender,
                 f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
                 f"({DENSE_MB} MB in sync=dense) take {step:.0f} s.",
                 _see_link(measured, sender), receiver,
@@ -72,7 +74,7 @@ def _see_link(measured: Measured, host: str) -> str:
 
 
 def _link(measured: Measured, host: str) -> Iterator[Finding]:
-    """What the chosen interface itself says: 100 Mbit, half duplex, WiFi beside a cable."""
+    """What the chosen interface itself reports: 100 Mbit, half duplex, WiFi beside a cable."""
     links, name = measured[host]["facts"].get("links") or {}, measured[host]["interface"]
     link = links.get(name)
     if not link:
@@ -85,19 +87,19 @@ def _link(measured: Measured, host: str) -> Iterator[Finding]:
     if link["wireless"] and cables:
         other, address = cables[0]
         yield finding(
-            "wifi", host,
+            "NF542", host,
             f"It reaches its peers over WiFi ({name}), though a cable is plugged in ({other}, {address}).",
             f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml",
         )  # fmt: skip
     elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:
         yield finding(
-            "slow-link", host,
+            "NF543", host,
             f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port.",
             f"sudo ethtool {name}  (on {host}; try another cable and port)",
         )  # fmt: skip
     elif link["duplex"] == "half":
         yield finding(
-            "slow-link", host,
+            "NF544", host,
             f"{name} runs at half duplex: it cannot send and receive at once.",
             f"sudo ethtool -s {name} autoneg on  (on {host})",
         )  # fmt: skip

@@ -1,14 +1,14 @@
 """What doctor does next on the controller: who calls whom, what was found out so far, whether it is due.
 
 Pure functions of what the tasks registered. `measured`, which the other filters take, is by host:
-    reachable, why           whether it answered at all, and what SSH said if not
-    facts, marks             of the module doctor_host; facts empty where it could not run (`why` tells)
+    reachable, why           whether it answered at all, and what SSH printed if not
+    facts, marks             of the module doctor_host; facts empty where it could not run (see `why`)
     problem                  the network role's sentence where no interface could be chosen
     address, interface       of the chosen NIC
     ports, held              of the module doctor_listener; held with pid, user, command and unit where known
     active                   units of runs that are up
-    ways, rates              of the module doctor_peers, by peer
-    firewall                 of the module doctor_firewall, None where it was not read
+    paths, rates             of the module doctor_peers, by peer
+    firewall                 rules of the module firewall_rules, None where they were not read
     installed, data          of the module installed_environment and dataset's compare, None where not read
     rehearsal                of the module doctor_rehearsal, None where it did not run
 """
@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import holds_address
+
+PORTS = ("store_port", "port_low", "port_high")
 TURNED_AWAY = ("filtered", "refused", "unreachable")
 
 
@@ -35,16 +38,19 @@ def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
     return [each for each in found if each]
 
 
-def peers(hosts: Sequence[str], hostvars: Mapping[str, Any], me: str) -> list[dict[str, Any]]:
-    """Whom `me` shall probe, as doctor_peers takes it; hosts that do not answer the controller too."""
+def peers(
+    hosts: Sequence[str], hostvars: Mapping[str, Any], me: str, listening: str = "__doctor_listening"
+) -> list[dict[str, Any]]:
+    """Whom `me` shall probe, as doctor_peers takes it; hosts that do not answer the controller too.
+
+    listening: the variable with the result of doctor_listener.
+    """
     found = []
     for host in hosts:
         variables = hostvars[host]
-        listening = variables.get("__doctor_listening") or {}
+        answers = variables.get(listening) or {}
         address = (
-            listening.get("address")
-            or variables.get("network_address")
-            or _inventory_address(variables, host)
+            answers.get("address") or variables.get("network_address") or _inventory_address(variables, host)
         )
         if host != me:
             port = variables.get("ansible_port") or variables.get("ansible_ssh_port") or 22
@@ -52,7 +58,7 @@ def peers(hosts: Sequence[str], hostvars: Mapping[str, Any], me: str) -> list[di
                 {
                     "host": host,
                     "address": address,
-                    "ports": listening.get("ports") or [],
+                    "ports": answers.get("ports") or [],
                     "ssh_port": int(port),
                 }
             )
@@ -75,23 +81,23 @@ def calls(pairs: Sequence[Sequence[str]], measured: Mapping[str, Any]) -> dict[s
 
 
 def open_ports(measured: Mapping[str, Any], caller: str, called: str) -> list[dict[str, Any]]:
-    way = measured[caller]["ways"].get(called) or {}
-    return [port for port in way.get("ports") or [] if port["state"] == "open"]
+    path = measured[caller]["paths"].get(called) or {}
+    return [port for port in path.get("ports") or [] if port["state"] == "open"]
 
 
 def swallows(measured: Mapping[str, Any], a: str, b: str) -> bool:
     """Whether large packets vanish between two hosts, in either direction."""
-    ways = (measured[a]["ways"].get(b) or {}, measured[b]["ways"].get(a) or {})
-    return any((way.get("mtu") or {}).get("swallowed") for way in ways)
+    paths = (measured[a]["paths"].get(b) or {}, measured[b]["paths"].get(a) or {})
+    return any((path.get("mtu") or {}).get("swallowed") for path in paths)
 
 
 def turned_away(measured: Mapping[str, Any]) -> list[str]:
-    """Hosts at either end of a way on which a port did not open: their firewalls are worth a look."""
+    """Hosts at either end of a path on which a port did not open: their firewalls are read."""
     found = set()
     for host, of_host in measured.items():
-        for peer, way in of_host["ways"].items():
-            shut = any(port["state"] in TURNED_AWAY for port in way.get("ports") or [])
-            if shut or (way.get("mtu") or {}).get("swallowed"):
+        for peer, path in of_host["paths"].items():
+            shut = any(port["state"] in TURNED_AWAY for port in path.get("ports") or [])
+            if shut or (path.get("mtu") or {}).get("swallowed"):
                 found |= {host, peer}
     return sorted(found)
 
@@ -99,7 +105,7 @@ def turned_away(measured: Mapping[str, Any]) -> list[str]:
 def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) -> dict[str, Any]:
     """{"hosts", "why"}: who rehearses an all-reduce together, and why the others do it alone or not at all.
 
-    The first host keeps the store. A host with a broken way to one that is in stays out: it is named already.
+    The first host keeps the store. A host with a broken path to one of them stays out: it is named already.
     """
     joined: list[str] = []
     bare: list[str] = []
@@ -115,7 +121,7 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
         elif any(
             not _is_whole(measured, a, b) for other in joined for a, b in ((host, other), (other, host))
         ):
-            why.append(f"a way to or from {host} is broken")
+            why.append(f"a path to or from {host} is broken")
         else:
             joined.append(host)
     if bare:
@@ -135,7 +141,7 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
 def part(
     hosts: Sequence[str], measured: Mapping[str, Any], me: str, forks: int, port: int, seconds: float
 ) -> dict[str, Any]:
-    """What doctor_rehearsal is told on the host `me`; who cannot rehearse with others does it alone."""
+    """The options of doctor_rehearsal on the host `me`; who cannot rehearse with others does it alone."""
     together = can_rehearse(hosts, measured, forks)["hosts"]
     company = together if me in together else [me]
     return {
@@ -153,8 +159,8 @@ def part(
 
 
 def _is_whole(measured: Mapping[str, Any], a: str, b: str) -> bool:
-    way = measured[a]["ways"].get(b) or {}
-    ports = way.get("ports") or []
+    path = measured[a]["paths"].get(b) or {}
+    ports = path.get("ports") or []
     return bool(ports) and all(port["state"] == "open" for port in ports) and not swallows(measured, a, b)
 
 
@@ -167,40 +173,40 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
     def result(name: str) -> Mapping[str, Any]:
         return variables.get(name) or {}
 
-    look, listening, ways = result("__doctor_host"), result("__doctor_listening"), result("__doctor_ways")
-    running = result("__launch_held")
-    answers = [each for each in (running, look) if each]
+    host, listening, probed = (result(f"__doctor_{name}") for name in ("host", "listening", "probed"))
+    running = result("__doctor_held")
+    answers = [each for each in (running, host) if each]
     lost = next((each for each in answers if each.get("unreachable")), None)
-    later = next((each for each in (listening, ways) if each.get("unreachable")), None)
-    said = look if "facts" not in look else {}
+    later = next((each for each in (listening, probed) if each.get("unreachable")), None)
+    failed = host if "facts" not in host else {}
     return {
         "reachable": bool(answers) and lost is None and later is None,
-        "why": str((lost or later or said).get("msg") or said.get("module_stderr") or "").strip(),
-        "facts": _facts(look, variables.get("__doctor_looked")),
-        "marks": dict(look.get("marks") or {}),
+        "why": str((lost or later or failed).get("msg") or failed.get("module_stderr") or "").strip(),
+        "facts": _facts(host, variables.get("__doctor_answered")),
+        "marks": dict(host.get("marks") or {}),
         "problem": str(variables.get("__doctor_network_problem") or ""),
         "address": listening.get("address") or variables.get("network_address") or "",
         "interface": listening.get("interface") or variables.get("network_interface") or "",
         "ports": list(listening.get("ports") or []),
         "held": _held(listening, running),
         "active": list(running.get("active_units") or []),
-        "ways": dict(ways.get("peers") or {}),
+        "paths": dict(probed.get("peers") or {}),
         "rates": _rates(variables.get("__doctor_rates") or []),
-        "firewall": _firewall(result("__doctor_firewall")),
+        "firewall": result("__doctor_firewall").get("rules"),
         "installed": result("__doctor_installed").get("installed"),
         "data": variables.get("dataset_comparison"),
         "rehearsal": result("__doctor_rehearsed").get("rehearsal"),
     }
 
 
-def _facts(look: Mapping[str, Any], looked: float | None) -> dict[str, Any]:
+def _facts(result: Mapping[str, Any], answered: float | None) -> dict[str, Any]:
     """The host's facts, with `skew_s`: by how much its clock lies outside the time in which it was asked.
 
     That is 0 for a host that is only slow to answer.
     """
-    facts = dict(look.get("facts") or {})
+    facts = dict(result.get("facts") or {})
     if facts:
-        before, after = facts["sent"] - facts["time"], facts["time"] - float(looked or facts["time"])
+        before, after = facts["sent"] - facts["time"], facts["time"] - float(answered or facts["time"])
         facts["skew_s"] = round(after if after > 0 else -before if before > 0 else 0.0, 1)
     return facts
 
@@ -218,36 +224,37 @@ def _rates(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _firewall(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    return {name: result[name] for name in ("ufw", "rules", "allows")} if "rules" in result else None
-
-
 def fleet_state(
-    measured: Mapping[str, Any], settings: Mapping[str, Any], hostvars: Mapping[str, Any]
+    measured: Mapping[str, Any], options: Mapping[str, Any], hostvars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a good report holds for: as long as this is the same, there is no need to look again.
+    """What a good report holds for: as long as this is the same, there is no need to check again.
 
     Which packets a host turns away counts where it was asked as root (`__doctor_rules`).
     """
-    state: dict[str, Any] = {"settings": {name: str(value) for name, value in settings.items()}, "hosts": {}}
+    settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
+    state: dict[str, Any] = {"settings": settings, "hosts": {}}
+    addresses = [of_host["address"] for of_host in measured.values()]
     for host, of_host in measured.items():
         marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
         rules = hostvars[host].get("__doctor_rules") or {}
         if "rules" in rules:
-            told = json.dumps([rules["ufw"], rules["rules"], rules["allows"]], sort_keys=True)
-            told = re.sub(r"counter packets \d+ bytes \d+ ?", "", told)
-            marks["firewall"] = hashlib.sha256(told.encode()).hexdigest()[:12]
+            # Those about strangers come and go, where fail2ban runs for one.
+            ours = [
+                each for each in rules["rules"] if any(holds_address(each["source"], a) for a in addresses)
+            ]
+            listed = json.dumps(ours, sort_keys=True)
+            marks["firewall"] = hashlib.sha256(listed.encode()).hexdigest()[:12]
         state["hosts"][host] = marks
     return state
 
 
-def fleet_name(hosts: Sequence[str]) -> str:
-    """The name under which the controller keeps a fleet's last good report."""
-    return hashlib.sha256("\n".join(hosts).encode()).hexdigest()[:12]
+def kept_file(folder: str, hosts: Sequence[str]) -> Path:
+    """The controller's file of a fleet's last good report."""
+    return Path(folder) / f"{hashlib.sha256(chr(10).join(hosts).encode()).hexdigest()[:12]}.json"
 
 
 def due(state: Mapping[str, Any], kept: str, when: str) -> str:
-    """Why the fleet is to be looked at, as a phrase; empty if it need not be.
+    """Why the fleet is to be checked, as a phrase; empty if it need not be.
 
     state: fleet_state of now. kept: the text of the last good report, empty if there is none.
     """
@@ -270,6 +277,6 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
                 "interface": "has another interface",
                 "address": "has another address",
             }
-            said = what.get(changed[0], f"has another {changed[0]}")
-            return f"{host} {said} since the last good report"
+            change = what.get(changed[0], f"has another {changed[0]}")
+            return f"{host} {change} since the last good report"
     return ""

@@ -5,53 +5,63 @@ Of a cause and its consequences only the cause is reported.
 
 from __future__ import annotations
 
-import ipaddress
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import (
+    FIREWALLS,
+    holds_address,
+    lacking,
+    matching,
+)
 
 Measured = Mapping[str, Mapping[str, Any]]
 Ports = Sequence[Mapping[str, Any]]
 SETUP = "ansible-playbook setup.yml"
-AS_ROOT = "the same command with -K, so that doctor may look as root"
-SAYS = {
-    "filtered": "{host} gets no answer from {peer} on {ports}: its packets are dropped",
-    "refused": "{host} is refused by {peer} on {ports}, though doctor listens there",
-    "unreachable": "{host} cannot reach {peer} on {ports} ({detail})",
-    "silent": "{host} is let in by {peer} on {ports} and then hears nothing: it is frozen, or data vanish",
-    "foreign": "{host} meets another program on {ports} of {peer}",
+SHOWN_RULES = 4
+AS_ROOT = "the same command with -K, so that doctor can read the rules as root"
+SHUT = {
+    "filtered": ("gets no answer from", ": its packets are dropped"),
+    "refused": ("is refused by", ", though a listener of nanofleet is there"),
+    "unreachable": ("cannot reach", " ({detail})"),
 }
 
 
 def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     """All findings about the paths. options: port_low, port_high, store_port, slow_rtt_ms."""
     found = list(_interfaces(measured))
-    explained = {each["host"] for each in found}
+    return found + connection_findings(measured, options, {each["host"] for each in found})
+
+
+def connection_findings(
+    measured: Measured, options: Mapping[str, Any], explained: Collection[str] = ()
+) -> list[Finding]:
+    """Findings about connections that were tried, but for those of hosts that another finding explains."""
+    found = []
     for host, of_host in measured.items():
-        for peer in of_host["ways"]:
-            if measured[peer]["reachable"] and not explained & {host, peer}:
+        for peer in of_host["paths"]:
+            if measured[peer]["reachable"] and not {host, peer} & set(explained):
                 found += [
-                    {**each, "way": f"{host} to {peer}"} for each in _way(measured, host, peer, options)
+                    {**each, "path": f"{host} to {peer}"} for each in _path(measured, host, peer, options)
                 ]
     return _merged(found)
 
 
 def _merged(found: Sequence[Finding]) -> list[Finding]:
-    """One finding for all that one command mends on one host: a rule may close many ways."""
+    """One finding for all that one command fixes on one host: a rule may close many paths."""
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}
     for each in found:
-        key = (each["kind"], each["host"], each["remedy"])
+        key = (each["code"], each["host"], each["remedy"])
         if key in merged:
-            others.setdefault(key, []).append(each["way"])
+            others.setdefault(key, []).append(each["path"])
         else:
             merged[key] = each
-    for key, ways in others.items():
-        merged[key]["problem"] += f" The same: {', '.join(ways)}."
-    return [{name: each[name] for name in each if name != "way"} for each in merged.values()]
+    for key, paths in others.items():
+        merged[key]["problem"] += f" The same: {', '.join(paths)}."
+    return [{name: each[name] for name in each if name != "path"} for each in merged.values()]
 
 
 # -- the interface -------------------------------------------------------------------------------------------
@@ -63,46 +73,47 @@ def _interfaces(measured: Measured) -> Iterator[Finding]:
         chosen = of_host["interface"]
         if of_host["problem"]:
             sentence, _dot, remedy = of_host["problem"].partition(". ")
-            yield finding("interface", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
+            yield finding("NF520", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
             continue
-        for peer, way in of_host["ways"].items():
-            used = (way.get("route") or {}).get("interface") or chosen
+        for peer, path in of_host["paths"].items():
+            used = (path.get("route") or {}).get("interface") or chosen
             # An address that is off the link proves nothing if the peer's own interface is not the right one.
             is_proof = _is_on_link(of_host, used, measured[peer]["address"]) or not _is_odd(measured, peer)
             if chosen and used not in (chosen, "lo") and is_proof:
                 yield finding(
-                    "wrong-interface", host,
+                    "NF521", host,
                     f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
-                    f"{peer} by {used}: Gloo would listen where no peer comes.",
-                    f"take fleet_interface of {host} out of the inventory, or set it to {used}", peer,
+                    f"{peer} by {used}: Gloo would listen where no peer connects.",
+                    f"remove fleet_interface of {host} from the inventory, or set it to {used}", peer,
                 )  # fmt: skip
                 break
 
 
 def _is_on_link(of_host: Mapping[str, Any], interface: str, address: str) -> bool:
     link = (of_host["facts"].get("links") or {}).get(interface) or {}
-    return any(_has_address(network, address) for network in link.get("addresses") or [])
+    return any(holds_address(network, address) for network in link.get("addresses") or [])
 
 
 def _is_odd(measured: Measured, host: str) -> bool:
     of_host = measured[host]
-    used = {(way.get("route") or {}).get("interface") for way in of_host["ways"].values()} - {None, ""}
+    used = {(path.get("route") or {}).get("interface") for path in of_host["paths"].values()} - {None, ""}
     return bool(of_host["interface"]) and bool(used) and of_host["interface"] not in used
 
 
 # -- the ports -----------------------------------------------------------------------------------------------
 
 
-def _way(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings about one way, from `host` to `peer`, which listens."""
-    way = measured[host]["ways"][peer]
-    ports = way.get("ports") or []
+def _path(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> list[Finding]:
+    """Findings about one path, from `host` to `peer`, which listens."""
+    path = measured[host]["paths"][peer]
+    ports = path.get("ports") or []
     shut = [port for port in ports if port["state"] != "open"]
     strange = next((port for port in shut if port["state"] == "misrouted"), None)
     if strange:
         return [_misrouted(measured, host, peer, strange)]
-    if shut and len(shut) == len(ports) and not way.get("up") and not _blame(measured, host, peer, shut):
-        return [_no_way(measured, host, peer)]
+    rule = _blame(measured, host, peer, shut) or _blame_answers(measured, host, peer)
+    if shut and len(shut) == len(ports) and not path.get("up") and not rule:
+        return [_no_path(measured, host, peer)]
     states = dict.fromkeys(port["state"] for port in shut)
     found = [
         _shut(measured, host, peer, [port for port in shut if port["state"] == state], options)
@@ -114,17 +125,17 @@ def _way(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -
 def _misrouted(measured: Measured, host: str, peer: str, port: Mapping[str, Any]) -> Finding:
     address, other = measured[peer]["address"], port["detail"]
     return finding(
-        "misrouted", peer,
-        f"At its address {address} {host} reaches {other} instead: another host has the address too, or a "
-        "rule leads packets astray.",
+        "NF522", peer,
+        f"When {host} connects to {address}, the address of {peer}, it reaches {other} instead. Two hosts "
+        "have this address, or a rule redirects the packets.",
         f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})", host,
     )  # fmt: skip
 
 
-def _no_way(measured: Measured, host: str, peer: str) -> Finding:
+def _no_path(measured: Measured, host: str, peer: str) -> Finding:
     address = measured[peer]["address"]
     return finding(
-        "no-way", peer,
+        "NF523", peer,
         f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller "
         f"reaches {peer}: they are on different networks, or a router keeps its clients apart.",
         f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of {peer})", host,
@@ -132,23 +143,31 @@ def _no_way(measured: Measured, host: str, peer: str) -> Finding:
 
 
 def _shut(measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]) -> Finding:
-    state = ports[0]["state"]
-    back = (measured[peer]["ways"].get(host) or {}).get("ports") or []
-    sentence = SAYS[state].format(
-        host=host, peer=peer, ports=_in_words(measured, peer, ports, options), detail=ports[0]["detail"]
-    )
-    if back and all(port["state"] == "open" for port in back):
-        sentence += ", while the other way is open"
-    if state in ("silent", "foreign"):
-        return finding(state, peer, f"{sentence}.", f"sudo ss -Hltnp  (on {peer})", host)
+    state, words = ports[0]["state"], _in_words(measured, peer, ports, options)
+    back = (measured[peer]["paths"].get(host) or {}).get("ports") or []
+    is_one_way = back and all(port["state"] == "open" for port in back)
+    also = ", while the other direction is open" if is_one_way else ""
+    if state == "silent":
+        problem = (
+            f"{host} can connect to {peer} on {words} but receives no data. The program on {peer} is frozen, "
+            "or packets are lost"
+        )
+        return finding("NF524", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
+    if state == "foreign":
+        problem = f"{host} meets another program on {words} of {peer}"
+        return finding("NF525", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
+    verb, how = SHUT[state]
+    how = how.format(detail=ports[0]["detail"]) + also
     wanted, has = [options["port_low"], options["port_high"]], measured[peer]["facts"].get("port_range")
     astray = [port for port in ports if port.get("picked") and not wanted[0] <= port["port"] <= wanted[1]]
     if astray and has and has != wanted:
         because = f"Its kernel picks ports from {has[0]}-{has[1]}, which is not the range that is opened."
-        return finding("range", peer, f"{sentence}. {because}", SETUP, host)
-    where, because, remedy = _cause(measured, host, peer, ports)
-    kind = "blocked-store" if all(port["role"] == "store" for port in ports) else "blocked-ports"
-    return finding(kind, where, f"{sentence}. {because}", remedy, host if where == peer else peer)
+        return finding("NF526", peer, f"{host} {verb} {peer} on {words}{how}. {because}", SETUP, host)
+    where, because, remedy = _cause(measured, host, peer, ports, options)
+    is_store = all(port["role"] == "store" for port in ports)
+    other = host if where == peer else peer
+    problem = f"{host} {verb} {peer} on {words}{how}. {because}"
+    return finding("NF527" if is_store else "NF528", where, problem, remedy, other)
 
 
 def _in_words(measured: Measured, peer: str, ports: Ports, options: Mapping[str, Any]) -> str:
@@ -164,21 +183,32 @@ def _in_words(measured: Measured, peer: str, ports: Ports, options: Mapping[str,
 # -- firewalls -----------------------------------------------------------------------------------------------
 
 
-def _cause(measured: Measured, host: str, peer: str, ports: Ports) -> tuple[str, str, str]:
-    """(the host to mend, why it is so, what to type)."""
+def _cause(
+    measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]
+) -> tuple[str, str, str]:
+    """(the host to fix, the cause, what to type)."""
     rule = _blame(measured, host, peer, ports)
     if rule:
-        where = rule["where"]
-        return where, f"The rule on {where} is: {rule['text']}.", f"{rule['remedy']}  (on {where})"
-    firewall = measured[peer]["firewall"]
-    if firewall is None:
-        return peer, f"By which rule of {peer}, only root can see.", AS_ROOT
-    allowed = all(
-        any(_matches(rule, measured[host]["address"], port["port"]) for rule in firewall["allows"])
-        for port in ports
-    )
-    if firewall["ufw"] == "active" and not allowed:
-        return peer, f"ufw is active on {peer} and has no rule that lets {host} in.", SETUP
+        return _by_rule(rule)
+    if measured[peer]["firewall"] is None:
+        return peer, f"Only root can read the firewall rules of {peer}.", AS_ROOT
+    spans = [(port["port"], port["port"]) for port in ports]
+    ends = ((peer, "INPUT", host), (host, "OUTPUT", peer))
+    for where, chain, other in ends:
+        for policy in lacking(measured[where]["firewall"] or [], chain, measured[other]["address"], spans):
+            because = f"{policy['text']} is active on {where} and has no rule that lets {other} in."
+            if chain == "OUTPUT":
+                because = f"{policy['text']} is active on {where} and has no rule that lets it reach {other}."
+            return where, because, _permission(policy, where, measured[other]["address"], ports, options)
+    rule = _blame_answers(measured, host, peer)
+    if rule:
+        return _by_rule(rule)
+    for where, chain, other in ends:
+        drops = matching(measured[where]["firewall"] or [], "drop", chain, measured[other]["address"], spans)
+        if drops:
+            drops.sort(key=lambda each: not (each["ports"] or each["source"]))
+            texts = "; ".join(dict.fromkeys(each["text"] for each in drops[:SHOWN_RULES]))
+            return where, f"Rules of {where} that may drop them: {texts}.", _listing(drops[0], where)
     return (
         peer,
         f"No rule for it was found on {host} or {peer}: another firewall, a router or a cloud's.",
@@ -186,102 +216,109 @@ def _cause(measured: Measured, host: str, peer: str, ports: Ports) -> tuple[str,
     )
 
 
+def _by_rule(rule: Mapping[str, str]) -> tuple[str, str, str]:
+    where = rule["where"]
+    remedy = f"{rule['remedy']}  (on {where})" if rule["remedy"] else _listing(rule, where)
+    return where, f"The rule on {where} is: {rule['text']}.", remedy
+
+
+def _listing(rule: Mapping[str, str], where: str) -> str:
+    return f"sudo {FIREWALLS[rule['firewall']].listing}  (on {where})"
+
+
+def _permission(
+    policy: Mapping[str, str], where: str, source: str, ports: Ports, options: Mapping[str, Any]
+) -> str:
+    """What is typed so that a policy no longer drops what comes from `source` to these ports."""
+    firewall = FIREWALLS[policy["firewall"]]
+    if policy["chain"] == "OUTPUT":
+        return _listing(policy, where)
+    if firewall.is_managed:
+        return SETUP
+    names = {
+        "gloo": f"{options['port_low']}:{options['port_high']}",
+        "store": str(options["store_port"]),
+    }
+    wanted = [{"source": source, "port": names[role]} for role in sorted({port["role"] for port in ports})]
+    return f"{' && '.join(firewall.permit(wanted, policy['place'], ''))}{firewall.keep}  (on {where})"
+
+
 def _blame(measured: Measured, host: str, peer: str, ports: Ports) -> dict[str, str] | None:
-    """The rule that turns away what goes from `host` to these ports of `peer`, or the answer to it."""
-    low, high = (measured[host]["facts"].get("port_range") or [0, 65535])[:2]
+    """The rule that by itself drops what goes from `host` to these ports of `peer`."""
     there = [(port["port"], port["port"]) for port in ports]
-    chains = (
-        (peer, "INPUT", host, there), (host, "OUTPUT", peer, there),
-        (peer, "OUTPUT", host, [(low, high)]), (host, "INPUT", peer, [(low, high)]),
-    )  # fmt: skip
-    for where, chain, other, spans in chains:
-        address = measured[other]["address"]
-        for rule in (measured[where]["firewall"] or {}).get("rules") or []:
-            if rule["chain"] == chain and any(_matches(rule, address, *span) for span in spans):
-                return {**rule, "where": where}
-    return None
+    return _dropping(measured, ((peer, "INPUT", host), (host, "OUTPUT", peer)), [there])
 
 
-def _matches(rule: Mapping[str, str], address: str, low: int, high: int = 0) -> bool:
-    """Whether a rule is for TCP of any size between this address and one of these ports."""
-    return (
-        not rule.get("length")
-        and rule["protocol"] in ("", "tcp", "all", "any")
-        and _has_address(rule["source"], address)
-        and _has_port(rule["ports"], low, high or low)
+def _blame_answers(measured: Measured, host: str, peer: str) -> dict[str, str] | None:
+    """The rule that by itself drops what `peer` answers, whatever port `host` connects from."""
+    low, high = (measured[host]["facts"].get("port_range") or [0, 65535])[:2]
+    return _dropping(
+        measured, ((peer, "OUTPUT", host), (host, "INPUT", peer)), [[(low, low)], [(high, high)]]
     )
 
 
-def _has_address(written: str, address: str) -> bool:
-    """Whether a rule's address (one, a network, several, `!` for all but it, or none for any) holds this."""
-    if written in ("", "any", "anywhere"):
-        return True
-    if written.startswith("!"):
-        return not _has_address(written.lstrip("!= "), address)
-    for part in written.split(","):
-        try:
-            if ipaddress.ip_address(address) in ipaddress.ip_network(part, strict=False):
-                return True
-        except ValueError:
-            continue
-    return False
-
-
-def _has_port(written: str, low: int, high: int) -> bool:
-    """Whether a rule's ports (20000:20999, 20000-20999, 22,80, none for any) hold one of low to high."""
-    bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in written.split(",")]
-    return not written or any(each and each[0] <= high and low <= each[-1] for each in bounds)
+def _dropping(
+    measured: Measured, ends: Sequence[tuple[str, str, str]], each_of: Sequence[list[tuple[int, int]]]
+) -> dict[str, str] | None:
+    """The first rule at these ends that drops something of each group of ports."""
+    for where, chain, other in ends:
+        rules, address = measured[where]["firewall"] or [], measured[other]["address"]
+        for rule in matching(rules, "drop", chain, address, each_of[0]):
+            if rule["remedy"] and all(matching([rule], "drop", chain, address, group) for group in each_of):
+                return {**rule, "where": where}
+    return None
 
 
 # -- packets -------------------------------------------------------------------------------------------------
 
 
 def _packets(measured: Measured, host: str, peer: str) -> Iterator[Finding]:
-    """Large packets that vanish without a word."""
-    way = measured[host]["ways"][peer]
-    mtu = way.get("mtu") or {}
-    if way.get("cut"):
+    """Large packets that are lost without an error."""
+    path = measured[host]["paths"][peer]
+    mtu = path.get("mtu") or {}
+    if path.get("cut"):
         remedy = f"ping {measured[peer]['address']}  (on {host})"
-        yield finding("cut", peer, f"{host}'s connection to it breaks off: {way['cut']}.", remedy, host)
+        yield finding(
+            "NF530", peer, f"A connection from {host} to {peer} breaks off: {path['cut']}.", remedy, host
+        )
     if not mtu.get("swallowed"):
         return
     arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
-    sentence = f"Packets of {mtu['sent']} bytes from {host} to {peer} vanish without a word{arrive}: "
+    sentence = f"Packets of {mtu['sent']} bytes from {host} to {peer} are lost without an error{arrive}: "
     sentence += "a run would connect and then hang."
     for where, chain in ((peer, "INPUT"), (host, "OUTPUT")):
-        for rule in (measured[where]["firewall"] or {}).get("rules") or []:
-            if rule["chain"] == chain and rule["length"]:
-                because, remedy = (
-                    f"The rule on {where} is: {rule['text']}.",
-                    f"{rule['remedy']}  (on {where})",
+        for rule in measured[where]["firewall"] or []:
+            if (rule["chain"], rule["verdict"]) == (chain, "drop") and rule["length"]:
+                where, because, remedy = _by_rule({**rule, "where": where})
+                yield finding(
+                    "NF531", where, f"{sentence} {because}", remedy, host if where == peer else peer
                 )
-                yield finding("mtu", where, f"{sentence} {because}", remedy, host if where == peer else peer)
                 return
     interface, small = measured[host]["interface"], mtu["passes"] or 576
     yield finding(
-        "mtu", host, f"{sentence} Something between them carries less than {interface} of {host} sends.",
-        f"sudo ip link set {interface} mtu {small}  (on {host}, until what is between them is mended)", peer,
+        "NF532", host, f"{sentence} A device between {host} and {peer} has a smaller MTU than {interface}.",
+        f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)", peer,
     )  # fmt: skip
 
 
 def _oddities(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """What works and should not be so: an unexpected source address, a long way."""
-    way, own = measured[host]["ways"][peer], measured[host]["address"]
+    """What works and should not be so: an unexpected source address, a long round trip."""
+    path, own = measured[host]["paths"][peer], measured[host]["address"]
     there = measured[peer]["address"]
-    seen = {port["seen"] for port in way.get("ports") or [] if port.get("seen")}
+    seen = {port["seen"] for port in path.get("ports") or [] if port.get("seen")}
     if own and seen and own not in seen:
         yield finding(
-            "source-address", host,
-            f"{peer} sees it come from {', '.join(sorted(seen))} and not from its address {own}: rules "
-            f"on {peer} that let it in would not match.",
+            "NF533", host,
+            f"{peer} receives packets of {host} from {', '.join(sorted(seen))}, not from {own}, the address "
+            f"of {host}. A firewall rule on {peer} that allows {own} does not match them.",
             f"ip route get {there}  (on {host}; then set fleet_interface or fleet_address of it)", peer,
             "warning",
         )  # fmt: skip
-    # The shortest of all: a busy host answers late now and then, a long way always.
-    took = (way.get("rtt_ms") or {}).get("min", 0)
+    # The shortest of all: a busy host answers late now and then, a distant one always.
+    took = (path.get("rtt_ms") or {}).get("min", 0)
     if took > options["slow_rtt_ms"]:
         yield finding(
-            "slow-answer", peer,
+            "NF534", peer,
             f"A message from {host} takes {took:.0f} ms there and back: that is no local network.",
             f"ping -c 20 {there}  (on {host}; a VPN or WiFi's power saving does this)", host, "warning",
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What doctor says: the matrix and the verdict lines as text, and as one JSON object (schema in the README).
+"""The doctor's report: the matrix and the findings as text, and as one JSON object (schema in the README).
 
 Pure functions of what was measured (see doctor_measured) and of the findings (see doctor_paths, for one).
 """
@@ -12,8 +12,9 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_hosts impor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import link_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import trainer_digest
 
-SCHEMA = 1
+SCHEMA = 2
 Measured = Mapping[str, Mapping[str, Any]]
 Finding = Mapping[str, str]
 
@@ -22,6 +23,7 @@ def examined(
     measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
     """All findings, reported. options: of all three kinds of findings; about: time, seconds, quick, forks."""
+    options = {**options, "trainer": trainer_digest()}
     findings = [
         *host_findings(measured, hostvars, options),
         *path_findings(measured, options),
@@ -79,16 +81,16 @@ def _host(of_host: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _pair(measured: Measured, host: str, peer: str) -> dict[str, Any]:
-    way = measured[host]["ways"].get(peer) or {}
-    states = {port["state"] for port in way.get("ports") or []}
+    path = measured[host]["paths"].get(peer) or {}
+    states = {port["state"] for port in path.get("ports") or []}
     return {
         "from": host,
         "to": peer,
-        "route": way.get("route"),
-        "ports": way.get("ports") or [],
+        "route": path.get("route"),
+        "ports": path.get("ports") or [],
         "open": states == {"open"},
-        "rtt_ms": way.get("rtt_ms"),
-        "mtu": way.get("mtu"),
+        "rtt_ms": path.get("rtt_ms"),
+        "mtu": path.get("mtu"),
         "mbit": _mbit(measured, host, peer),
         "allreduce_mbit": _allreduce(measured, host, peer),
     }
@@ -122,25 +124,25 @@ def _together(measured: Measured) -> float | None:
 def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
     if about["quick"]:
         return ["rates, the all-reduce, GEMM and data (quick form; all of it: ansible-playbook doctor.yml)"]
-    said = []
+    found = []
     if active:
         unit = next(iter(active.values()))[0]
-        said.append(f"rates, memory, GEMM and the all-reduce, for {unit} is active and was left in peace")
+        found.append(f"rates, memory, GEMM and the all-reduce, for {unit} is active and was not disturbed")
     elif about["rehearsal"].get("why"):
         what = (
             "the all-reduce"
             if any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
             else "GEMM and the all-reduce"
         )
-        said.append(f"{what} with every host: {about['rehearsal']['why']}")
+        found.append(f"{what} with every host: {about['rehearsal']['why']}")
     bare = [
         host
         for host, each in measured.items()
         if "manifest.json is missing" in ((each["data"] or {}).get("findings") or [])
     ]
     if bare:
-        said.append(f"the data of {', '.join(bare)}: none are there yet (ansible-playbook setup.yml)")
-    return said
+        found.append(f"the data of {', '.join(bare)}: none are there yet (ansible-playbook setup.yml)")
+    return found
 
 
 # -- as text -------------------------------------------------------------------------------------------------
@@ -161,23 +163,23 @@ def text(report: Mapping[str, Any]) -> str:
         else f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}"
     )
     also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    lines.append(f"{end} training{also}. Looked for {report['seconds']:.0f} s; nothing was changed.")
+    lines.append(f"{end} training{also}. Checked for {report['seconds']:.0f} s; nothing was changed.")
     return "\n".join(line.rstrip() for line in lines)
 
 
 def verdict(each: Finding) -> str:
     label = "FAULT" if each["severity"] == "error" else "warning"
-    return f"{label}  {each['host']}: {each['problem']} Type: {each['remedy']}"
+    return f"{label}  {each['code']}  {each['host']}: {each['problem']} Type: {each['remedy']}"
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:
-    """Hosts by hosts: a cell is the way from the row's host to the column's, the diagonal the host itself."""
+    """Hosts by hosts: a cell is the path from row to column, the diagonal the host itself."""
     hosts = list(report["hosts"])
     pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
     cells = {
         (row, column): _own_cell(report["hosts"][row])
         if row == column
-        else _way_cell(report, pairs[row, column])
+        else _path_cell(report, pairs[row, column])
         for row in hosts
         for column in hosts
     }
@@ -203,7 +205,7 @@ def _own_cell(host: Mapping[str, Any]) -> list[str]:
     if not host["reachable"]:
         return ["does not answer"]
     if not host["cores"]:
-        return ["not looked at"]
+        return ["not checked"]
     cores = f"{host['cores']} core{'s' if host['cores'] > 1 else ''}"
     memory = f", copies {host['copy_gb_s']:g} GB/s" if host["copy_gb_s"] else ""
     lines = [f"{host['interface'] or 'no interface'}: {cores}{memory}"]
@@ -213,7 +215,7 @@ def _own_cell(host: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _way_cell(report: Mapping[str, Any], pair: Mapping[str, Any]) -> list[str]:
+def _path_cell(report: Mapping[str, Any], pair: Mapping[str, Any]) -> list[str]:
     if not report["hosts"][pair["from"]]["reachable"] or not report["hosts"][pair["to"]]["reachable"]:
         return ["-"]
     if not pair["ports"]:

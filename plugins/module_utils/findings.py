@@ -1,62 +1,78 @@
 """Findings, and the table that shows them. Used on the controller only.
 
-A finding is {"host", "problem", "remedy", "severity"}: where, one sentence, what to type next, and whether it
-stops the command (refusal), prevents training (error) or is only reported (warning). The doctor's also have
-"kind" and "peer".
+A finding is {"code", "host", "problem", "remedy", "severity"}: its message code, where, one sentence, what to
+type next, and whether it stops the command (refusal), prevents training (error) or is only reported
+(warning). The doctor's also have "peer". A code belongs to one call and is never used for another message:
+NF0xx settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
 
 Finding = dict[str, str]
+UNCHANGED = "nothing was changed"
 
 
-def finding(host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
+def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
     """A finding that stops the command, unless it is a warning."""
-    return {"host": host, "problem": problem, "remedy": remedy, "severity": severity}
+    return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 
 
-def warning(host: str, problem: str, remedy: str) -> Finding:
+def warning(code: str, host: str, problem: str, remedy: str) -> Finding:
     """A finding that is only reported."""
-    return finding(host, problem, remedy, "warning")
+    return finding(code, host, problem, remedy, "warning")
 
 
 def doctor_finding(
-    kind: str, host: str, problem: str, remedy: str, peer: str = "", severity: str = "error"
+    code: str, host: str, problem: str, remedy: str, peer: str = "", severity: str = "error"
 ) -> Finding:
-    """A finding of the doctor: `kind` names what is wrong, `peer` the host at the other end of a path."""
-    return {
-        "kind": kind, "host": host, "peer": peer, "severity": severity, "problem": problem, "remedy": remedy,
-    }  # fmt: skip
+    """A finding of the doctor; `peer` is the host at the other end of a path."""
+    return {**finding(code, host, problem, remedy, severity), "peer": peer}
 
 
-def refusals(findings: list[Mapping[str, str]]) -> list[Mapping[str, str]]:
+def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
+    """The result of an action: failed with the table of all findings where one is a refusal."""
+    shown = as_typed(table(findings, state))
+    if refusals(findings):
+        return {"failed": True, "msg": shown}
+    return {"changed": False, "findings": findings, "message": shown}
+
+
+def refusals(findings: Sequence[Finding]) -> list[Finding]:
     """Those that stop the command."""
-    return [f for f in findings if f.get("severity") != "warning"]
+    return [f for f in findings if f["severity"] != "warning"]
 
 
-def table(findings: list[Mapping[str, str]]) -> str:
-    """All findings as aligned lines, refusals first, each followed by what to type next."""
+def table(findings: Sequence[Finding], state: str = UNCHANGED) -> str:
+    """All findings as aligned lines, refusals first, each followed by what to type next.
+
+    state: that of the hosts, for the first line.
+    """
     width = max((len(f["host"]) for f in findings), default=0)
     stops = refusals(findings)
-    tells = [f for f in findings if f not in stops]
+    warnings = [f for f in findings if f not in stops]
     lines = []
     if stops:
-        lines.append(f"{_count(stops, 'finding')}; nothing was changed.")
+        lines.append(f"{_count(stops, 'finding')}; {state}.")
         lines += _lines(stops, width)
-    if tells:
-        lines.append(f"{_count(tells, 'warning')}; nothing stops for {'it' if len(tells) == 1 else 'them'}.")
-        lines += _lines(tells, width)
+    if warnings:
+        them = "it" if len(warnings) == 1 else "them"
+        lines.append(f"{_count(warnings, 'warning')}; nothing stops for {them}.")
+        lines += _lines(warnings, width)
     return "\n".join(lines)
 
 
-def _count(things: list[Mapping[str, str]], name: str) -> str:
+def _count(things: Sequence[Finding], name: str) -> str:
     return f"{len(things)} {name}{'' if len(things) == 1 else 's'}"
 
 
-def _lines(findings: list[Mapping[str, str]], width: int) -> list[str]:
-    pairs = [
-        (f"{f['host']:<{width}}  {f['problem']}", f"{'':<{width}}  Type: {f['remedy']}") for f in findings
-    ]
-    return [line for pair in pairs for line in pair]
+def _lines(findings: Sequence[Finding], width: int) -> list[str]:
+    lines = []
+    for each in findings:
+        lines.append(f"{each['code']}  {each['host']:<{width}}  {each['problem']}")
+        lines.append(f"{'':{len(each['code'])}}  {'':<{width}}  Type: {each['remedy']}")
+    return lines

@@ -15,7 +15,7 @@ LONGEST = 40
 
 
 def fleet_id(inventory_file: Any) -> str:
-    """The stem of the file, or of the nearest folder around it, whose name tells the fleet from others."""
+    """The stem of the file, or of the nearest folder around it, whose name identifies the fleet."""
     path = Path(str(inventory_file or ""))
     stem = path.name.split(".")[0] if path.suffix else path.name
     for name in [stem, *(folder.name for folder in path.parents)]:

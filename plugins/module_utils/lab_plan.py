@@ -9,7 +9,6 @@ import hashlib
 import ipaddress
 import re
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 # Where labs look for room: 10.89.0.0/16 to 10.98.0.0/16, in /24s. 10.88 is podman's own.
@@ -115,16 +114,16 @@ def lab_stopped(containers: list[dict[str, Any]] | None, name: str) -> list[str]
 
 
 def lab_failures(results: list[dict[str, Any]]) -> str:
-    """What the failed ones among a loop's results said, by host."""
-    said = []
+    """The messages of the failed results of a loop, by host."""
+    messages = []
     for result in results:
         if result.get("failed"):
             item = result.get(result.get("ansible_loop_var", "item"))
             host = item.get("name", "") if isinstance(item, dict) else ""
             text = str(result.get("stderr") or result.get("stdout") or result.get("msg") or "nothing").strip()
             text = "\n".join(text.splitlines()[-8:])
-            said.append(f"{host}: {text}" if host else text)
-    return "; ".join(said)
+            messages.append(f"{host}: {text}" if host else text)
+    return "; ".join(messages)
 
 
 def lab_burst(rate: str) -> str:
@@ -154,8 +153,3 @@ def lab_mirror_of(targets: str, family: str) -> str:
         if uri.endswith("/" + family) and uri not in OWN_MIRRORS:
             return uri
     return ""
-
-
-def lab_file_text(path: str) -> str:
-    """The text of one of the role's files."""
-    return Path(path).read_text(encoding="utf-8")

@@ -7,7 +7,7 @@ import os
 import re
 import signal
 
-KILLED = "Killed (SIGKILL, or the kernel for want of memory)"
+KILLED = "Killed (by SIGKILL, or because memory ran out)"
 TAIL_BYTES = 1 << 18
 ATTEMPT = "=== "
 """What the line begins with that opens an attempt in train.log (see the role's unit)."""
@@ -51,10 +51,10 @@ def tells_error(line: str) -> bool:
 
 
 def first_error(lines: list[str], count: int) -> list[str]:
-    """The first line that tells of an error and what follows it, at most `count` lines.
+    """The first line of an error and what follows it, at most `count` lines.
 
-    Of a traceback its end is kept, where the reason stands. The traceback with which torchrun follows up the
-    end of its child says nothing, so other lines are taken only up to the next one.
+    Of a traceback its end is kept, where the reason stands. The traceback of torchrun
+    about the end of its child has no cause, so other lines are taken only up to the next one.
     """
     lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):

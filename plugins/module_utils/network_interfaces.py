@@ -1,4 +1,4 @@
-"""Which network interface leads to the other hosts, and what about it would stand in a run's way.
+"""Which network interface leads to the other hosts, and what about it would hinder a run.
 
 All functions are pure but `resolve`, which asks the controller's resolver.
 """
@@ -28,7 +28,9 @@ KINDS = {
 
 def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
     """Findings as sentences, each once."""
-    return list(dict.fromkeys(f"{f['host']}: {f['problem']} Type: {f['remedy']}" for f in findings))
+    return list(
+        dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Type: {f['remedy']}" for f in findings)
+    )
 
 
 def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
@@ -38,7 +40,7 @@ def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
         try:
             found = socket.getaddrinfo(str(name), None, proto=socket.IPPROTO_TCP)
         except OSError:
-            resolved[host] = str(name)  # left as it is: preflight and the route say what is wrong with it
+            resolved[host] = str(name)  # left as it is: preflight and the route report what is wrong with it
             continue
         found.sort(key=lambda i: (is_loopback(i[4][0]), is_link_local(i[4][0]), i[0] != socket.AF_INET))
         resolved[host] = str(found[0][4][0])
@@ -64,7 +66,7 @@ def is_link_local(address: Any) -> bool:
 
 
 def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
-    """Addresses of an interface that others can reach, in the order in which Gloo looks: IPv4 first."""
+    """Addresses of an interface that others can reach, in Gloo's order: IPv4 first."""
     inet = [entry for entry in link.get("addr_info", []) if entry.get("local")]
     inet.sort(key=lambda entry: entry.get("family") != "inet")
     found = [ipaddress.ip_interface(f"{e['local']}/{e.get('prefixlen', 32)}") for e in inet]
@@ -95,7 +97,7 @@ def choose(
 
     peers: address by name of the other hosts. seen: what the module network_links returned on `host`, with a
     route to each peer, or one to the outside world if there is no peer.
-    Returns interface; address (this host's own on the way to the peers); listen (the address Gloo announces:
+    Returns interface; address (this host's own on the path to the peers); listen (the address Gloo announces:
     the interface's first); networks (of the interface); problem, a sentence with its remedy, empty if all is
     well; findings.
     """
@@ -144,17 +146,17 @@ def choose(
             if not peers and owned:  # alone and without a default route: any interface will do
                 first = next(iter(owned))
                 return verdict(first, str(owned[first][0].ip))
-            said = str(route.get("error") or "ip route gave no answer").strip(" .\n")
+            printed = str(route.get("error") or "ip route gave no answer").strip(" .\n")
             return verdict(
-                problem=f"{host} has no route to {peer}: {said}. On {host}: ip route get {target}. "
+                problem=f"{host} has no route to {peer}: {printed}. On {host}: ip route get {target}. "
                 "Put both on one network, or set fleet_address of the peer to an address that is."
             )
         own = owned.get(device)
         chosen.setdefault(device, (source or (str(own[0].ip) if own else ""), peer))
     if len(chosen) > 1:
-        ways = " but ".join(f"{peer} over {device}" for device, (_, peer) in chosen.items())
+        paths = " but ".join(f"{peer} over {device}" for device, (_, peer) in chosen.items())
         return verdict(
-            problem=f"{host} reaches {ways}; a rank uses one interface. "
+            problem=f"{host} reaches {paths}; a rank uses one interface. "
             "Set fleet_address of these peers to addresses of one network, "
             f"or fleet_interface of {host} to one of {listed}."
         )
@@ -170,15 +172,16 @@ def _findings(
     """What works, but worse than it could, or not for long."""
     links = {link["ifname"]: link for link in seen["links"]}
     found = [
-        warning(host, *said)
+        each
         for name, target in peers.items()
-        for said in _way(host, f"{name} ({target})", target, seen, interface)
+        for each in _path(host, f"{name} ({target})", target, seen, interface)
     ]
     entries = links.get(interface, {}).get("addr_info", [])
     if any(entry.get("temporary") and entry["local"] == address for entry in entries):
         setting = f"net.ipv6.conf.{interface}.use_tempaddr=0"
         found.append(
             warning(
+                "NF203",
                 host,
                 f"Its address {address} on {interface} is a temporary one (IPv6 privacy): "
                 "it changes, and firewall rules do not follow.",
@@ -187,6 +190,7 @@ def _findings(
         )
     found += [
         warning(
+            "NF204",
             host,
             f"Looking up {name} takes seconds on it, and the start of a run does so several times: a name "
             "server does not answer.",
@@ -197,30 +201,33 @@ def _findings(
     return found
 
 
-def _way(
-    host: str, peer: str, target: str, seen: Mapping[str, Any], interface: str
-) -> Iterable[tuple[str, str]]:
-    """(problem, remedy) of the way to one peer, if there is a better one or another was asked for."""
+def _path(host: str, peer: str, target: str, seen: Mapping[str, Any], interface: str) -> Iterable[Finding]:
+    """The path to one peer, if there is a better one or another was asked for."""
     links = {link["ifname"]: link for link in seen["links"]}
     wireless = seen.get("wireless", [])
-    way = seen["routes"].get(target, {}).get("dev") or interface
-    kind = kind_of(links.get(way, {"ifname": way}), wireless)
+    dev = seen["routes"].get(target, {}).get("dev") or interface
+    kind = kind_of(links.get(dev, {"ifname": dev}), wireless)
     cables = [
         name
         for name, link in links.items()
-        if name not in ("lo", way)
+        if name not in ("lo", dev)
         and kind_of(link, wireless) == "cable"
         and reaches(addresses_of(link), target)
     ]
     if kind in KINDS and cables:
-        yield (
-            f"It reaches {peer} over {way}, which is {KINDS[kind]}, though the cable {cables[0]} is on the "
-            "same network: the kernel's route decides.",
-            f"sudo ip link set {way} down  (on {host}), or give its route a higher metric than {cables[0]}'s",
+        yield warning(
+            "NF201",
+            host,
+            f"It reaches {peer} over {dev}, which is {KINDS[kind]}, although the wired interface {cables[0]} "
+            f"is on the same network. The kernel's route uses {dev}.",
+            f"sudo ip link set {dev} down  (on {host}; SSH sessions over {dev} end), or "
+            f"give its route a higher metric than {cables[0]}'s",
         )
-    elif way != interface:
-        yield (
-            f"fleet_interface is {interface}, but what it sends to {peer} leaves by {way}.",
+    elif dev != interface:
+        yield warning(
+            "NF202",
+            host,
+            f"fleet_interface is {interface}, but what it sends to {peer} leaves by {dev}.",
             f"ip route get {target}  (on {host}); route it over {interface}, or leave fleet_interface out",
         )
 
@@ -246,6 +253,7 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
         if not meets:
             found.append(
                 warning(
+                    "NF205",
                     host,
                     f"Gloo announces {here} here and {there} on {peer}, the first addresses of "
                     f"{own['network_interface']} and of {its['network_interface']} there, and these do not "

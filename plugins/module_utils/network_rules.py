@@ -1,13 +1,15 @@
-"""Which firewall rules a fleet needs, and how they are typed for each kind of firewall."""
+"""Which connections a fleet needs, and what keeps a host from them."""
 
 from __future__ import annotations
 
+import base64
 import ipaddress
-import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import connection_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 
 KERNELS_RANGE = "32768 60999"
 
@@ -68,151 +70,121 @@ def rules(
     return wanted
 
 
-def rule_line(rule: Mapping[str, str]) -> str:
-    return f"port {rule['port']} from {rule['source']}"
+def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
+    """The connections that were tried between these hosts on fixed ports, as doctor_measured describes them.
 
-
-def grouped(wanted: list[Mapping[str, str]]) -> list[tuple[bool, list[str], list[str]]]:
-    """(is IPv6, sources, ports) of rules that go into one command."""
-    ports: dict[str, list[str]] = {}
-    for rule in wanted:
-        ports.setdefault(rule["source"], []).append(rule["port"])
-    groups: dict[tuple[bool, tuple[str, ...]], list[str]] = {}
-    for source, its in ports.items():
-        groups.setdefault((":" in source, tuple(its)), []).append(source)
-    return [(six, members, list(its)) for (six, its), members in groups.items()]
-
-
-def commands(
-    firewall: str,
-    wanted: list[Mapping[str, str]],
-    comment: str = "nanofleet",
-    zone: str = "",
-    chain: str = "",
-) -> list[str]:
-    """What an administrator types to let the wanted rules in.
-
-    firewall: ufw, firewalld (with its zone), nft (with chain as "FAMILY TABLE CHAIN") or iptables.
+    How long they took is the doctor's concern.
     """
-    typed = []
-    if firewall == "ufw":
-        return [
-            f"sudo ufw prepend allow from {r['source']} to any port {r['port']} proto tcp "
-            f"comment {shlex.quote(comment)}"
-            for r in wanted
-        ]
-    if firewall == "firewalld":
-        for rule in wanted:
-            family = "ipv6" if ":" in rule["source"] else "ipv4"
-            rich = (
-                f'rule family="{family}" source address="{rule["source"]}" '
-                f'port port="{rule["port"].replace(":", "-")}" protocol="tcp" accept'
-            )
-            typed.append(
-                f"sudo firewall-cmd --permanent {f'--zone={zone} ' if zone else ''}--add-rich-rule='{rich}'"
-            )
-        return [*typed, "sudo firewall-cmd --reload"]
-    for six, members, ports in grouped(wanted):
-        if firewall == "nft":
-            dport = ", ".join(ports).replace(":", "-")
-            tests = f"{'ip6' if six else 'ip'} saddr {{ {', '.join(members)} }} tcp dport {{ {dport} }}"
-            typed.append(f"sudo nft 'insert rule {chain} {tests} accept'")
-        else:
-            typed += [
-                f"sudo {'ip6tables' if six else 'iptables'} -I INPUT -s {source} -p tcp -m multiport "
-                f"--dports {','.join(ports)} -j ACCEPT"
-                for source in members
-            ]
-    return typed
-
-
-def firewall_findings(host: str, blocked: list[Mapping[str, Any]], peers: Mapping[str, str]) -> list[Finding]:
-    """A verdict on each packet filter that keeps peers out, from the result of firewall_in_force."""
-    names = {plain(address): name for name, address in peers.items()}
-    found = []
-    for entry in blocked:
-        by_source: dict[str, list[str]] = {}
-        for rule in entry["rules"]:
-            by_source.setdefault(rule["source"], []).append(rule["port"].replace(":", "-"))
-        whom = "; ".join(
-            f"TCP {', '.join(ports)} from {names.get(source, source)}" for source, ports in by_source.items()
+    found = {}
+    for host in hosts:
+        listening, tried, rules = (
+            hostvars[host].get(f"__network_{name}") or {} for name in ("listening", "tried", "listed")
         )
-        kept = {
-            "nft": "  (and the same in /etc/nftables.conf, to keep it)",
-            "iptables": "  (and sudo netfilter-persistent save, to keep it)",
+        found[host] = {
+            "reachable": "ports" in listening,
+            "address": listening.get("address", ""),
+            "interface": listening.get("interface", ""),
+            "ports": fixed(listening.get("ports") or []),
+            "facts": {"port_range": [low, high]},
+            "paths": {
+                peer: {**each, "ports": fixed(each["ports"]), "rtt_ms": None}
+                for peer, each in (tried.get("peers") or {}).items()
+            },
+            "firewall": rules.get("rules"),
         }
-        typed = commands(entry["firewall"], entry["rules"], zone=entry["zone"], chain=entry["place"])
-        found.append(
-            warning(
-                host,
-                f"A firewall other than ufw drops {whom}: {entry['chain']}. It was left alone.",
-                f"{' && '.join(typed)}{kept.get(entry['firewall'], '')}  (on {host})",
-            )
-        )
     return found
 
 
-def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> list[Finding]:
-    """What stands in the way of the range of ports, from the result of ephemeral_ports."""
-    span = f"{low}-{high}"
-    found = []
+def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Those that the kernel has not picked: its range is another one before it is narrowed, in a dry run."""
+    return [port for port in ports if not port["picked"]]
 
-    def add(problem: str, remedy: str) -> None:
-        found.append(warning(host, problem, remedy))
+
+def findings(
+    host: str, own: Mapping[str, Any], connections: Mapping[str, Any], options: Mapping[str, Any]
+) -> list[Finding]:
+    """What prevents or hinders a run on a host. own: its variables, with what the tasks registered.
+
+    options: port_low, port_high, store_port, wanted (rules) and their comment, is_root (tasks become root).
+    """
+    low, high = options["port_low"], options["port_high"]
+    if not options["is_root"]:
+        span = base64.b64decode(own["__network_range"]["content"]).decode()
+        active = own["__network_listed"]["active"]
+        owner = owner_findings(host, active, span, options["wanted"], low, high, options["comment"])
+        return [*owner, *filter_findings(host, "user")]
+    return [
+        *filter_findings(host, own["__network_filter"].get("stdout", "")),
+        *port_findings(host, own["__network_ports"], low, high),
+        *(
+            {**each, "severity": "warning"}
+            for each in connection_findings(connections, {**options, "slow_rtt_ms": 0})
+            if each["host"] == host
+        ),
+    ]
+
+
+def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> Iterator[Finding]:
+    """What hinders the use of the range of ports, from the result of ephemeral_ports."""
+    span = f"{low}-{high}"
 
     for other in ports["overriding"]:
         path = other.partition(" ")[0]
-        add(
+        yield warning(
+            "NF210",
+            host,
             f"At its next start {other} sets another range of ports than {span}, being read after ours.",
             f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})",
         )
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
-        add(
-            f"Its range of outgoing ports was {ports['before'].replace(' ', '-')}, not the kernel's own, so "
-            f"somebody had set it; it is {span} now. reset.yml restores it.",
+        yield warning(
+            "NF211",
+            host,
+            f"net.ipv4.ip_local_port_range was {ports['before'].replace(' ', '-')}, not the kernel's "
+            f"default. setup.yml sets it to {span}; reset.yml restores the old range.",
             f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})",
         )
     if ports["usable"] < 100:
-        add(
+        yield warning(
+            "NF212",
+            host,
             f"net.ipv4.ip_local_reserved_ports ({ports['reserved']}) leaves {ports['usable']} ports of "
             f"{span}; a run needs about a hundred.",
             "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH",
         )
     for held in ports["listeners"]:
-        add(
-            f"Port {held['port']} in {span} is served by {held['user']}, and the other hosts reach it now.",
+        yield warning(
+            "NF213",
+            host,
+            f"Port {held['port']} in {span} is served by {held['user']}. The other hosts can connect to it.",
             "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH, or move it",
         )
-    return found
 
 
 def owner_findings(
     host: str,
-    seen: list[str],
+    active: list[str],
+    port_range: str,
     wanted: list[Mapping[str, str]],
     low: int,
     high: int,
     comment: str = "nanofleet",
 ) -> list[Finding]:
-    """What the owner of a host where nobody becomes root has to type, by what tasks/owner.yml read.
+    """What the owner of a host where nobody becomes root has to type. active: of the module firewall_rules.
 
     Without a firewall there is nothing to open, and any range of ports will do.
     """
-    facts = [line.partition("=")[::2] for line in seen]
-    firewalls = [value for key, value in facts if key == "firewall"]
-    spans = ["-".join(value.split()) for key, value in facts if key == "range"]
-    if not firewalls or not wanted:
+    if not active or not wanted:
         return []
-    known = {"nftables": "nft"}.get(firewalls[0], firewalls[0])
-    typed = commands(known, wanted, comment, chain="inet filter input")
-    if spans and spans[0] != f"{low}-{high}":
+    typed = FIREWALLS[active[0]].permit(wanted, "", comment)
+    if port_range.split() != [str(low), str(high)]:
         setting, path = f"net.ipv4.ip_local_port_range = {low} {high}", "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
-        f"Nobody becomes root there, so {firewalls[0]}, which is on, and the range of ports were left alone. "
-        "Whether the peers get in: ansible-playbook doctor.yml. To let them in is for its owner."
+        f"Nobody becomes root there, so {active[0]}, which is active, and the range of ports were not "
+        "changed. Whether the peers get in: ansible-playbook doctor.yml. To let them in is for its owner."
     )
-    return [warning(host, problem, f"{' && '.join(typed)}  (on {host})")]
+    return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 
 
 def filter_findings(host: str, answer: str) -> list[Finding]:
@@ -228,13 +200,10 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
     }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
     return [
         warning(
+            "NF215",
             host,
             f"{reason}, so only a firewall keeps other machines from the ports of a run.",
             f"sudo ufw status  (on {host}), and enable a firewall, or set fleet_address of every "
             "host to its address in a private network (docs/security.md)",
         )
     ]
-
-
-def removed_rule(line: str) -> str:
-    return f"ufw rule: {line}" if line.startswith("allow ") else line

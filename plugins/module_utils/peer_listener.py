@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What a host serves while doctor looks at its network: answers that name the host, echoes, streams.
+"""What a host serves while its network is probed: answers that name the host, echoes, streams.
 
 A connection begins with one JSON line, {"token", "do", ...}, and the answer with one, {"host", "token",
 "seen"}: who answers, and the address the caller was seen at. Then, by `do`:
 
     hello   nothing more
     echo    every byte comes back
-    take    the caller says {"bytes"} in a second line, and hears the same once so many have come
+    take    the caller sends {"bytes"} in a second line, and gets the same once so many have come
     sink    bytes until the caller's end of file, then {"bytes", "seconds"}
     source  bytes for `seconds` seconds
 
-A caller without the token gets no answer. The process ends when it is told to, and by itself when nobody has
+A caller without the token gets no answer. The process ends on request, and by itself when nobody has
 called for a while, or after its limit whatever happens; it writes no file. Standard library only.
 """
 
@@ -63,7 +63,7 @@ def plain(address: str) -> str:
 
 
 def control_name(token: str) -> str:
-    """Name of the local socket at which the process is told to end; it lies in no folder."""
+    """Name of the local socket at which the process is ended; it lies in no folder."""
     return "\0nanofleet-doctor-" + token[:16]
 
 
@@ -104,7 +104,7 @@ class Listener:
         self.sockets.append(control)
 
     def serve(self) -> None:
-        """Answer until told to stop, until nobody calls, or until the limit; then close all sockets."""
+        """Answer until stopped, until nobody calls, or until the limit; then close all sockets."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             ready = closing.enter_context(selectors.DefaultSelector())
@@ -117,18 +117,18 @@ class Listener:
                         opened = key.data
                         connection, peer = opened.accept()
                         if opened.family == socket.AF_UNIX:
-                            if self._is_told_to_stop(connection):
+                            if self._is_stopped(connection):
                                 return
                         else:
                             threading.Thread(
                                 target=self._answer, args=(connection, peer), daemon=True
                             ).start()
 
-    def _is_told_to_stop(self, connection: socket.socket) -> bool:
+    def _is_stopped(self, connection: socket.socket) -> bool:
         connection.settimeout(2.0)
         with connection, contextlib.suppress(OSError, ValueError):
-            told = read_line(connection)
-            if told.get("token") == self.token and told.get("do") == "stop":
+            request = read_line(connection)
+            if request.get("token") == self.token and request.get("do") == "stop":
                 send_line(connection, {"pid": os.getpid()})
                 return True
         return False
@@ -204,8 +204,8 @@ def detach(listener: Listener, limit: float) -> int:
         _serve_apart(listener, limit, reader, writer)
     os.close(writer)
     os.waitpid(child, 0)
-    with os.fdopen(reader) as said:
-        return int(said.read() or 0)
+    with os.fdopen(reader) as written:
+        return int(written.read() or 0)
 
 
 def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> None:
@@ -230,7 +230,7 @@ def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> 
 
 
 def stop(token: str) -> bool:
-    """Tell this host's listener to end; returns whether there was one."""
+    """Stop this host's listener; returns whether there was one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
         control.settimeout(3.0)
         try:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a host finds out about the way to a peer: open ports, who answers, how fast, how large a packet.
+"""What a host finds out about the path to a peer: open ports, who answers, how fast, how large a packet.
 
 The peer runs peer_listener. Everything goes over TCP to the ports that a run uses, for firewalls and
 broken paths treat other traffic otherwise. Standard library only.
@@ -37,7 +37,7 @@ PACKETS = (8000, 4000, 1500, 1492, 1480, 1450, 1420, 1400, 1380, 1340, 1300, 128
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENONET)
 
 
-class Way:
+class PeerPath:
     """From this host (`me`) to one address of a peer that listens."""
 
     def __init__(
@@ -47,7 +47,7 @@ class Way:
         self.connect_seconds = connect_seconds
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
-        """A connection to the peer's listener and its answer; `packet` bounds the packets' size both ways.
+        """A connection to the peer's listener, its answer; `packet` bounds packets in both directions.
 
         Raises OSError, and ValueError where something else answers.
         """
@@ -71,8 +71,8 @@ class Way:
     def reach(self, port: int) -> dict[str, Any]:
         """{"state", "detail", "ms", "seen"} of one port.
 
-        state: open; refused (something there says no); filtered (no answer at all); unreachable (the network
-        says so); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
+        state: open; refused (something there refuses); filtered (no answer at all); unreachable (the network
+        reports it); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -137,8 +137,8 @@ class Way:
     def path_mtu(self, port: int) -> dict[str, Any]:
         """{"sent", "passes", "swallowed"}: size of a whole packet, of the largest that arrives (0: none).
 
-        A path that says "fragmentation needed" is no fault: the kernel then sends smaller packets. One that
-        swallows large packets without a word (`swallowed`) leaves a run hanging.
+        A path with the answer "fragmentation needed" is no fault: the kernel sends smaller ones. One that
+        swallows large packets without an error (`swallowed`) leaves a run hanging.
         """
         sent, arrived, after = self.packet_passes(port)
         if arrived:
@@ -161,8 +161,8 @@ class Way:
         with connection:
             connection.settimeout(seconds + ANSWER_SECONDS)
             pour(connection, seconds)
-            told = read_line(connection)
-            sent = rate(told["bytes"], told["seconds"])
+            counted = read_line(connection)
+            sent = rate(counted["bytes"], counted["seconds"])
         connection, _answer = self.call(port, do="source", seconds=seconds)
         with connection:
             connection.settimeout(seconds + ANSWER_SECONDS)
@@ -186,7 +186,7 @@ def options(connection: socket.socket) -> int:
 
 
 def ask_ip(*words: str) -> Any:
-    """The first object of what `ip -j ...` prints, empty if it has nothing to say."""
+    """The first object of what `ip -j ...` prints, empty if it prints nothing."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     try:
         done = subprocess.run(
@@ -209,7 +209,7 @@ def route_to(address: str) -> dict[str, Any]:
 
 
 def is_up(address: str, port: int) -> bool:
-    """Whether a host is there at all: its SSH port answers, with yes or with no."""
+    """Whether a host is there at all: its SSH port accepts or refuses."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
     except ConnectionRefusedError:
@@ -219,10 +219,10 @@ def is_up(address: str, port: int) -> bool:
     return True
 
 
-def look_at(way: Way, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
+def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
     """Everything about one peer but the rates; `ports` are those it listens on: [{"port", "role"}]."""
     found: dict[str, Any] = {
-        "route": route_to(way.address),
+        "route": route_to(path.address),
         "ports": [],
         "rtt_ms": None,
         "mtu": None,
@@ -230,16 +230,16 @@ def look_at(way: Way, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, A
     }
     if ports:
         with ThreadPoolExecutor(len(ports)) as pool:
-            results = list(pool.map(lambda each: way.reach(each["port"]), ports))
+            results = list(pool.map(lambda each: path.reach(each["port"]), ports))
         found["ports"] = [dict(each, **result) for each, result in zip(ports, results, strict=True)]
     good = [each["port"] for each in found["ports"] if each["state"] == "open"]
     if not good:
-        found["up"] = is_up(way.address, ssh_port)
+        found["up"] = is_up(path.address, ssh_port)
         return found
     found["up"] = True
     try:
-        found["rtt_ms"] = way.round_trip(good[0])
-        found["mtu"] = way.path_mtu(good[0])
+        found["rtt_ms"] = path.round_trip(good[0])
+        found["mtu"] = path.path_mtu(good[0])
     except (OSError, ValueError) as error:
         found["cut"] = str(error)
     return found

@@ -6,7 +6,7 @@ Facts are a dict of the key=value lines that templates/probe.sh.j2 and root.sh.j
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.becoming import may_become_root
@@ -71,9 +71,9 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
             continue
         if host == hosts[0]:
             findings += former_findings(host, facts, limits.get("addresses") or {})
-        system = system_findings(host, facts, limits)
+        findings += system_findings(host, facts, limits)
         result = hostvars[host].get("__preflight_root") or {}
-        findings += [*system, *root_findings(host, hostvars[host], result, facts, limits["skew_s"])]
+        findings += root_findings(host, hostvars[host], result, facts, limits["skew_s"])
     return findings
 
 
@@ -90,75 +90,74 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
         "there stays, and the unit of a run may restart, until the host is released."
     )
     return [
-        warning(name, problem, release(str(address), outside=True))
+        warning("NF019", name, problem, release(str(address), outside=True))
         for name, address in before.items()
         if name not in addresses and address not in addresses.values()
     ]
 
 
-def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> list[Finding]:
+def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Iterator[Finding]:
     """Whether system, processor, Python, commands and disks are what setup and runs need."""
     on, remove = f"(on {host})", f"remove {host} from the inventory"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
         problem = (
             f"It runs {facts.get('kernel') or 'an unknown system'} without systemd; runs are systemd units."
         )
-        return [finding(host, problem, f"{remove}, or use Debian 12+ or Ubuntu 24.04+ on it")]
-    findings = []
+        yield finding("NF103", host, problem, f"{remove}, or use Debian 12+ or Ubuntu 24.04+ on it")
+        return
     system = facts.get("distribution") or "unknown system"
     version = number(facts, "systemd_version")
     if version is not None and version < MIN_SYSTEMD:
         problem = f"Its systemd {version:.0f} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
-        findings.append(finding(host, problem, f"upgrade it to Debian 12+ or Ubuntu 24.04+, or {remove}"))
+        yield finding("NF104", host, problem, f"upgrade it to Debian 12+ or Ubuntu 24.04+, or {remove}")
     if facts.get("machine") not in limits["architectures"]:
         at_hand = " and ".join(limits["architectures"])
         problem = f"Its processor is {facts.get('machine')}; torch is at hand for {at_hand}."
-        findings.append(finding(host, problem, remove))
+        yield finding("NF105", host, problem, remove)
     pythons = list(limits["pythons"])
     if facts.get("python3") != "yes":
         problem = f"No python3 is installed; Ansible and the trainer need Python {' or '.join(pythons)}."
-        findings.append(finding(host, problem, f"sudo apt install python3 python3-venv  {on}"))
+        yield finding("NF106", host, problem, f"sudo apt install python3 python3-venv  {on}")
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
         problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
-        findings.append(finding(host, problem, f"sudo apt install python{pythons[0]}  {on}, or upgrade it"))
+        yield finding("NF107", host, problem, f"sudo apt install python{pythons[0]}  {on}, or upgrade it")
     for command in facts["missing"]:
         typed = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
-        findings.append(finding(host, f"The command {command} is missing.", typed))
-    return [*findings, *_disk_findings(host, facts, float(limits["free_gb"]))]
+        yield finding("NF108", host, f"The command {command} is missing.", typed)
+    yield from _disk_findings(host, facts, float(limits["free_gb"]))
 
 
-def _disk_findings(host: str, facts: Facts, free_gb: float) -> list[Finding]:
+def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]:
     # A host that is set up has its environment already; what is left to grow are runs and the odd upgrade.
     needed = min(1.0, free_gb) if facts.get("installed") == "yes" else free_gb
     full: dict[str, list[str]] = {}
     for path, disk in facts["disks"].items():
         if disk["free_kb"] < needed * 2**20:
             full.setdefault(disk["mount"], []).append(path)
-    findings = []
     for mount, paths in full.items():
         free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
         problem = f"{free:.1f} GiB are free on {mount} for {' and '.join(paths)}; {needed:g} are needed."
         typed = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
-        findings.append(finding(host, problem, typed))
-    return findings
+        yield finding("NF109", host, problem, typed)
 
 
 def root_findings(
     host: str, variables: Mapping[str, Any], result: Mapping[str, Any], facts: Facts, skew_s: float
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Whether sudo works without asking, and whether the clocks agree. result: of the second probe."""
     if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
-        said = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
+        output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
         user = variables.get("ansible_user") or "the SSH user"
-        if "incorrect" in said.lower():
+        if "incorrect" in output.lower():
             problem = f"sudo refuses the password of {user}."
-            return [finding(host, problem, "add -K and type the password again")]
-        problem = f"sudo asks for a password of {user}."
-        return [finding(host, problem, "add -K (--ask-become-pass) to the same command")]
+            yield finding("NF110", host, problem, "add -K and type the password again")
+        else:
+            problem = f"sudo asks for a password of {user}."
+            yield finding("NF111", host, problem, "add -K (--ask-become-pass) to the same command")
+        return
     skew = int(facts["time"]) - int(facts["sent"])
     if abs(skew) > float(skew_s):
         way = "ahead of" if skew > 0 else "behind"
         problem = f"Its clock is {abs(skew)} s {way} the controller's."
-        return [finding(host, problem, f"sudo timedatectl set-ntp true  (on {host})")]
-    return []
+        yield finding("NF112", host, problem, f"sudo timedatectl set-ntp true  (on {host})")

@@ -9,10 +9,10 @@ import re
 import shlex
 import socket
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 SAMPLE = (
@@ -34,7 +34,7 @@ SSH_ERRORS = (
     ),
     (
         "connection refused",
-        "it is up, but no SSH server answers",
+        "it runs, but no SSH server answers",
         "sudo apt install openssh-server  (on {host})",
     ),
     ("no route to host", "it is down or on another network", "{ssh}"),
@@ -52,75 +52,79 @@ def is_resolvable(address: str) -> bool:
 
 def inventory_findings(
     addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
-) -> list[dict[str, str]]:
+) -> Iterator[Finding]:
     """A fleet has exactly one coordinator, no host twice, and an address for each.
 
     members: the group fleet, which the plays run on; it has to be coordinator and workers together.
     """
     hosts = [*coordinators, *workers]
     if not hosts:
-        return [finding("inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)]
-    findings = [*_name_findings(hosts), *_member_findings(hosts, members)]
+        yield finding("NF010", "inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)
+        return
+    yield from _name_findings(hosts)
+    yield from _member_findings(hosts, members)
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."
         example = coordinators[0] if coordinators else hosts[0]
-        findings.append(
-            finding(
-                "inventory",
-                problem,
-                f"keep {example} in coordinator, the others in workers (inventory/sample)",
-            )
+        yield finding(
+            "NF011",
+            "inventory",
+            problem,
+            f"keep {example} in coordinator, the others in workers (inventory/sample)",
         )
     for host, times in Counter(hosts).items():
         if times > 1:
-            findings.append(
-                finding(
-                    host, "It is listed both as coordinator and as worker.", f"remove {host} from one group"
-                )
+            yield finding(
+                "NF012",
+                host,
+                "It is listed both as coordinator and as worker.",
+                f"remove {host} from one group",
             )
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
             problem = f"It has the same address as {owners[address]}, {address}."
-            findings.append(finding(host, problem, f"give {host} an ansible_host of its own, or remove it"))
+            yield finding("NF013", host, problem, f"give {host} an ansible_host of its own, or remove it")
         elif not is_resolvable(address):
             problem = f"Its address {address} does not resolve on this machine."
-            findings.append(
-                finding(host, problem, f"set ansible_host of {host} to its IP address in the inventory")
+            yield finding(
+                "NF014", host, problem, f"set ansible_host of {host} to its IP address in the inventory"
             )
         owners.setdefault(address, host)
-    return findings
 
 
-def _name_findings(hosts: list[str]) -> list[dict[str, str]]:
+def _name_findings(hosts: list[str]) -> list[Finding]:
     """Names stand in unit files, environment files and messages."""
     takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
     return [
-        finding("inventory", f"The host name {host!r} cannot be used: a name has {takes}.", "rename it there")
+        finding(
+            "NF015",
+            "inventory",
+            f"The host name {host!r} cannot be used: a name has {takes}.",
+            "rename it there",
+        )
         for host in hosts
         if not HOST_NAME.fullmatch(host)
     ]
 
 
-def _member_findings(hosts: list[str], members: list[str]) -> list[dict[str, str]]:
+def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
     """Hosts that plays would pass over, and hosts that plays would change though no run uses them."""
     left_out = [host for host in dict.fromkeys(hosts) if host not in members]
-    findings = []
     if left_out and not members:
         problem = "It has no group fleet, which every playbook runs on."
         typed = "add the group fleet with the children coordinator and workers (inventory/sample)"
-        findings.append(finding("inventory", problem, typed))
+        yield finding("NF016", "inventory", problem, typed)
     elif left_out:
         problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
         typed = "make coordinator and workers the children of fleet (inventory/sample)"
-        findings.append(finding("inventory", problem, typed))
+        yield finding("NF017", "inventory", problem, typed)
     for host in members:
         if host not in hosts:
             problem = "It is in the group fleet, but neither in coordinator nor in workers."
             typed = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
-            findings.append(finding(host, problem, typed))
-    return findings
+            yield finding("NF018", host, problem, typed)
 
 
 def release(host: str, outside: bool = False) -> str:
@@ -143,14 +147,14 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
     return {"host": host, "ssh": ssh, "options": options, "target": target}
 
 
-def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> dict[str, str]:
+def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> Finding:
     words = ssh_target(host, variables)
     for pattern, meaning, remedy in SSH_ERRORS:
         if pattern in message.lower():
             problem = f"Cannot be reached at {words['target']}: {meaning}."
-            return finding(host, problem, remedy.format(**words))
+            return finding("NF101", host, problem, remedy.format(**words))
     detail = message.strip().splitlines()[-1] if message.strip() else "no reason given"
-    return finding(host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
+    return finding("NF102", host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
 
 
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:

@@ -33,15 +33,10 @@ def run_config(values: Mapping[str, Any], stored: Mapping[str, Any] | None = Non
     return RunConfig.resumed(stored or {}, values)
 
 
-def run_name(values: Mapping[str, Any], run_id: str = "") -> str:
-    """The run's name: the one asked for, else that of its configuration."""
-    return run_id or str(run_config(values).default_run_id())
-
-
 def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
     """All findings of all hosts, the coordinator's first; none where no run is asked for.
 
-    options: asked (whether a run is), config (its knobs, as far as given), nproc_per_node.
+    options: asked (whether a run is), config (its settings, as far as given), nproc_per_node.
     """
     if not options["asked"]:
         return []
@@ -161,7 +156,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         problem = (
             f"{need.subject()} about {needed:.1f} GiB of memory ({need.described()}); {what} {limit:.1f} GiB."
         )
-        yield finding(host, problem, typed)
+        yield finding("NF401", host, problem, typed)
         return
     available = int(facts.get("available_kb") or facts["memory_kb"]) / 2**20
     if needed > available and not facts["active"]:
@@ -171,7 +166,9 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         size, pid, user, command = [*str(facts.get("biggest", "")).split(" ", 3), "", "", "", ""][:4]
         if command:
             problem += f": {command} (PID {pid} of {user}) has {int(size) / 2**20:.1f}"
-        yield warning(host, f"{problem}.", f"ps aux --sort=-rss | head  (on {host}; end what is not needed)")
+        yield warning(
+            "NF402", host, f"{problem}.", f"ps aux --sort=-rss | head  (on {host}; end what is not needed)"
+        )
 
 
 def limited_gb(limit: str, total_gb: float) -> float:
@@ -204,14 +201,14 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
     )
     typed = f"sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
     if has < 2 * each:
-        yield finding(host, problem, typed)
+        yield finding("NF403", host, problem, typed)
     else:
         fewer = f", or the same with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
-        yield warning(host, problem, typed + fewer)
+        yield warning("NF404", host, problem, typed + fewer)
 
 
 def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
-    """What matrices are multiplied with; only x86 says enough of itself."""
+    """What matrices are multiplied with; only x86 lists its instructions in enough detail."""
     flags: Sequence[str] = facts.get("flags", "").split()
     if facts.get("machine") != "x86_64" or not flags:
         return
@@ -219,7 +216,9 @@ def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
     if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
         problem = f"dtype is bfloat16, but its processor only emulates it ({has}): steps would take minutes."
         typed = "the same with -e dtype=auto"
-        yield finding(host, problem, f"{typed}  (takes on every host what is fast there)")
+        yield finding("NF405", host, problem, f"{typed}  (takes on every host what is fast there)")
     if "avx2" not in flags:
-        problem = f"Its processor has no AVX2 ({has}): it multiplies at half the rate of others or less."
-        yield warning(host, problem, f"ansible-playbook doctor.yml  (shows its rate), or leave {host} out")
+        problem = f"Its processor has no AVX2 ({has}): its GEMM rate is half that of others or less."
+        yield warning(
+            "NF406", host, problem, f"ansible-playbook doctor.yml  (shows its rate), or leave {host} out"
+        )

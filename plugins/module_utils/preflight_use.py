@@ -41,7 +41,7 @@ def holder_of(text: str) -> dict[str, str]:
 
 
 def is_ours(unit: str) -> bool:
-    """Whether a unit is the fleet's own: what becomes of a run that is up, the role launch says."""
+    """Whether a unit is the fleet's own. The role launch decides about an active run."""
     return unit.startswith("nanofleet-")
 
 
@@ -53,7 +53,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
             who, end = holder(by, int(port))
             problem = f"The {name}'s port {port} is held by {who}."
             typed = f"{end}  (on {host}; or take another port: -e {name}_port=PORT)"
-            yield finding(host, problem, typed)
+            yield finding("NF220", host, problem, typed)
     if facts.get("range"):
         span, used, most, *rest = facts["range"].split(" ", 3)
         low, high = map(int, span.split("-"))
@@ -63,7 +63,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
                 f"{used} of the {high - low + 1} ports {span} are taken, {most} of them by {who}: "
                 "ranks may find none to listen on."
             )
-            yield warning(host, problem, f"{end}  (on {host})")
+            yield warning("NF221", host, problem, f"{end}  (on {host})")
 
 
 def _unit(host: str, facts: Facts) -> Iterator[Finding]:
@@ -76,7 +76,7 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
         typed = (
             f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
         )
-        yield finding(host, problem, typed)
+        yield finding("NF407", host, problem, typed)
 
 
 def _load(host: str, facts: Facts) -> Iterator[Finding]:
@@ -88,7 +88,7 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
     who = ", ".join(f"{command} ({share} %, PID {pid} of {user})" for share, pid, user, command in busy)
     problem = f"Other work keeps it busy, a load of {load:g} on {cores} core{'s' if cores > 1 else ''}"
     typed = f"sudo renice -n 19 -p {busy[0][1]}  (on {host}), or end it" if busy else f"top  (on {host})"
-    yield warning(host, f"{problem}{f': {who}' if who else ''}.", typed)
+    yield warning("NF120", host, f"{problem}{f': {who}' if who else ''}.", typed)
 
 
 def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
@@ -125,7 +125,7 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
     if by_desktop:
         typed.append("gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing")
     problem = f"It falls asleep when {' or '.join(causes)}; {then}"
-    yield warning(host, problem, f"{' && '.join(typed)}  (on {host})")
+    yield warning("NF121", host, problem, f"{' && '.join(typed)}  (on {host})")
 
 
 def _on_mains(facts: Facts) -> bool:
@@ -137,4 +137,4 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
         percent = facts["battery"][0].split()[-1]
         left = f", {percent} % full" if percent.isdigit() else ""
         problem = f"It runs on its battery{left}."
-        yield warning(host, problem, f"plug {host} in, or leave it out of the inventory")
+        yield warning("NF122", host, problem, f"plug {host} in, or leave it out of the inventory")

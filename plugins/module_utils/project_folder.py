@@ -1,14 +1,57 @@
-"""Where relative paths of settings begin on the controller. Used on the controller only."""
+"""Where nanofleet reads and writes on the controller, in a checkout and in an installed collection.
+
+Relative paths of settings and labs begin in the checkout; for an installed collection, in the directory in
+which the command is typed. Wheelhouses and the doctor's reports are in the checkout; for an installed
+collection, in the user's cache. Used on the controller only.
+"""
 
 from __future__ import annotations
 
 import os
+import stat
+import tempfile
 from pathlib import Path
 
 
-def project_folder(playbook_dir: str) -> str:
-    """The checkout that a playbook is in; for one of an installed collection, where the command is typed."""
-    folder = Path(playbook_dir)
-    if "ansible_collections" in folder.parts:
-        return os.environ.get("PWD") or os.getcwd()
-    return str(folder.parent)
+def checkout_of(path: str) -> Path | None:
+    """The checkout that a folder of the collection is in, links followed; None in an installed collection.
+
+    A checkout has galaxy.yml, which an installed collection has not (it has MANIFEST.json).
+    """
+    folder = Path(path).resolve()
+    for each in (folder, *folder.parents):
+        if (each / "galaxy.yml").is_file():
+            return each
+        if (each / "MANIFEST.json").is_file():
+            return None
+    return None
+
+
+def project_folder(path: str) -> str:
+    """The checkout that a playbook or role is in; for an installed collection, where the command is typed."""
+    return str(checkout_of(path) or os.environ.get("PWD") or os.getcwd())
+
+
+def cache_folder(path: str) -> tuple[str, bool]:
+    """The folder for what can be made again, and whether it outlives the machine's temporary files.
+
+    The checkout; for an installed collection $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. Where that
+    cannot be written (a container without a home), a temporary folder of this user.
+
+    Raises:
+        PermissionError: someone else has made the temporary folder.
+    """
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = checkout_of(path) or Path(cache) / "nanofleet"
+    # A home that does not exist is not made.
+    known = next(each for each in (folder, *folder.parents[:2], Path("/")) if each.is_dir())
+    if known != Path("/") and os.access(known, os.W_OK):
+        return str(folder), True
+    temporary = Path(tempfile.gettempdir()) / f"nanofleet-{os.getuid()}"
+    temporary.mkdir(mode=0o700, exist_ok=True)
+    status = temporary.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
+        raise PermissionError(
+            f"{folder} cannot be written, and {temporary} belongs to someone else. Set XDG_CACHE_HOME."
+        )
+    return str(temporary), False

@@ -7,7 +7,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.becoming import may_become_root
 
-ROLES = ("launch", "tracker", "dataset", "network", "runtime", "claim")
+ROLES = ("run_remove", "tracker", "dataset", "network", "runtime", "claim")
 CONFIRM = "type the same with -e reset_confirm=true"
 
 
@@ -24,7 +24,7 @@ def report(
     force: bool = False,
     fleet: Sequence[str] = (),
 ) -> list[str]:
-    """Sentences for the screen. done: whether it was done or only said; force: active runs stop nothing.
+    """Sentences for the screen. done: whether it was done or only shown; force: active runs stop nothing.
 
     fleet: all of its hosts; where it has others than `hosts`, these are released from it.
     """
@@ -58,14 +58,14 @@ def report(
         )
     if not done and anything:
         lines.append("Nothing was changed; what is counted as changed below is what would be.")
-        active = {host: hostvars[host].get("launch_active") or [] for host in hosts}
+        active = {host: hostvars[host].get("run_remove_active") or [] for host in hosts}
         lines += _refused(active, force, [host for host in hosts if host in fleet or not fleet])
         lines.append(f"To do it, {CONFIRM}")
     return lines
 
 
 def _others(released: Sequence[str], members: Sequence[str], others: Sequence[str]) -> list[str]:
-    """What is left to do about the rest of the fleet. members: those of `released` still in the inventory."""
+    """What remains to do about the rest of the fleet. members: those of `released` still in the inventory."""
     lines = []
     if members:
         lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")

@@ -1,47 +1,31 @@
-"""Filters over all hosts of a play: the kinds there are, and whose environment is not like the others'."""
+"""The kind of a host, and the comparison of the environments of all hosts of a play."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from statistics import mode
 from typing import Any
 from urllib.parse import urlsplit
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+
 PROJECT = "nanofleet"
+SETUP = "ansible-playbook setup.yml  (for all hosts)"
 
 
-def runtime_kind(probe: Mapping[str, str]) -> str:
-    """The name of a kind: what a wheel depends on, as in 3.11-x86_64, 3.11-x86_64-cuda, 3.12-x86_64-cu128."""
-    name = f"{probe['python']}-{probe['machine']}"
-    if probe["torch"] == "cpu":
-        return name
-    # Of the path alone: before it there may be a password.
-    return f"{name}-{urlsplit(probe['index']).path.rstrip('/').split('/')[-1] or probe['torch']}"
+def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, str]:
+    """What a wheel depends on: python, machine, torch; and its name: 3.11-x86_64, 3.11-x86_64-cuda.
 
-
-def probe(hostvars: Mapping[str, Any], host: str) -> dict[str, Any]:
-    """What the host said of itself, and the build of torch that it is to have."""
-    return {**hostvars[host]["__runtime_probe"]["host"], **hostvars[host]["__runtime_build"]}
-
-
-def runtime_kinds(hosts: list[str], hostvars: Mapping[str, Any]) -> list[dict[str, str]]:
-    """The kinds among the hosts, each once: its name, and what makes it but for the index (runtime_index)."""
-    kinds = {}
-    for host in hosts:
-        seen = probe(hostvars, host)
-        name = runtime_kind(seen)
-        kinds[name] = {"name": name, **{key: seen[key] for key in ("python", "machine", "torch")}}
-    return [kinds[name] for name in sorted(kinds)]
-
-
-def runtime_index(kind: str, hosts: list[str], hostvars: Mapping[str, Any]) -> str:
-    """The index of a kind, which may hold a password: so it stands in no loop's item, which is shown."""
-    each = (probe(hostvars, host) for host in hosts)
-    return next(str(seen["index"]) for seen in each if runtime_kind(seen) == kind)
+    The index of torch is in the name only as the last part of its path: before that there may be a password.
+    """
+    name = f"{host['python']}-{host['machine']}"
+    if torch != "cpu":
+        name += f"-{urlsplit(index).path.rstrip('/').split('/')[-1] or torch}"
+    return {"name": name, "python": host["python"], "machine": host["machine"], "torch": torch}
 
 
 def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
-    """What the host's module said last: after installing, or when it was asked and had nothing to do."""
+    """The last result of the host's module: after installing, or of the check where nothing was to do."""
     asked = hostvars[host]["__runtime_asked"]
     return asked if asked["ready"] else hostvars[host].get("__runtime_installed", asked)
 
@@ -52,39 +36,33 @@ def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mappin
     return {host: each for host, each in found.items() if each.get("installed")}
 
 
-def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose installed files or versions differ from those of most others."""
-    found = []
+def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[Finding]:
+    """The hosts whose installed files or versions differ from those of most others."""
     environments = installed(hosts, hostvars)
     by_kind: dict[str, dict[str, str]] = {}
     for host, each in environments.items():
-        by_kind.setdefault(runtime_kind(probe(hostvars, host)), {})[host] = each["installed"]
+        by_kind.setdefault(hostvars[host]["runtime_kind"]["name"], {})[host] = each["installed"]
     for kind, digests in by_kind.items():
-        usual = most(digests.values())
-        found += [
-            f"{host}: its environment is not that of the other {kind} hosts "
-            f"({digest[:12]} instead of {usual[:12]}): remove its folder under venvs and run setup.yml again."
-            for host, digest in digests.items()
-            if digest != usual
-        ]
+        for host, digest, usual in _odd(digests):
+            problem = f"Its environment {digest[:12]} is not that of the other {kind} hosts, {usual[:12]}."
+            typed = "remove its folder under venvs there, then ansible-playbook setup.yml"
+            yield finding("NF301", host, problem, typed)
     versions = {host: each["versions"] for host, each in environments.items()}
     for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
         # A kind may need a package that another does not; whoever has it has the same, whatever the build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
-        usual = most(have.values())
-        found += [
-            f"{host} has {name} {version}, the others {usual}: run setup.yml for all hosts at once."
-            for host, version in have.items()
-            if version != usual
-        ]
+        for host, version, usual in _odd(have):
+            yield finding("NF302", host, f"It has {name} {version}, the others {usual}.", SETUP)
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
-    found += [
-        f"{host} has the trainer {digest[:12]}, the others {most(trainers.values())[:12]}: "
-        "run setup.yml for all hosts at once."
-        for host, digest in trainers.items()
-        if digest != most(trainers.values())
-    ]
-    return found
+    for host, digest, usual in _odd(trainers):
+        problem = f"It has the trainer {digest[:12]}, the others {usual[:12]}."
+        yield finding("NF303", host, problem, SETUP)
+
+
+def _odd(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """The hosts whose value is not that of most: host, its value, the usual one."""
+    usual = mode(values.values()) if values else ""
+    return [(host, value, usual) for host, value in values.items() if value != usual]
 
 
 def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
@@ -99,10 +77,7 @@ def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
     same += [f"{len(first['versions'])} packages"]
     by_kind: dict[str, list[str]] = {}
     for host, each in environments.items():
-        by_kind.setdefault(f"{runtime_kind(probe(hostvars, host))} {each['installed'][:12]}", []).append(host)
+        kind = hostvars[host]["runtime_kind"]["name"]
+        by_kind.setdefault(f"{kind} {each['installed'][:12]}", []).append(host)
     kinds = "; ".join(f"{kind} on {', '.join(where)}" for kind, where in by_kind.items())
     return f"The same on all hosts: {', '.join(same)}. Installed files by kind: {kinds}."
-
-
-def most(values: Any) -> str:
-    return str(Counter(values).most_common(1)[0][0])

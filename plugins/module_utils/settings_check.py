@@ -1,10 +1,10 @@
-"""Check the knobs a person asked for, before a host is touched.
+"""Check the settings that a person gave, before any host is changed.
 
-Ansible ignores a misspelt `-e` name without a word and hands every `-e` value on as text. This plugin reads
+Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. This plugin reads
 the extra vars themselves (from `-e @file` and ansible-runner too) and every host's inventory variables, and
 returns `findings`: names nobody knows, with the nearest known one, and values of the wrong type or range.
-What is known comes from where it is defined: the trainer's RunConfig, vars/knobs.yml, and for the names in
-vars/settings.yml the roles' argument specs and the wiring, playbooks/group_vars/all.yml.
+Known are the fields of the trainer's RunConfig, those of vars/declared_settings.yml, and the names in
+vars/settings.yml, which argument specs of roles and the wiring, playbooks/group_vars/all.yml, declare.
 """
 
 from __future__ import annotations
@@ -41,22 +41,24 @@ def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def known_names(roles: Path, wiring: Path, knobs: Path) -> dict[str, dict[str, Any]]:
-    """Every name that `-e` may set: the variables of vars/settings.yml and the knobs.
+def known_names(roles: Path, wiring: Path, declared: Path) -> dict[str, dict[str, Any]]:
+    """Every name that `-e` may set: the variables of vars/settings.yml and vars/declared_settings.yml.
 
     The other variables are internal: one play sets them for one role. A value given with `-e` has the highest
     precedence and would hold for all roles.
     """
     found = role_names(roles, wiring)
-    known = {name: found[name] for name in read_yaml(knobs.with_name("settings.yml"))["preflight_settings"]}
-    return known | read_yaml(knobs)["preflight_known_knobs"]
+    known = {
+        name: found[name] for name in read_yaml(declared.with_name("settings.yml"))["preflight_settings"]
+    }
+    return known | read_yaml(declared)["preflight_declared_settings"]
 
 
 def internal_finding(name: str, value: Any) -> Finding:
     """A variable that only the playbooks set."""
     problem = "no setting but a variable that the playbooks set themselves."
     remedy = f"the same without -e {name}; inventory/sample/group_vars/fleet.yml lists the settings"
-    return finding(f"-e {name}={value}", problem, remedy)
+    return finding("NF001", f"-e {name}={value}", problem, remedy)
 
 
 def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
@@ -64,21 +66,26 @@ def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
     if name == "_raw_params":
         word = str(value).split()[0]
         return finding(
+            "NF002",
             f"-e {word}",
-            "a knob needs a value.",
-            f"the same with -e {word}=VALUE  (no blanks around =; around a value that has some, "
-            "quotes of its own: -e 'NAME=\"a b\"')",
+            "a setting needs a value.",
+            f"the same command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
+            "spaces: -e 'NAME=\"a b\"')",
         )
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=1)
     if not near:
         return finding(
-            f"-e {name}={value}", "no such knob.", "inventory/sample/group_vars/fleet.yml lists them all"
+            "NF003",
+            f"-e {name}={value}",
+            "no such setting.",
+            "inventory/sample/group_vars/fleet.yml lists them all",
         )
     nearest = lower[near[0]]
     return finding(
+        "NF004",
         f"-e {name}={value}",
-        f"no such knob; did you mean {nearest}?",
+        f"no such setting; did you mean {nearest}?",
         f"the same with -e {nearest}={value} instead of -e {name}={value}",
     )
 
@@ -161,10 +168,10 @@ def check(
         return f"the same with -e {name}={example}{instead}"
 
     if "num_iterations" in asked and any("steps" in values for values in by_host.values()):
-        message = "steps and num_iterations are the same knob; give one of them."
+        message = "steps and num_iterations are the same setting; give one of them."
         hosts = [host for host, values in by_host.items() if "steps" in values]
         typed = f"the same without -e num_iterations={asked['num_iterations']}"
-        findings.append(finding(label("steps", hosts), message, typed))
+        findings.append(finding("NF005", label("steps", hosts), message, typed))
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():
         for name, value in values.items():
@@ -177,7 +184,9 @@ def check(
             problems.setdefault((name, message), []).append(host)
     for (name, message), hosts in problems.items():
         given = any(name in by_host[host] for host in hosts)
-        findings.append(finding(label(name, hosts) if given else "-e", message, remedy(name, message)))
+        findings.append(
+            finding("NF006", label(name, hosts) if given else "-e", message, remedy(name, message))
+        )
     of_fleet = [name for name in names if name in fields or known[name].get("of_fleet")]
     return findings + uneven_findings(by_host, of_fleet)
 
@@ -193,5 +202,5 @@ def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[st
             told = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
             problem = f"{name} differs between the hosts ({told}); all of them need the same value."
             remedy = f"set {name} once, in group_vars/fleet.yml of the inventory"
-            findings.append(finding(f"inventory {name}", problem, remedy))
+            findings.append(finding("NF007", f"inventory {name}", problem, remedy))
     return findings

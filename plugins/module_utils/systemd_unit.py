@@ -97,13 +97,13 @@ def known_units(pattern: str) -> dict[str, str]:
 
 
 def between_attempts(unit: Unit) -> bool:
-    """Whether an attempt is over and the unit waits to be started again, or to be told that it is not."""
+    """Whether an attempt is over and the unit waits for the decision to start again."""
     waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
     return unit["sub_state"] == "auto-restart" or waits
 
 
 def process_state(pid: int) -> str:
-    """What the kernel says of a process: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
+    """State of a process in the kernel: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
     for line in _read(f"/proc/{pid}/status").splitlines():
         if line.startswith("State:"):
             return line.partition("(")[2].rstrip(")")
@@ -146,7 +146,7 @@ def unit_of(pid: int) -> str:
 
 
 def processes_of(name: str, scope: str = "system") -> list[int]:
-    """PIDs in the unit's control group, found by what each process says of itself (any cgroup layout).
+    """PIDs in the unit's control group, found by the /proc entry of each process (any cgroup layout).
 
     Another user's own systemd may have a unit of that name: only this user's processes count there.
     """
@@ -179,8 +179,8 @@ def describe(pid: int) -> Process | None:
 def listeners(ports: Collection[int]) -> list[Process]:
     """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown.
 
-    A process may end while it is looked for, as those of a run between two attempts do: what seems to be
-    in nobody's hands is looked at again.
+    A process may end while it is looked for, as those of a run between two attempts do: a port that
+    seems to have no holder is checked again.
     """
     for wait in (0.2, 0.5, 1.0, 0.0):
         held, unknown = _listeners(ports)

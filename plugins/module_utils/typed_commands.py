@@ -1,9 +1,9 @@
 """`TEXT | as_typed`: the commands in a message with the -i and -K that this very command was given.
 
-A message says `ansible-playbook status.yml`; without the person's own -i that would show another fleet. What
-ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none. setup.yml
-and doctor.yml also get the -e of this command that they depend on. Where this command was typed by its full
-name (nanofleet.fleet.status), so are the commands.
+Without the person's own -i, `ansible-playbook status.yml` in a message would show another fleet. An inventory
+that ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none.
+setup.yml and doctor.yml also get the -e of this command that they depend on. Where this command was typed by
+its full name (nanofleet.fleet.status), so are the commands.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
 
 
 def settings(extra_vars: Sequence[str]) -> str:
-    """Of what was given by -e, what setup.yml and doctor.yml have to be told as well."""
+    """The part of the given -e options that setup.yml and doctor.yml need as well."""
     words = []
     for given in extra_vars:
         pairs = parse_kv(given) if given[:1] not in "@{[" else {}

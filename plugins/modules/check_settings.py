@@ -4,7 +4,7 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: check_settings
-short_description: Check extra vars and knobs before a host is touched
+short_description: Check extra vars and settings before any host is changed
 description:
   - Refuses C(-e) names that nobody reads, with the nearest known one, and values of the wrong type or range.
   - Runs on the controller and touches no host.
@@ -18,15 +18,12 @@ author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Check the knobs
+- name: Check the settings
   nanofleet.fleet.check_settings:
     hosts: [tower, laptop]
 """
 
 RETURN = r"""
-findings:
-  description: One entry a finding, with what was typed, what is wrong and what to type instead.
-  returned: always
-  type: list
-  elements: dict
+findings: {description: "One entry a finding, with its code.", type: list, elements: dict, returned: success}
+message: {description: "The findings as a table, or empty.", type: str, returned: success}
 """

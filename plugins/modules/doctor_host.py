@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what a host says of itself that bears on training: clock, links, disks, cores, memory."""
+"""Ansible module: the facts of a host that bear on training: clock, links, disks, cores, memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ options:
     description: The controller's clock when the task was made, in seconds since 1970; returned as it came.
     type: float
     required: true
-  paths: {description: Folders whose disks are looked at., type: list, elements: path, default: []}
+  paths: {description: Folders whose disks are checked., type: list, elements: path, default: []}
   marks:
     description: Files and links whose change may change what doctor found.
     type: list
@@ -44,7 +44,7 @@ author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Read what the host says of itself
+- name: Read the facts of the host
   nanofleet.fleet.doctor_host:
     sent: "{{ now().timestamp() }}"
     paths: [/var/lib/nanofleet]

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: look at the ways from this host to its peers, or measure the rates to one of them."""
+"""Ansible module: probe the paths from this host to its peers, or measure the rates to one of them."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import Way, look_at
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import PeerPath, probe
 
 DOCUMENTATION = r"""
 module: doctor_peers
 short_description: Probe the listeners of the other hosts
 description:
-  - With O(measure=ways) it looks at all peers at once - route, each port, round-trip time, path MTU.
+  - With O(measure=paths) it probes all peers at once - route, each port, round-trip time, path MTU.
   - With O(measure=rates) it streams to and from them, one after the other.
 options:
   host: {description: This host's name., type: str, required: true}
   token: {description: Secret of this examination., type: str, required: true}
-  measure: {description: What to measure., type: str, choices: [ways, rates], default: ways}
-  seconds: {description: "How long to stream, each way.", type: float, default: 0.8}
+  measure: {description: What to measure., type: str, choices: [paths, rates], default: paths}
+  seconds: {description: "How long to stream in each direction.", type: float, default: 0.8}
   connect_seconds: {description: How long a connection may take., type: float, default: 3.5}
   peers:
     description: The peers.
@@ -42,7 +42,7 @@ author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Look at the ways to the peers
+- name: Probe the paths to the peers
   nanofleet.fleet.doctor_peers:
     host: tower
     token: 6f1c0c3d
@@ -53,16 +53,16 @@ EXAMPLES = r"""
 RETURN = r"""
 peers:
   description: >-
-    By name. With ways - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min,
+    By name. With paths - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min,
     median), mtu (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
   type: dict
   returned: always
 """
 
 
-def rates(way: Way, ports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
+def rates(path: PeerPath, ports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     try:
-        return way.stream(ports[0]["port"], seconds)
+        return path.stream(ports[0]["port"], seconds)
     except (OSError, ValueError, KeyError) as error:
         return {"error": str(error)}
 
@@ -72,7 +72,7 @@ def main() -> None:
         argument_spec={
             "host": {"type": "str", "required": True},
             "token": {"type": "str", "required": True, "no_log": True},
-            "measure": {"type": "str", "choices": ["ways", "rates"], "default": "ways"},
+            "measure": {"type": "str", "choices": ["paths", "rates"], "default": "paths"},
             "seconds": {"type": "float", "default": 0.8},
             "connect_seconds": {"type": "float", "default": 3.5},
             "peers": {
@@ -91,16 +91,16 @@ def main() -> None:
     )
     p = module.params
 
-    def way_to(peer: dict[str, Any]) -> Way:
-        return Way(p["host"], peer["host"], peer["address"], p["token"], p["connect_seconds"])
+    def path_to(peer: dict[str, Any]) -> PeerPath:
+        return PeerPath(p["host"], peer["host"], peer["address"], p["token"], p["connect_seconds"])
 
     peers = p["peers"]
     if p["measure"] == "rates":
-        results = [rates(way_to(peer), peer["ports"], p["seconds"]) for peer in peers]
+        results = [rates(path_to(peer), peer["ports"], p["seconds"]) for peer in peers]
     else:
         with ThreadPoolExecutor(max(1, len(peers))) as pool:
             results = list(
-                pool.map(lambda peer: look_at(way_to(peer), peer["ports"], peer["ssh_port"]), peers)
+                pool.map(lambda peer: probe(path_to(peer), peer["ports"], peer["ssh_port"]), peers)
             )
     module.exit_json(
         changed=False, peers={peer["host"]: found for peer, found in zip(peers, results, strict=True)}

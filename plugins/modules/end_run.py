@@ -4,12 +4,13 @@ from __future__ import annotations
 
 DOCUMENTATION = r"""
 module: end_run
-short_description: End the active run of a host at once
+short_description: End a run on a host and record who ended it
 description:
-  - Reads the run's state and ends its unit in one task.
-    A host that does not answer delays every task that follows.
-  - Calls the modules M(nanofleet.fleet.run_state) and M(nanofleet.fleet.transient_unit) on the host.
-  - Nothing is saved.
+  - Reads the run's state, ends its unit, and writes an outcome where the ranks have left none that is final.
+  - One task. A host that does not answer delays every task that follows.
+  - Calls the modules M(nanofleet.fleet.run_state), M(nanofleet.fleet.transient_unit) and
+    M(nanofleet.fleet.run_directory) on the host.
+  - Saves nothing.
 options:
   state_dir: {description: Folder with the runs., type: path, required: true}
   user: {description: "Whose rights files are read with, if root reads them.", type: str, required: true}
@@ -19,9 +20,13 @@ options:
     type: list
     elements: int
     required: true
-  grace: {description: Seconds until SIGKILL., type: int, required: true}
+  grace: {description: "Seconds until SIGKILL; -1 leaves that to the unit.", type: int, default: -1}
+  outcome: {description: Outcome to record., type: str, choices: [stopped, retryable], required: true}
+  reason: {description: Its reason., type: str, required: true}
+  log_lines: {description: Lines of the log in the state., type: int, default: 20}
 attributes:
   action: {support: full}
+  check_mode: {support: full}
 author: the nanofleet authors
 """
 
@@ -33,9 +38,12 @@ EXAMPLES = r"""
     run_id: ""
     ports: [29500]
     grace: 4
+    outcome: stopped
+    reason: Stopped by hand.
 """
 
 RETURN = r"""
-ended: {description: The processes that were in the unit., type: list, elements: dict, returned: always}
-run_id: {description: The run that was ended., type: str, returned: changed}
+ended: {description: The processes that were in the unit., type: list, elements: dict, returned: success}
+run_id: {description: The run that was ended., type: str, returned: where there was one}
+state: {description: "The run's state afterwards, as run_state returns it.", type: dict, returned: success}
 """

@@ -68,7 +68,7 @@ listeners:
   elements: dict
   returned: when present
 removed:
-  description: What was taken away, one line each.
+  description: What was removed, one line each.
   type: list
   elements: str
   returned: when absent
@@ -99,7 +99,7 @@ def setting(text: str) -> str:
 
 
 def remembered(text: str) -> str:
-    """The range before ours; the kernel's own where an older file does not say."""
+    """The range before ours; the kernel's own where an older file does not hold it."""
     match = BEFORE.search(text)
     return f"{match[1]} {match[2]}" if match else DEFAULT
 

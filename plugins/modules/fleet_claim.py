@@ -22,7 +22,7 @@ description:
     new name.
   - With O(partial) so is one whose hosts are among this inventory's, or the other way round. So a membership
     that has changed since setup.yml does not keep a run from being started or stopped.
-  - It does not fail where another fleet has claimed the host; RV(refusal) says so.
+  - It does not fail where another fleet has claimed the host; RV(refusal) then names it.
 options:
   path:
     description: The file.

@@ -74,7 +74,7 @@ EXAMPLES = r"""
 RETURN = r"""
 status: {description: "State of ufw after the task: active, inactive or absent.", type: str, returned: always}
 rules: {description: "Our rules, one line each.", type: list, elements: str, returned: always}
-removed: {description: "What was taken away, one line each.", type: list, elements: str, returned: always}
+removed: {description: "What was removed, one line each.", type: list, elements: str, returned: always}
 timer: {description: "Timer that disables ufw unless it is stopped, or empty.", type: str, returned: always}
 """
 
@@ -136,7 +136,7 @@ def ports_hold(text: str, port: int) -> bool:
 
 
 def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
-    """What the first rule that speaks of this connection says: allow, deny, or nothing.
+    """What the first rule that speaks of this connection decides: allow, deny, or nothing.
 
     A rule that cannot be read for sure (of one interface, or to one address) counts only where it denies.
     """
@@ -182,8 +182,8 @@ def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
     """
     verdict = ssh_verdict(rules, controller, port)
     narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]
-    ways = narrow if verdict and controller else [f"allow {port}/tcp", f"allow {port}"]
-    return next((rule for rule in ways if rule not in rules), ways[0]), verdict == "deny"
+    candidates = narrow if verdict and controller else [f"allow {port}/tcp", f"allow {port}"]
+    return next((rule for rule in candidates if rule not in rules), candidates[0]), verdict == "deny"
 
 
 def main() -> None:
@@ -208,10 +208,12 @@ def main() -> None:
     def run(*command: str) -> str:
         code, out, error = module.run_command(list(command), environ_update={"LC_ALL": "C", "LANG": "C"})
         if code != 0:
-            said = (error or out).strip()
-            if "IPv6 support not enabled" in said:
-                said += ". Type there: sudo sed -i s/^IPV6=.*/IPV6=yes/ /etc/default/ufw && sudo ufw reload"
-            module.fail_json(msg=f"{shlex.join(command)} failed. It said: {said}")
+            printed = (error or out).strip()
+            if "IPv6 support not enabled" in printed:
+                printed += (
+                    ". Type there: sudo sed -i s/^IPV6=.*/IPV6=yes/ /etc/default/ufw && sudo ufw reload"
+                )
+            module.fail_json(msg=f"{shlex.join(command)} failed: {printed}")
         return out
 
     present = parse_added(run(ufw, "show", "added"))
@@ -232,7 +234,7 @@ def main() -> None:
             run(ufw, "--force", "disable")
         # New rules go first, so that a general deny that a person has set does not hide them.
         for rule in add:
-            # ufw changes the comment of a rule that is there only where it is not told its place.
+            # ufw changes the comment of a rule that is there only where its place is not given.
             place = [] if rule in present else ["prepend"]
             run(ufw, *place, *rule.split(), "comment", comment)
         for rule in delete:

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what this host's kernel says about its interfaces and its routes. Needs no root."""
+"""Ansible module: this host's interfaces and routes, from its kernel. Needs no root."""
 
 from __future__ import annotations
 

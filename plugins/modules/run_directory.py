@@ -41,7 +41,7 @@ options:
     type: dict
     default: {}
   replace:
-    description: Whether a file that exists with another content is written anew.
+    description: Whether a file that exists with another content is replaced.
     type: bool
     default: true
   remove:

@@ -18,7 +18,7 @@ short_description: List a run's files with their sha256, or compare copies with 
 description:
   - Without O(expected), lists what a person would want of the run directory. The sums of a checkpoint's
     files are those it was written with, so that one that was damaged since is found out.
-  - With O(expected), compares the files under O(path) with it. A file that grows as the run goes on
+  - With O(expected), compares the files under O(path) with it. A file that grows while the run continues
     is compared up to the size it was listed with.
   - Changes nothing.
 options:
@@ -102,7 +102,7 @@ def faults(folder: str, expected: list[dict[str, Any]]) -> list[str]:
         if not os.path.isfile(path):
             found.append(f"{file['name']} is missing")
         elif sha256_of(path, int(file["size"])) != file["sha256"]:
-            found.append(f"{file['name']} is not what its sha256 says")
+            found.append(f"{file['name']} does not match its sha256")
     return found
 
 
@@ -124,7 +124,7 @@ def main() -> None:
             files = list_files(path, module.params["checkpoint"])
     except FileNotFoundError as error:
         # The run drops old checkpoints as it writes new ones.
-        module.fail_json(msg=f"{error.filename} is gone: the run goes on and has dropped it. Fetch again.")
+        module.fail_json(msg=f"{error.filename} is gone: the active run has removed it. Fetch again.")
     except (OSError, ValueError, KeyError) as error:
         module.fail_json(msg=f"The files of {path} cannot be listed: {error}.")
     module.exit_json(changed=False, files=files, bytes=sum(file["size"] for file in files))

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what a run's unit has said on this host, from the journal, else from train.log."""
+"""Ansible module: the output of a run's unit on this host, from the journal, else from train.log."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 
 DOCUMENTATION = r"""
 module: run_log
-short_description: Read what a run has said on this host
+short_description: Read the log of a run on this host
 description:
   - Reads the journal of the run's unit. A journal that holds nothing of it, or is closed to this user, is no
     failure - the run's own C(train.log) is read, whose lines have no time.
@@ -50,7 +50,7 @@ options:
     type: str
     default: ""
   since:
-    description: Only what is newer, in journalctl's words; empty for all.
+    description: Only what is newer than this span (10min, 2h) or moment (today, 14:05); empty for all.
     type: str
     default: ""
   lines:
@@ -108,8 +108,28 @@ Line = dict[str, Any]
 Entry = tuple[str, float | None]
 """A line's text and its time."""
 STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
-"""How a rank tells of a step (see trainer.tracking.reporter)."""
+"""How a rank reports a step (see trainer.tracking.reporter)."""
+SPAN = re.compile(
+    r"(\d+) ?(?:(s)(?:ecs?|econds?)?|(m)(?:ins?|inutes?)?|(h)(?:rs?|ours?)?|(d)(?:ays?)?|(w)(?:eeks?)?)"
+)
+MOMENT = re.compile(r"now|today|yesterday|@\d+|(\d{4}-\d\d-\d\d)?[ T]?(\d\d:\d\d(:\d\d)?)?")
 RANK = re.compile(r"^\[rank (\d+)\] ?")
+
+
+def since_words(given: Any) -> str:
+    """A person's `since` in journalctl's words: 10min and 2h are that long ago."""
+    words = str(given or "").strip()
+    if not words:
+        return ""
+    span = SPAN.fullmatch(words.removesuffix(" ago").removeprefix("-"))
+    if span:
+        return f"-{span.group(1)}{span.group(span.lastindex or 2)}"
+    if MOMENT.fullmatch(words):
+        return words.replace("T", " ")
+    raise ValueError(
+        f"since={words} is no time: "
+        "take a span (10min, 2h, 1d) or a moment (today, 14:05, '2026-11-21 14:05')."
+    )
 
 
 def line_of(text: str, moment: float | None = None) -> Line:
@@ -167,7 +187,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(lines: list[Entry], count: int) -> list[Line]:
-    """The first error of the last attempt, with its time; nothing where no line tells of one."""
+    """The first error of the last attempt, with its time; empty where there is none."""
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)
@@ -195,6 +215,10 @@ def main() -> None:
         supports_check_mode=True,
     )
     params = module.params
+    try:
+        params["since"] = since_words(params["since"])
+    except ValueError as error:
+        module.fail_json(msg=str(error))
     deadline = time.monotonic() + params["wait_seconds"]
     while True:
         try:

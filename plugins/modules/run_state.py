@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
     NOTHING,
     PREFIX,
@@ -30,7 +31,7 @@ short_description: Read the state of a run on this host
 description:
   - Reads the unit, heartbeats, metrics, outcome and log of a run.
   - Changes nothing, and a run that is missing is no failure.
-  - Without root the user's own systemd is looked at besides the system's.
+  - Without root the user's own systemd is checked besides the system's.
 options:
   state_dir:
     description: Folder that holds C(runs/RUN_ID).
@@ -94,6 +95,7 @@ rebooted:
   description: When this host came up, if that took an attempt's unit away that nobody had ended; else null.
   type: float
   returned: always
+at_boot: {description: Whether this host starts the run again when it boots, type: bool, returned: always}
 stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
 unit:
   description: >-
@@ -146,7 +148,11 @@ runs:
   elements: dict
   returned: always
 active_units: {description: Units of runs that are up, type: list, elements: str, returned: always}
-known_units: {description: "Those, and failed ones", type: list, elements: str, returned: always}
+known_units:
+  description: Those, failed ones, and those that start again when the host boots.
+  type: list
+  elements: str
+  returned: always
 listeners:
   description: Who listens on O(ports) - port, pid, user, command, unit.
   type: list
@@ -169,6 +175,7 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
+    returning = boot_entry.entries()
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     with acting_as(params["user"]):
         runs = known_runs(runs_dir, active)
@@ -188,7 +195,8 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
         "time": now,
         "runs": runs,
         "active_units": active,
-        "known_units": sorted(units),
+        "known_units": sorted({*units, *returning}),
+        "at_boot": unit["name"] in returning,
         "listeners": listeners(params["ports"]),
         **state,
     }

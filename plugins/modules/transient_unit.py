@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     Process,
     Unit,
@@ -30,6 +31,8 @@ description:
   - Starts a command as a transient service through C(systemd-run); it survives the SSH session.
   - A unit that is already up is left as it is and its state returned.
     A failed leftover of an earlier start is cleared before a new one.
+  - With O(boot_condition), the host starts the unit again when it boots, until it is stopped or has ended
+    for good.
   - When stopping, it proves that no process of the unit's control group
     and no listener on the given ports is left.
 options:
@@ -39,8 +42,8 @@ options:
     required: true
   state:
     description:
-      - V(started) runs O(argv) unless the unit is up.
-      - V(stopped) ends a unit that is up; what systemd remembers of a failure is kept.
+      - V(started) runs O(argv) unless the unit is active.
+      - V(stopped) ends an active unit; what systemd remembers of a failure is kept.
       - V(absent) is V(stopped), and forgets the failure.
     type: str
     choices: [started, stopped, absent]
@@ -74,6 +77,17 @@ options:
     description: Unit properties by systemd's names. A boolean becomes yes or no, a list one assignment each.
     type: dict
     default: {}
+  boot_condition:
+    description:
+      - A command that runs as O(user) when the host boots, with C(boot) as a last argument. Exit status 0
+        starts the unit again with the same command, 1 disables that for good.
+      - It also runs, with C(end), whenever the unit has ended; only exit status 1 has an effect then.
+        Empty for a unit that ends with its host.
+      - The entry is C(nanofleet@NAME.service) with a script of root in C(/etc/nanofleet), or of the user in
+        C(~/.config/nanofleet).
+    type: list
+    elements: str
+    default: []
   collect:
     description: Whether systemd forgets a failed unit at once, and with it the result.
     type: bool
@@ -171,6 +185,8 @@ def command_line(params: dict[str, Any]) -> list[str]:
     if params["user"]:
         properties["User"] = params["user"]
     given = {name: value for name, value in properties.items() if not (user and name in NEED_ROOT)}
+    if params["boot_condition"]:
+        given["ExecStopPost"] = boot_entry.stop_command(params["name"], params["scope"])
     command += ["--property=" + item for item in assignments(given)]
     command += [f"--setenv={name}={value}" for name, value in params["setenv"].items()]
     return [*command, "--", *(word.replace("$", "$$") for word in params["argv"])]
@@ -198,6 +214,8 @@ def start(module: AnsibleModule, unit: Unit) -> None:
     control = ["systemctl", *manager(params["scope"])]
     if unit["active_state"] == "failed":
         run([*control, "reset-failed", "--", unit["name"]])
+    if params["boot_condition"]:
+        boot_entry.write(name, command, params["boot_condition"], params["user"], params["scope"])
     code, _out, err = run(command)
     after = read_unit(name, time.time(), params["scope"])
     if code:
@@ -212,7 +230,8 @@ def stop(module: AnsibleModule, unit: Unit) -> None:
     forget = params["state"] == "absent" and unit["active_state"] == "failed"
     pids = processes_of(name, scope)
     ended = [found for found in (describe(pid) for pid in pids) if found]
-    changed = is_up(unit) or bool(pids) or forget
+    returns = name in boot_entry.entries(scope)
+    changed = is_up(unit) or bool(pids) or forget or returns
     after = "inactive" if is_up(unit) or forget else unit["active_state"]
     diff = {
         "before": {"active_state": unit["active_state"], "processes": pids},
@@ -220,6 +239,8 @@ def stop(module: AnsibleModule, unit: Unit) -> None:
     }
     if not changed or module.check_mode:
         module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
+    if returns:
+        boot_entry.remove(name, scope)
     if params["grace"] >= 0 and (is_up(unit) or pids):
         kill_after(params["grace"], name, scope, control)
     if is_up(unit) or pids:
@@ -279,6 +300,7 @@ def main() -> None:
             "user": {"type": "str", "default": ""},
             "setenv": {"type": "dict", "default": {}},
             "properties": {"type": "dict", "default": {}},
+            "boot_condition": {"type": "list", "elements": "str", "default": []},
             "collect": {"type": "bool", "default": False},
             "ports": {"type": "list", "elements": "int", "default": []},
             "grace": {"type": "int", "default": -1},

@@ -83,6 +83,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
+path: {description: The folder of the wheelhouse., type: str, returned: always}
 digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
 wheels: {description: Number of wheels., type: int, returned: always}
 bytes: {description: Their size., type: int, returned: always}
@@ -157,7 +158,7 @@ class Wheelhouse:
         if broken:
             raise WheelhouseError(
                 f"{self.dest}: {'; '.join(broken)}. "
-                "Remove the named file there and run the playbook again: it is fetched anew."
+                "Remove the named file there and run the playbook again: it is fetched again."
             )
         if not found:
             self._check(read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS), self.dest)
@@ -219,14 +220,14 @@ class Wheelhouse:
         if altered:
             names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
             raise WheelhouseError(
-                f"{names} in {folder} is not what {self.p['hashes']} says. The index serves another file "
-                "than that, or the file was replaced. Remove it and find out which index pip took it from "
+                f"{names} in {folder} does not match {self.p['hashes']}. The index serves another "
+                "file, or the file was replaced. Remove it and find out which index pip took it from "
                 "(pip config list); if the new file is right, type: make lock"
             )
         if self.unverified and self.p["require_hashes"]:
             raise WheelhouseError(
                 f"{', '.join(wheel.file for wheel in self.unverified)} has no hash in {self.p['hashes']}, "
-                "and runtime_require_hashes refuses such wheels. Where an index holds it, type: make lock"
+                "and wheelhouse_require_hashes refuses such wheels. Where an index holds it, type: make lock"
             )
 
     def _compare_with_first(self, locked: list[Wheel]) -> None:
@@ -280,7 +281,7 @@ class Wheelhouse:
             kind += " --torch cuda" if self.p["torch"] == "cuda" else ""
             raise WheelhouseError(
                 f"{self.dest} lacks {', '.join(plain + torch)} (and what only these need), and with "
-                "runtime_offline no index is asked. On a machine with a network, in the same checkout: "
+                "wheelhouse_offline no index is asked. On a machine with a network, in the same checkout: "
                 f"python scripts/wheelhouse.py {kind}, then bring its folder."
             )
         self._pip(plain, staging)
@@ -322,7 +323,7 @@ def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     house = Wheelhouse(params)
     parent = house.dest.parent
     if check_mode and not parent.is_dir():
-        return NOTHING_YET
+        return {**NOTHING_YET, "path": params["dest"]}
     parent.mkdir(parents=True, exist_ok=True)
     # Two playbooks may start at once on one controller; the second finds the first one's work done.
     with (parent / f".{house.dest.name}.lock").open("w") as guard:
@@ -334,12 +335,13 @@ def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         if not current and not check_mode:
             house.make()
         elif not current:
-            return NOTHING_YET
+            return {**NOTHING_YET, "path": params["dest"]}
         wheels = read_lock(house.dest / REQUIREMENTS)
         digest = hashlib.sha256((house.dest / REQUIREMENTS).read_bytes()).hexdigest()
     size = sum(wheel.bytes for wheel in wheels)
     return {
         "changed": not current,
+        "path": params["dest"],
         "digest": digest,
         "wheels": len(wheels),
         "bytes": size,
@@ -374,7 +376,7 @@ def main() -> None:
     if result["unverified"]:
         module.warn(
             f"{', '.join(result['unverified'])} in {module.params['dest']} is trusted as it was first "
-            "downloaded: no hash of it was committed. -e runtime_require_hashes=true refuses such wheels."
+            "downloaded: no hash of it was committed. -e wheelhouse_require_hashes=true refuses such wheels."
         )
     module.exit_json(**result)
 

@@ -1,0 +1,43 @@
+"""Decide what train.yml does about a run, or refuse. See the module's docs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_installed import not_set_up, skew
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import plan_run, trainer_digest
+from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
+
+
+class ActionModule(ActionBase):
+    """Runs on the controller alone."""
+
+    _requires_connection = False
+    _supports_check_mode = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        asked = self._task.args
+        states: Mapping[str, Any] = asked["states"]
+        manifests = {host: str(digest or "") for host, digest in asked["manifests"].items()}
+        hosts = list(states)
+        plan = plan_run(
+            asked["config"],
+            asked["run_id"],
+            list(states.values()),
+            hosts,
+            manifests[hosts[0]],
+            asked["shares"],
+            int(asked["nproc_per_node"]),
+        )
+        problem = plan["message"] if plan["action"] == "refuse" else ""
+        environments = asked.get("environments") or {}
+        if plan["action"] != "none" and environments and not self._task.check_mode:
+            installed = {host: facts for host, facts in environments.items() if facts}
+            with_data = {host: {**facts, "dataset": manifests[host]} for host, facts in installed.items()}
+            problem = problem or not_set_up(environments, manifests) or skew(with_data, trainer_digest())
+        if problem:
+            return {**result, "failed": True, "msg": as_typed(problem)}
+        return {**result, "changed": False, **plan, "message": as_typed(plan["message"])}

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: MIT
+"""Lookup: the settings of a run that somebody set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.plugins.lookup import LookupBase
+from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
+
+DOCUMENTATION = r"""
+name: run_settings
+short_description: Settings of a run that somebody set
+description:
+  - Returns every field of the trainer's RunConfig that is set as a variable, by its name. C(steps) sets
+    C(num_iterations).
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: Show what was asked of the run
+  ansible.builtin.debug:
+    msg: "{{ lookup('nanofleet.fleet.run_settings') }}"
+"""
+
+RETURN = r"""
+_raw: {description: One dictionary of values by field., type: list, elements: dict}
+"""
+
+
+class LookupModule(LookupBase):
+    """Ansible's entry point."""
+
+    def run(
+        self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        given = variables or {}
+        names = {name: name for name in RunConfig.field_names()} | {"steps": "num_iterations"}
+        found = {field: self._templar.template(given[name]) for name, field in names.items() if name in given}
+        return [{field: value for field, value in found.items() if value != ""}]

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: MIT
+"""Which rules of a host may drop packets, by what its firewalls list. Read as text; no packet is evaluated.
+
+A rule is a dict of strings:
+    firewall, place     a name of FIREWALLS; where the rule is (nft: FAMILY TABLE CHAIN, firewalld: the zone)
+    chain               INPUT or OUTPUT: whether incoming or outgoing packets pass it
+    verdict             drop (refusals too), accept, or policy: what no other rule admits is dropped
+    text                the rule as its firewall writes it
+    remedy              what removes a drop whose text is all that decides; else empty
+    version             4 or 6 if the rule is for one version of IP
+    protocol, source, ports, length     what it is for, empty for any; of OUTPUT, source is where packets go
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Mapping
+
+Rule = dict[str, str]
+Run = Callable[[str], str]
+"""What a command line prints; empty if it fails or is not installed."""
+
+
+def make_rule(firewall: str, chain: str, verdict: str, text: str, **more: str) -> Rule:
+    empty = dict.fromkeys(("place", "remedy", "version", "protocol", "source", "ports", "length"), "")
+    return {**empty, "firewall": firewall, "chain": chain, "verdict": verdict, "text": text, **more}
+
+
+# -- ufw -----------------------------------------------------------------------------------------------------
+
+
+def ufw_rules(run: Run, _interface: str) -> list[Rule]:
+    if "Status: active" not in run("ufw status"):
+        return []
+    found = [make_rule("ufw", "INPUT", "policy", "ufw")]
+    for line in run("ufw show added").splitlines():
+        words = line.strip().split(" comment ")[0].split()
+        verbs = set(words[1:4]) & {"allow", "limit", "deny", "reject"}
+        if words[:1] != ["ufw"] or not verbs:
+            continue
+        after = dict(itertools.pairwise(words))
+        outgoing = "out" in words
+        port, _slash, protocol = after.get("port", words[-1] if len(words) == 3 else "").partition("/")
+        found.append(
+            make_rule(
+                "ufw", "OUTPUT" if outgoing else "INPUT", "accept" if verbs & {"allow", "limit"} else "drop",
+                " ".join(words), remedy=f"sudo ufw delete {' '.join(words[1:])}",
+                protocol=after.get("proto", protocol), source=after.get("to" if outgoing else "from", ""),
+                ports=port,
+            )
+        )  # fmt: skip
+    return found
+
+
+# -- firewalld -----------------------------------------------------------------------------------------------
+
+
+def firewalld_rules(run: Run, interface: str) -> list[Rule]:
+    zone = run(f"firewall-cmd --get-zone-of-interface={interface}") or run("firewall-cmd --get-default-zone")
+    zone = zone.strip()
+    if not zone:
+        return []
+    lines = [line.strip() for line in run(f"firewall-cmd --zone={zone} --list-all").splitlines()[1:]]
+    shown = "; ".join(line for line in lines if line and not line.endswith((":", " no")))
+    return [make_rule("firewalld", "INPUT", "policy", f"firewalld zone {zone} ({shown})", place=zone)]
+
+
+# -- nft and iptables ----------------------------------------------------------------------------------------
+
+Line = tuple[str, str, str]
+"""A rule as it is shown, the same in nft's words, and what removes it."""
+# What the fields of a rule hold or what decides nothing; a rule with more than this is not plain.
+KNOWN = (
+    r"(?i)(ip6? ENDaddr|(tcp|udp|th) dport|meta l4proto|ip protocol|ip6 nexthdr|(meta|ip) length) "
+    r"((!=|[<>]=?) )?({[^}]*}|[^@\s]\S*)|ct state (\S*\bnew\b\S*|{[^}]*\bnew\b[^}]*})|counter|log"
+)
+NFT_HOOKS = {"ingress": "INPUT", "prerouting": "INPUT", "input": "INPUT", "output": "OUTPUT"}
+IPTABLES_CHAINS = {"PREROUTING": "INPUT", "INPUT": "INPUT", "OUTPUT": "OUTPUT"}
+IPTABLES_AS_NFT = (
+    (r"! (-\S+)", r"\1 !="), (r"-s", "ip saddr"), (r"-d", "ip daddr"), (r"-p", "meta l4proto"),
+    (r"-m \S+", ""), (r"--dports?", "tcp dport"), (r"--length", "meta length"), (r"--(ct)?state", "ct state"),
+    (r"--tcp-flags \S+ SYN", ""), (r'--comment ("[^"]*"|\S+)', ""), (r"-j (ACCEPT|DROP|REJECT)", r"\1"),
+    (r"-[jg]", "jump"),
+)  # fmt: skip
+
+
+def nft_rules(run: Run, _interface: str) -> list[Rule]:
+    # iptables keeps its rules in nft's tables as well, and shows them itself.
+    skipped = {
+        f"{family} {line[1:]}"
+        for family, command in (("ip", "iptables-save"), ("ip6", "ip6tables-save"))
+        for line in run(command).splitlines()
+        if line.startswith("*")
+    }
+    tables: dict[str, dict[str, list[Line]]] = {}
+    bases: dict[str, dict[str, str]] = {}
+    chain = table = ""
+    for line in map(str.strip, run("nft --stateless --handle list ruleset").splitlines()):
+        if match := re.match(r"table (\S+ \S+) {", line):
+            table, chain = match[1], ""
+        elif match := re.match(r"chain (\S+) {", line):
+            chain = match[1]
+            tables.setdefault(table, {})[chain] = []
+        elif chain and (match := re.match(r"type .* hook (\w+) ", line)):
+            if match[1] in NFT_HOOKS:
+                bases.setdefault(table, {})[chain] = NFT_HOOKS[match[1]]
+            if "policy drop" in line:
+                tables[table][chain].append(("policy drop", "policy drop", ""))
+        elif chain and (match := re.fullmatch(r"(.*) # handle (\d+)", line)):
+            remedy = f"sudo nft delete rule {table} {chain} handle {match[2]}"
+            tables[table][chain].append((f"nft table {table}, chain {chain}: {match[1]}", match[1], remedy))
+    return [
+        rule
+        for table, chains in tables.items()
+        if table not in skipped and not table.endswith(" firewalld")
+        for version in [{"ip": "4", "ip6": "6"}.get(table.split()[0], "")]
+        for rule in passed("nft", f"nft table {table},", table, chains, bases.get(table, {}), version)
+    ]
+
+
+def iptables_rules(run: Run, _interface: str) -> list[Rule]:
+    """Of both versions of IP, without what ufw made."""
+    found = []
+    for command, version in (("iptables", "4"), ("ip6tables", "6")):
+        for part in f"\n{run(f'{command}-save')}".split("\n*")[1:]:
+            table, *lines = part.splitlines()
+            written = command if table == "filter" else f"{command} -t {table}"
+            chains: dict[str, list[Line]] = {}
+            for line in lines:
+                chain = line.removeprefix("-A ").removeprefix(":").partition(" ")[0]
+                if chain.startswith("ufw"):
+                    continue
+                if line.startswith(f":{chain} DROP") and "-A INPUT -j ufw" not in part:
+                    chains.setdefault(chain, []).append(("policy DROP", "policy drop", ""))
+                elif line.startswith("-A "):
+                    words = line.removeprefix(f"-A {chain} ")
+                    for option, meaning in IPTABLES_AS_NFT:
+                        words = re.sub(rf"(?<!\S){option}(?!\S)", meaning, words)
+                    shown = (f"{written} {line}", words, f"sudo {written} -D {line[3:]}")
+                    chains.setdefault(chain, []).append(shown)
+            found += passed("iptables", written, table, chains, IPTABLES_CHAINS, version)
+    return found
+
+
+def passed(
+    firewall: str,
+    title: str,
+    table: str,
+    chains: Mapping[str, list[Line]],
+    bases: Mapping[str, str],
+    version: str,
+) -> list[Rule]:
+    """The rules of the chains of a table that packets pass. bases: INPUT or OUTPUT by where they enter."""
+    found = []
+    for base in [each for each in bases if each in chains]:
+        names = [base]
+        for name in names:
+            listed = "\n".join(tests for _text, tests, _remedy in chains[name])
+            targets = dict.fromkeys(re.findall(r"\b(?:jump|goto) (\S+)", listed))
+            names += [each for each in targets if each in chains and each not in names]
+            for line in chains[name]:
+                rule = read_rule(firewall, bases[base], f"{title} chain {name}", line, name == base)
+                if rule:
+                    found.append({**rule, "place": f"{table} {name}", "version": version})
+    return found
+
+
+def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) -> Rule | None:
+    """A rule of a chain that packets enter at (is_base) or jump to; None if it neither drops nor admits."""
+    text, tests, remedy = line
+    if tests == "policy drop":
+        return make_rule(firewall, chain, "policy", f"{label} ({text})")
+    tests = re.sub(r'\b(comment|prefix) "[^"]*"', "", tests)
+    verdict = re.search(r"(?i)\b(drop|reject)\b", tests) or re.search(r"(?i)\baccept\b", tests)
+    states = re.findall(r"ct state ({[^}]*}|\S+)", tests)
+    if not verdict or not all(re.search(r"(?i)\bnew\b|!=|vmap", each) for each in states):
+        return None
+    tests = tests[: verdict.start()]
+    end = "d" if chain == "OUTPUT" else "s"
+    accepts = verdict[0].lower() == "accept"
+    if not is_base or re.sub(KNOWN.replace("END", end), "", tests).strip():
+        if accepts:
+            return None
+        remedy = ""
+    protocols = re.findall(r"\b(?:tcp|udp|icmp\w*|sctp|igmp)\b", tests)
+    given = {
+        "protocol": "tcp" if "tcp" in protocols else "".join(protocols[:1]),
+        "source": _after(tests, f"{end}addr"),
+        "ports": _after(tests, "dport"),
+        "length": _after(tests, "length"),
+    }
+    if accepts:
+        return make_rule(firewall, chain, "accept", text, **given)
+    if remedy and not any({**given, "protocol": given["protocol"].replace("tcp", "")}.values()):
+        # Without it everything would be admitted, so it is no rule to remove.
+        return make_rule(firewall, chain, "policy", f"{label} ({text.removeprefix(f'{label}: ')})")
+    return make_rule(firewall, chain, "drop", text, remedy=remedy, **given)
+
+
+def _after(tests: str, word: str) -> str:
+    match = re.search(rf"\b{word} ({{[^}}]*}}|[<>!=]* ?(?!@|vmap)\S+)", tests)
+    return match[1].strip("{} ").replace(" ", "") if match else ""

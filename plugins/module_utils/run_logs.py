@@ -1,0 +1,106 @@
+"""What logs.yml and fetch.yml show: all hosts' lines in the order of their times, the first error above.
+
+Lines come from the module run_log. Used by the action plugin follow_log too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report as report
+
+Line = Mapping[str, Any]
+LINES_AT_MOST = 50_000
+"""As preflight admits them (log_lines in roles/preflight/vars/declared_settings.yml)."""
+
+
+def rendered(host: str, line: Line, dated: bool = False) -> str:
+    """One line of the merged log: time, host:rank, text."""
+    moment = line.get("time")
+    form = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
+    at = time.strftime(form, time.localtime(moment)) if moment else "-" * (19 if dated else 8)
+    who = host if line.get("rank") is None else f"{host}:{line['rank']}"
+    return f"{at} {who}  {line['text']}"
+
+
+def merged_logs(
+    by_host: Mapping[str, Mapping[str, Any]],
+    run_id: str,
+    newest: int = 100,
+    states: Mapping[str, Mapping[str, Any]] | None = None,
+) -> str:
+    """All hosts' lines as one text, how the run ended last.
+
+    by_host: host -> result of run_log in rank order; states: of run_state.
+    """
+    read = {host: result for host, result in by_host.items() if "lines" in result}
+    lines = sorted(_timed(read), key=lambda entry: entry[0])[-newest:]
+    times = [line["time"] for _, _, line in lines if line["time"]]
+    dated = bool(times) and time.localtime(min(times))[:3] != time.localtime()[:3]
+    shown = [rendered(host, line, dated) for _, host, line in lines]
+    missing = []
+    for host in by_host:
+        if host not in read and (states or {}).get(host, {}).get("found") is False:
+            missing.append(f"{host} has no part of this run.")
+        elif host not in read:
+            missing.append(f"{host} did not answer; its log is not among these.")
+        elif read[host]["source"] == "file" and read[host]["lines"]:
+            missing.append(
+                f"{host}: the journal has nothing of this run, so these are train.log's lines (no times)."
+            )
+    error = _first_error(read, dated)
+    if not shown:
+        return "\n".join([*missing, f"The run {run_id} has logged nothing in that time."])
+    head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
+    more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
+    more = more if len(shown) == newest < LINES_AT_MOST else ""
+    ended = {host: state for host, state in (states or {}).items() if state.get("found") and state["ended"]}
+    over = _ending(ended)
+    return _printable([*missing, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])
+
+
+def _ending(ended: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """How the run ended, in the words of status.yml."""
+    return report.ending(ended)
+
+
+def _timed(read: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str, Line]]:
+    """Every line with a time to sort by: one without has that of the line before it on its host."""
+    for host, result in read.items():
+        moment = 0.0
+        for line in result["lines"]:
+            moment = float(line["time"] or moment)
+            yield moment, host, line
+
+
+def _first_error(read: Mapping[str, Mapping[str, Any]], dated: bool) -> list[str]:
+    """The error that came first of all hosts', whose followers are only its echo."""
+    errors = {host: result["error"] for host, result in read.items() if result.get("error")}
+    if not errors:
+        return []
+    host = min(errors, key=lambda host: errors[host][0]["time"] or 0.0)
+    return ["First error:", *(f"  {rendered(host, line, dated)}" for line in errors[host]), ""]
+
+
+def _printable(lines: Sequence[str]) -> str:
+    """One text that YAML output shows as it is."""
+    kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
+    return "\n".join(line.rstrip() for line in kept).rstrip()
+
+
+def fetched(
+    by_host: Mapping[str, Mapping[str, Any]], states: Mapping[str, Mapping[str, Any]], folder: str
+) -> str:
+    """What fetch.yml has brought. by_host: host -> result of run_files; states: of run_state."""
+    lines = []
+    for host, result in by_host.items():
+        if "files" in result:
+            n_bytes, count = result["bytes"], len(result["files"])
+            size = f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:,.1f} kB"
+            lines.append(f"{host}: {count} file{'s' * (count != 1)}, {size}, verified, in {folder}/{host}")
+            if states[host].get("checkpoint"):
+                path = f"{folder}/{host}/{states[host]['checkpoint']}"
+                lines.append(f'  text from it: python -m trainer sample --checkpoint {path} --prompt "The "')
+    return "\n".join(lines) or "No host has a part of this run."

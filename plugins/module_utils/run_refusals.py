@@ -1,0 +1,89 @@
+"""Why train.yml refuses to start a run, and what to type instead. Pure functions of the hosts' states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.trainer import config as trainer
+
+State = Mapping[str, Any]
+Ends = dict[str, list[str]]
+
+
+class RefusedError(Exception):
+    """The run must not start; the message is for the person."""
+
+
+def refuse_another_identity(run_file: Any, before: Any) -> None:
+    """What defines the result of a run stays as it is."""
+    differing = run_file.config.differences(before, trainer.IDENTITY)
+    if differing:
+        names = " and ".join(change.split()[0] for change in differing)
+        raise RefusedError(
+            f"The run {run_file.run_id} exists with another configuration: {'; '.join(differing)}. To resume "
+            f"it, leave {names} out; for a new run choose another name: -e run_id=NAME."
+        )
+
+
+def refuse_shorter(run_file: Any, steps_before: int) -> None:
+    """The rates of the steps that are done have followed the length of the run."""
+    steps = run_file.config.num_iterations
+    if 0 < steps < steps_before:
+        raise RefusedError(
+            f"The run {run_file.run_id} is one of {steps_before} steps, and {steps} are asked for: a run can "
+            "become longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
+            "-e run_id=NAME."
+        )
+
+
+def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
+    for host, state in own.items():
+        for other in state.get("active_units", []):
+            if other in ends.get(host, []):
+                continue
+            other_id = other.removeprefix("nanofleet-").removesuffix(".service")
+            raise RefusedError(
+                f"{host} is busy with another run, {other_id} (unit {other}). "
+                f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
+            )
+    # Only the coordinator opens the store's port.
+    first = next(iter(own))
+    for held in own[first].get("listeners", []):
+        if held.get("unit") in (unit, *ends.get(first, [])):
+            continue
+        who = (
+            f"process {held['pid']} of {held['user']} ({held['command']})"
+            if held.get("pid")
+            else f"a process of {held['user']}"
+            if held.get("user")
+            else "an unknown process"
+        )
+        of_unit = f", unit {held['unit']}" if held.get("unit") else ""
+        end = f"systemctl stop {held['unit']}" if held.get("unit") else f"kill {held.get('pid') or 'PID'}"
+        raise RefusedError(
+            f"Port {held['port']} on {first} is held by {who}{of_unit}: the run's store needs it. "
+            f"End that on {first} (sudo {end}), or take another port: -e store_port=PORT"
+        )
+
+
+def busy(state: State, host: str, run_id: str) -> str:
+    """Why a host cannot take a run: another run is active there, or the port is held; else empty."""
+    unit = f"nanofleet-{run_id}.service"
+    try:
+        refuse_other_holders({host: state}, unit, {host: [unit]})
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
+    first = next(iter(own))
+    if own[first].get("checkpoint"):
+        return
+    for host, state in own.items():
+        if state.get("checkpoint") and state.get("run_id") == run_id:
+            raise RefusedError(
+                f"The run {run_id} has its checkpoints on {host}, its coordinator before; now {first} is."
+                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {first}."
+            )

@@ -1,0 +1,308 @@
+"""What train.yml and stop.yml say about a run: plain text made from the module run_state's results.
+
+The words that status.yml shares with them stand here too; its screen is run_status.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
+    State,
+    active_runs,
+    answered,
+    can_save,
+    is_over,
+    not_met,
+    rank_zero,
+    transferred_to,
+)
+
+NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
+"""Columns whose cells stand to the right."""
+KILLED = "Killed (by SIGKILL, or because memory ran out)"
+"""As log_lines has it, which runs on the hosts."""
+GFLOPS_A_THREAD = 40
+"""Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
+USUAL_VOCABULARY = 32_768
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows as aligned lines under a header; numbers to the right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(row: Sequence[str]) -> str:
+        cells = (
+            cell.rjust(width) if name in NUMBERS else cell.ljust(width)
+            for name, cell, width in zip(header, row, widths, strict=True)
+        )
+        return "  ".join(cells).rstrip()
+
+    return [line(header), line(["-" * width for width in widths]), *(line(row) for row in rows)]
+
+
+def screen(lines: Sequence[str]) -> str:
+    """One text that YAML output shows as it is: no tabs, blanks at the end, emoji, control characters."""
+    kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
+    return "\n".join(line.rstrip() for line in kept).rstrip()
+
+
+def unit_word(state: State) -> str:
+    """The state of the unit, in one or two words."""
+    unit = state["unit"]
+    if state["failed_unit"]:
+        result = unit.get("result")
+        return "failed" if result in ("success", "", None) else f"failed ({result})"
+    if state.get("rebooted"):
+        return "rebooted"
+    return "restarting" if state.get("between") else str(unit["active_state"])
+
+
+def standing(found: Mapping[str, State]) -> list[str]:
+    """What the run has come to: its last evaluation and its last checkpoint."""
+    lines = []
+    evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
+    if evaluation:
+        at = f"at step {evaluation.get('step')}"
+        lines.append(f"Validation:  {evaluation['val_bpb']:.4f} bits per byte {at}")
+    for host, state in found.items():
+        if state["checkpoint"]:
+            age = state["time"] - (state["checkpoint_time"] or state["time"])
+            step = checkpoint_step(state)
+            where = f"{state['run_dir']}/{state['checkpoint']} on {host}"
+            lines.append(f"Checkpoint:  step {step:,}, {duration(age)} ago: {where}")
+    return lines
+
+
+def ending(found: Mapping[str, State]) -> list[str]:
+    """How the run ended: once where all hosts agree or the end is good, else by host."""
+    ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
+    by_end: dict[tuple[str, str], list[str]] = {}
+    for host, outcome in ended.items():
+        by_end.setdefault((outcome["outcome"], outcome.get("reason") or "-"), []).append(host)
+    words = {word for word, _reason in by_end}
+    if by_end and (len(by_end) == 1 or (len(words) == 1 and words <= {"finished", "stopped"})):
+        by_end = {next(iter(by_end)): []}
+    return [
+        f"Outcome:     {word}{' on ' * bool(hosts)}{', '.join(hosts)}: {reason}"
+        for (word, reason), hosts in by_end.items()
+    ]
+
+
+def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
+    """A line for every other active run."""
+    return [
+        f"Also active: run {other} on {', '.join(hosts)}. End it: ansible-playbook stop.yml -e run_id={other}"
+        for other, hosts in active_runs(states).items()
+        if other != run_id
+    ]
+
+
+def errors_of(states: Mapping[str, State]) -> list[str]:
+    """The first error's log lines of every host that has one, unless its outcome is all they say."""
+    lines: list[str] = []
+    for host, state in answered(states).items():
+        outcome = state["outcome"] or {}
+        end = f"[rank {outcome.get('rank')}] {outcome.get('outcome')}: {outcome.get('reason')}"
+        if state["error"] and state["error"][0] == KILLED:
+            # The attempts' own sentence says more: it comes with the outcome, or with the next attempt.
+            told = str(outcome.get("reason") or "").startswith("Killed")
+            lines += [] if told else ["", f"{host}: {KILLED}{_last_seen(state)}."]
+        elif state["error"] and list(state["error"]) != [end]:
+            lines += ["", f"{host}: {state['run_dir']}/train.log reports"]
+            lines += [f"  {line}" for line in state["error"]]
+    return lines
+
+
+def _last_seen(state: State) -> str:
+    """Where the rank of a host was, if it is one."""
+    beats = [beat for beat in state["heartbeats"] if not beat.get("before")]
+    if len(beats) != 1 or not beats[0].get("phase"):
+        return ""
+    return f" in {beats[0]['phase']} after step {beats[0].get('step') or 0}"
+
+
+def failure(states: Mapping[str, State], run_id: str) -> str:
+    """Why a start failed: every host's first error, then the cause in a sentence that names the host.
+
+    The hosts come in the order in which their units ended: the first of them is where to look.
+    """
+    never = float("inf")
+    ended = {host: (is_over(s) and s["unit"].get("since")) or never for host, s in answered(states).items()}
+    reached = {host: states[host] for host in sorted(ended, key=lambda host: ended[host])}
+    odd = [host for host in states if host not in reached]
+    waiting = [host for host, state in reached.items() if not state["stepped"]]
+    dead = [host for host in waiting if is_over(reached[host])]
+    silent = [host for host in waiting if not is_over(reached[host])]
+    phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
+    last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has reported its status"
+    stopped = any(state["stop_requested"] for state in reached.values())
+    causes = ["stop.yml has asked it to end"] if stopped else []
+    causes += [f"{', '.join(odd)} did not answer"] if odd else []
+    causes += [f"its unit ended on {', then on '.join(dead)} before the first step"] if dead else []
+    causes += [f"no step was made on {', '.join(silent)} ({last})"] if silent else []
+    reasons = [
+        f"  {host}: {state['outcome']['reason']}"
+        for host, state in reached.items()
+        if (state["outcome"] or {}).get("reason")
+    ]
+    head = f"The run {run_id} did not start: {'; '.join(causes) or 'a unit could not be started'}."
+    again = f"Fix that, then: ansible-playbook train.yml -e run_id={run_id}"
+    others = others_active(states, run_id)
+    errors = errors_of(reached)[1:]
+    look = ["Why the hosts do not meet: ansible-playbook doctor.yml"] if not_met(states) else []
+    return screen([*errors, *([""] if errors else []), head, *reasons, *others, "", *look, again])
+
+
+def started(states: Mapping[str, State], run_id: str) -> str:
+    """What train.yml reports once every rank has made a step: the prediction, and the measured speed."""
+    beat = rank_zero(states)
+    parts = [f"step {beat.get('step')} of {beat.get('num_iterations')}"]
+    if beat.get("loss") is not None:
+        parts.append(f"loss {beat['loss']:.4f}")
+    if beat.get("tok_per_s") is not None:
+        parts.append(f"{beat['tok_per_s']:,.0f} tok/s")
+    if beat.get("eta_seconds"):
+        parts.append(f"{duration(beat['eta_seconds'])} left")
+    predicted = [state["prediction"] for state in answered(states).values() if state.get("prediction")]
+    goes = f"The run {run_id} trains on {', '.join(states)}: {', '.join(parts)}."
+    see = f"See it: ansible-playbook status.yml -e run_id={run_id}"
+    end = f"End it: ansible-playbook stop.yml -e run_id={run_id}"
+    return screen([*"".join(predicted[:1]).splitlines(), goes, see, end])
+
+
+def idle(states: Mapping[str, State], run_id: str) -> str:
+    """That there is nothing to stop, and where."""
+    reached = answered(states)
+    if not reached:
+        return "No host answered."
+    runs = {run["run_id"]: run["active"] for state in reached.values() for run in state["runs"]}
+    what = f"The run {run_id} is not running" if run_id in runs else f"There is no run {run_id}"
+    others = [run for run, active in runs.items() if active]
+    rest = f" Active: {', '.join(others)}." if others else ""
+    return f"{what if run_id else 'Nothing runs'} on {', '.join(reached)}.{rest}"
+
+
+def stop_expected(states: Mapping[str, State], run_id: str) -> str:
+    """What a stop that saves will take, or that there is nothing to stop: reported before it begins."""
+    if all(state["ended"] for state in answered(states).values()):
+        return idle(states, run_id)
+    beat = rank_zero(states)
+    lost = [host for host in states if host not in answered(states)]
+    kept = max((checkpoint_step(state) for state in answered(states).values()), default=0)
+    last = f"the last checkpoint is that of step {kept:,}" if kept else "none was saved yet"
+    if not can_save(states):
+        return f"The run {run_id} makes no steps at present, so it ends without saving: {last}."
+    took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
+    at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
+    line = f"The run {run_id}{at} ends after one more step{took} and one save."
+    if lost:
+        line += f" Without {', '.join(lost)}, which did not answer, that may fail: then {last}."
+    return f"{line} Without saving, within 15 s: -e stop_now=true"
+
+
+def stopped(
+    states: Mapping[str, State],
+    run_id: str,
+    ended: Mapping[str, Sequence[Any]],
+    at_once: Mapping[str, str] | None = None,
+) -> str:
+    """The report of a stop. ended: host -> processes that systemctl had to end; at_once: host -> its run."""
+    reached = answered(states)
+    alone = transferred_to(reached)
+    rows = []
+    for host in states:
+        state = reached.get(host)
+        how = str((state["outcome"] or {}).get("outcome") or "no outcome") if state else "-"
+        how = "not needed" if state and alone and not state["found"] else how
+        unit = str(state["unit"]["active_state"]) if state else "unreachable"
+        rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
+    lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
+    found = {host: state for host, state in reached.items() if state["found"]}
+    lines += standing(found) + ending(found)
+    if len(reached) == len(states):
+        lines.append("No process of the run and no listener on its port is left.")
+    lines += [
+        f"Also ended:  run {other} on {host}, at once; nothing was saved."
+        for host, other in (at_once or {}).items()
+        if other and other != run_id
+    ]
+    lines += others_active(states, run_id)
+    if not any((state["outcome"] or {}).get("outcome") == "finished" for state in reached.values()):
+        lines.append(f"Resume it: ansible-playbook train.yml -e run_id={run_id}")
+    return screen(lines)
+
+
+def starting(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
+    """What is about to start, and how long it may take. states, threads: of every host in rank order."""
+    return f"{begins(plan, states)} {expected(plan, states, threads)}"
+
+
+def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
+    """What is about to be started, and from which step. states: of every host in rank order."""
+    alone = " alone (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
+    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{alone}"
+    if plan["action"] != "resume":
+        return f"Starting {run}."
+    step = checkpoint_step(states[0])
+    if not step:
+        return f"Starting {run} from step 0: no checkpoint was saved yet."
+    age = states[0]["time"] - (states[0].get("checkpoint_time") or states[0]["time"])
+    return f"Resuming {run} from its checkpoint of step {step:,}, {duration(age)} old."
+
+
+def checkpoint_step(state: State) -> int:
+    """The step of a host's last checkpoint; 0 if it has none."""
+    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
+
+
+def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
+    """How long the run may take, in a sentence: by an equal run's measured rate, else by a rough figure."""
+    config = plan["file"]["config"]
+    tokens, steps = config["total_batch_size"], config["num_iterations"]
+    shape = ("depth", "aspect_ratio", "sequence_len", "total_batch_size", "dtype", "sync")
+    alike = [
+        run
+        for run in states[0].get("runs", [])
+        if run.get("tok_per_s")
+        and [(run.get("config") or {}).get(name) for name in shape] == [config[name] for name in shape]
+        and len(run.get("hosts") or []) == len(plan["file"]["hosts"])
+    ]
+    if not tokens or not steps:
+        return "The expected duration is shown once the hosts have derived the steps and their size."
+    if plan.get("step_seconds"):
+        seconds, source = float(plan["step_seconds"]), "as its ranks have just predicted"
+    elif alike:
+        seconds = tokens / float(alike[0]["tok_per_s"])
+        source = f"measured in {alike[0]['run_id']}"
+    else:
+        seconds = tokens * _flops_per_token(config) / (GFLOPS_A_THREAD * 1e9 * max(1, sum(threads)))
+        source = "a rough figure until the first steps are measured"
+    done = checkpoint_step(states[0]) if plan["action"] == "resume" else 0
+    left = max(0, steps - done)
+    return f"Expected: {duration(seconds)} a step, {duration(seconds * left)} for {left:,} steps ({source})."
+
+
+def _flops_per_token(config: Mapping[str, Any]) -> float:
+    """Six per weight and the attention over whole contexts; near enough for a guess."""
+    width = -(-config["depth"] * config["aspect_ratio"] // config["head_dim"]) * config["head_dim"]
+    weights = 12 * config["depth"] * width**2 + USUAL_VOCABULARY * width
+    return 6 * weights + 12 * config["depth"] * width * config["sequence_len"]
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in words: 1.8 s, 2m34s, 3h05m, 2d04h."""
+    if seconds is None:
+        return "-"
+    if 0 < seconds < 0.095:
+        return f"{1000 * seconds:.2g} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"

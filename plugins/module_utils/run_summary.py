@@ -1,0 +1,130 @@
+"""What the states of a run's hosts mean together: which run is meant, where it is active, who is lost.
+
+Pure functions of results of the module run_state, by host in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+State = Mapping[str, Any]
+NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The ranks did not meet")
+
+
+def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
+    """The facts that tasks decide by. states: host -> result of run_state, or of a task that failed.
+
+    run_id: the run that was asked for. `several` is a message, empty unless several runs are active;
+    `transfer` is the host that the ranks have chosen (see transferred); `speaker` is the host whose lines on
+    steps speak for all.
+    """
+    reached = answered(states)
+    return {
+        "run_id": run_shown(states, run_id),
+        "known": any(state["found"] for state in reached.values()),
+        "active": any(not state["ended"] for state in reached.values()),
+        "at_boot": any(state.get("at_boot") for state in reached.values()),
+        "lost": [host for host in states if host not in reached],
+        "several": several_active(states),
+        "can_save": can_save(states),
+        "not_met": not_met(states),
+        "transfer": transferred(states),
+        "speaker": next((host for host, state in reached.items() if state["found"]), ""),
+    }
+
+
+def unreachable(state: State | None) -> bool:
+    """Whether the host did not answer when its state was asked for."""
+    return not state or bool(state.get("unreachable")) or "unit" not in state
+
+
+def answered(states: Mapping[str, State]) -> dict[str, State]:
+    """The states of the hosts that did answer."""
+    return {host: state for host, state in states.items() if not unreachable(state)}
+
+
+def is_over(state: State) -> bool:
+    """Whether the attempt is over, be it that the unit would try again."""
+    return bool(state["ended"] or state.get("between"))
+
+
+def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
+    """Rank 0's heartbeat, else any, else an empty one."""
+    beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
+    return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
+
+
+def transferred_to(found: Mapping[str, State]) -> str:
+    """The one host that sync=auto has transferred the run to, if it has."""
+    files = [state["run_file"] or {} for state in found.values()]
+    return next((str(file["hosts"][0]) for file in files if file.get("chosen_from")), "")
+
+
+def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
+    """The run to show when hosts name different ones: the asked one, an active one, else the newest."""
+    named = [state for state in answered(states).values() if state["found"]]
+    active = [state["run_id"] for state in named if state["active_units"]]
+    runs = [run for state in named for run in state["runs"]]
+    newest = max(runs, key=lambda run: run["time"], default={"run_id": ""})
+    return run_id or str(active[0] if active else newest["run_id"])
+
+
+def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
+    """The active runs, each with its hosts."""
+    up: dict[str, list[str]] = {}
+    for host, state in answered(states).items():
+        for unit in state["active_units"]:
+            up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+    return up
+
+
+def several_active(states: Mapping[str, State]) -> str:
+    """The active runs, where there are several: a stop without a name must not choose among them."""
+    active = active_runs(states)
+    if len(active) < 2:
+        return ""
+    runs = "; ".join(f"{run} on {', '.join(hosts)}" for run, hosts in active.items())
+    return (
+        f"Several runs are active: {runs}. Nothing was changed. "
+        f"Name the one to end: ansible-playbook stop.yml -e run_id={next(iter(active))}"
+    )
+
+
+def can_save(states: Mapping[str, State]) -> bool:
+    """Whether a run can be asked to save: its coordinator answers and has made a step in this attempt."""
+    return any(
+        ((state["run_file"] or {}).get("hosts") or [""])[0] == host
+        and state["stepped"]
+        and not is_over(state)
+        for host, state in answered(states).items()
+    )
+
+
+def not_met(states: Mapping[str, State]) -> bool:
+    """Whether a start failed because the ranks did not find each other."""
+    return any(
+        word in text
+        for state in answered(states).values()
+        for text in [*(state["error"] or []), str((state["outcome"] or {}).get("reason"))]
+        for word in NOT_MET
+    )
+
+
+def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The host that the ranks have chosen: {"host", "seconds", "together", `said`}; or {}.
+
+    seconds: that a step takes there alone; together: on all ranks; `said`: their table of predictions.
+    states: of the run's hosts, by name.
+    """
+    for state in states.values():
+        outcome = state.get("outcome") or {}
+        alone = outcome.get("alone") or {}
+        if outcome.get("outcome") == "final" and alone.get("host") in states:
+            return dict(alone)
+    return {}
+
+
+def is_settled(outcome: State) -> bool:
+    """Whether nobody wants another attempt: a host that shuts down ends its ranks unasked."""
+    return bool(outcome.get("settled"))

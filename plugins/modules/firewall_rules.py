@@ -1,0 +1,76 @@
+#!/usr/bin/python
+# SPDX-License-Identifier: MIT
+"""Ansible module: the rules of this host's firewalls that drop or admit connections."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+
+from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
+
+DOCUMENTATION = r"""
+module: firewall_rules
+short_description: List the rules that may drop connections
+description:
+  - Reads the listings of ufw, firewalld, nft and iptables as text. No packet is evaluated.
+  - It is run where a real connection has failed, to find out by which rule.
+  - It needs root and changes nothing. A user who is not root learns which firewalls are active, and no rules.
+options:
+  interface: {description: Interface to the peers., type: str, default: ""}
+attributes:
+  check_mode: {support: full}
+author: the nanofleet authors
+"""
+
+EXAMPLES = r"""
+- name: List the rules that may drop connections
+  nanofleet.fleet.firewall_rules:
+    interface: eth0
+"""
+
+RETURN = r"""
+rules:
+  description: >-
+    Rules that drop, refuse or admit - firewall, place, chain, verdict, text, remedy (a shell line), version,
+    protocol, source, ports, length. Those that are not given are empty.
+  type: list
+  elements: dict
+  returned: always
+active:
+  description: Names of the firewalls that are active, as far as any user can see it.
+  type: list
+  elements: str
+  returned: always
+"""
+
+
+def main() -> None:
+    module = AnsibleModule(
+        argument_spec={"interface": {"type": "str", "default": ""}}, supports_check_mode=True
+    )
+
+    def done(line: str) -> tuple[bool, str]:
+        words = shlex.split(line)
+        path = module.get_bin_path(words[0], opt_dirs=["/usr/sbin", "/sbin"])
+        if path is None:
+            return False, ""
+        code, out, _error = module.run_command(
+            [path, *words[1:]], environ_update={"LC_ALL": "C", "LANG": "C"}
+        )
+        return code == 0, out if code == 0 else ""
+
+    @functools.cache
+    def run(line: str) -> str:
+        return done(line)[1]
+
+    module.exit_json(
+        changed=False,
+        rules=[rule for each in FIREWALLS.values() for rule in each.rules(run, module.params["interface"])],
+        active=[name for name, each in FIREWALLS.items() if each.sign and done(each.sign)[0]],
+    )
+
+
+if __name__ == "__main__":
+    main()
