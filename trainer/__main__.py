@@ -157,7 +157,7 @@ def train(args: argparse.Namespace) -> int:
 
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
-            log("Importing torch; after a reboot this may take a minute.")
+            log.info("Importing torch; after a reboot this may take a minute.")
         from trainer.train import train as train_run
 
         return train_run(run_file, args.data_dir, args.run_dir, env, attempt, log, args.tracker_uri)

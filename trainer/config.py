@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 2  # of run files and of meta.json in checkpoints
+SCHEMA = 3  # of run files and of meta.json in checkpoints
 IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
 MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -304,7 +304,7 @@ def number_from_zero(text: str) -> float:
     return number
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a word"}
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
 
 
 def canonical_json(value: Any) -> bytes:
@@ -327,9 +327,11 @@ def check_schema(schema: Any, what: str) -> None:
 
 
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Saved values for the fields of a dataclass, and the saved names that it lacks.
+    """Adapt saved values to the fields of the dataclass `cls`. Returns (values, unknown).
 
-    A missing value is that of runs before the field existed, else its default.
+    values: the saved values of existing fields. A field that was not saved gets the value in its metadata
+    `before`, the behaviour of runs older than the field; without one it is left out, so its default applies.
+    unknown: saved names that are not fields.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}

@@ -1,4 +1,4 @@
-"""Tables and durations as text."""
+"""Tables, durations and counts as text."""
 
 from __future__ import annotations
 
@@ -24,3 +24,8 @@ def duration(seconds: float) -> str:
     if seconds < 86400:
         return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
     return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+
+
+def counted(number: int, noun: str) -> str:
+    """1 head, 2 heads, 3 micro-batches."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")

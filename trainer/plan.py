@@ -43,7 +43,7 @@ def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> 
             components = setup.components()
             if env.is_coordinator:
                 rows, sizes = components.data.info.train_rows, components.micro_batches
-                log(describe_plan(components.plan, run_file.config, components.model, rows, sizes))
+                log.info(describe_plan(components.plan, run_file.config, components.model, rows, sizes))
             components.group.close()
         except RunEnd as end:
             print(end, file=sys.stderr)

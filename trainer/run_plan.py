@@ -10,7 +10,7 @@ import torch
 
 from trainer.config import ConfigError, RunConfig
 from trainer.data.loader import equal_split
-from trainer.formatting import render_table
+from trainer.formatting import counted, render_table
 from trainer.model.gpt import GPT, GPTConfig, scaling_params
 from trainer.optim.lr_schedule import (
     REFERENCE_DEPTH,
@@ -108,10 +108,10 @@ def describe_plan(
     accumulation = [math.ceil(share / size) for share, size in zip(plan.shares, sizes, strict=True)]
     shape = plan.model
     text = [
-        f"depth {shape.n_layer}: width {shape.n_embd}, {_some(shape.n_head, 'head')} of {shape.head_dim} "
+        f"depth {shape.n_layer}: width {shape.n_embd}, {counted(shape.n_head, 'head')} of {shape.head_dim} "
         f"({shape.n_kv_head} key/value), context {shape.sequence_len}, vocabulary {shape.vocab_size:,}",
         render_table([["parameters", ""], *([name, f"{count:>13,}"] for name, count in counts.items())]),
-        f"{_some(plan.num_iterations, 'step')} of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
+        f"{counted(plan.num_iterations, 'step')} of {plan.total_batch_size:,} tokens = {tokens:,} tokens; "
         f"{_by_rank(plan.shares, 'row')} a rank in {_by_rank(accumulation, 'micro-batch')}",
         f"{flops:,} FLOPs per token, {flops * tokens:.4g} in all",
         f"{ratio:.3g} tokens per scaling parameter (transformer matrices and lm_head)",
@@ -122,7 +122,8 @@ def describe_plan(
     if config.sync == "local" and len(plan.shares) > 1:
         own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
         text.append(
-            f"local: each rank steps on its own {own}; a sync round every {_some(config.local_steps, 'step')}"
+            f"local: each rank steps on its own {own}; "
+            f"a sync round every {counted(config.local_steps, 'step')}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
@@ -140,10 +141,5 @@ def describe_plan(
 
 def _by_rank(numbers: Sequence[int], noun: str) -> str:
     """2 rows if all are equal, else 3/2/2 rows."""
-    counted = _some(max(numbers), noun)
-    return counted if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + counted.lstrip("0123456789,")
-
-
-def _some(number: int, noun: str) -> str:
-    """1 head, 2 heads, 3 micro-batches."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+    text = counted(max(numbers), noun)
+    return text if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + text.lstrip("0123456789,")

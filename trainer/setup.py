@@ -26,13 +26,14 @@ from trainer.data import DataError
 from trainer.data.dataset import Dataset
 from trainer.data.files import write_whole
 from trainer.distributed import consistency
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store, prefix_of
+from trainer.formatting import counted
 from trainer.health.restart_policy import was_requested
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
 from trainer.host.cores import usable_cores
-from trainer.host.logger import RunLogger
+from trainer.host.logger import RunLogger, fields
 from trainer.host.numerics import Numerics, Options, decide_device, explore, restore_numerics
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
@@ -54,7 +55,7 @@ class RunComponents:
 
     plan: Plan
     data: Dataset
-    group: Group
+    group: Collectives
     numerics: Numerics
     model: GPT
     optimizer: MuonAdamW
@@ -117,7 +118,8 @@ class RunSetup:
         self.numerics = options.on(kind)
         peers = [record.peer for record in records]
         self.watchdog.set_peers(peers, {record.rank: record.endpoint for record in records})
-        self.group = Group.open(env, peers, self.store, self.numerics.device)
+        self.group = Collectives.open(env, peers, self.store, self.numerics.device)
+        self.group.waiting = self.run_status.waiting
         self.run_status.is_waiting = lambda: self.group.is_waiting
         if env.is_host_leader:
             self._log_ranks(records, kind, reason)
@@ -132,7 +134,7 @@ class RunSetup:
         self._make_sync()
         train_state = self._resume(state)
         if self.numerics.threads > usable_cores():
-            self.log(
+            self.log.info(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
                 "leave threads out to have as many as cores."
             )
@@ -158,20 +160,16 @@ class RunSetup:
 
     def _log_ranks(self, records: list[consistency.Record], kind: str, reason: str) -> None:
         """Log the ranks, their addresses and arithmetic."""
-        ranks = f"{len(records)} rank{'s' if len(records) > 1 else ''}"
-        self.log(f"{self.run_file.run_id}: {ranks} on {kind} ({reason})")
+        self.log.info(f"{self.run_file.run_id}: {counted(len(records), 'rank')} on {kind} ({reason})")
         for record in records:
             interface = f", {record.address} on {record.shown['interface']}" if record.address else ""
             rows = int(record.shown["micro-batch"])
-            own = (
-                f", {rows} row{'s' * (rows > 1)} a micro-batch"
-                if rows != self.config.device_batch_size
-                else ""
-            )
-            self.log(f"  {record}: {record.shown[kind]}{interface}{own}")
+            differs = rows != self.config.device_batch_size
+            own = f", {counted(rows, 'row')} a micro-batch" if differs else ""
+            self.log.info(f"  {record}: {record.shown[kind]}{interface}{own}")
         idle = ", ".join(str(record) for record in records if "cuda" in record.shown)
         if idle and kind == "cpu" and self.config.device == "auto" and self.config.sync != "auto":
-            self.log(
+            self.log.info(
                 f"warning: the GPU of {idle} is idle. "
                 "With sync=auto a run moves to its host if that is faster."
             )
@@ -264,7 +262,7 @@ class RunSetup:
                 raise self.placement.alone.end(group.peers, names, lines)
             if self.env.is_coordinator:
                 for line in lines:
-                    self.log(line, event="arrangement")
+                    self.log.info(line, extra=fields("arrangement"))
                 self._write_prediction(lines)
         self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
 
@@ -285,10 +283,9 @@ class RunSetup:
         self._resume_optimizer(state)
         train_state = TrainState.from_meta(state.meta)
         if state.step:
-            self.log(
+            self.log.info(
                 f"Resuming from the checkpoint of step {state.step}.",
-                event="resumed",
-                figures={"step": state.step},
+                extra=fields("resumed", step=state.step),
             )
             if self.env.is_coordinator:
                 train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
@@ -305,7 +302,7 @@ class RunSetup:
                 own, optim = found
                 mine = optim or mine  # that of rank 0 is in the checkpoint
             else:
-                self.log(
+                self.log.info(
                     f"This host has no state of rank {self.env.rank} of step {state.step}: the rank "
                     "continues from the shared parameters, with the optimizer state of rank 0."
                 )
@@ -315,17 +312,17 @@ class RunSetup:
     def _initial_state(self) -> State:
         """The state to start with. Raises ConfigError or DataError if it does not belong to this run."""
         storage.remove_leftovers(self.checkpoints)
-        state = storage.newest(self.checkpoints, self.log) or self._initial_weights()
+        state = storage.newest(self.checkpoints, self.log.info) or self._initial_weights()
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
             storage.check_continues(state, self.config, hashes, run_id)
             steps = storage.settled_steps(state.meta, self.config, self.plan.num_iterations)
             changes = storage.describe_changes(state, self.config, steps, run_id)
             if changes:
-                self.log(changes, event="changed")
+                self.log.info(changes, extra=fields("changed"))
         elif "imported" in state.meta:
             storage.check_begins(state, self.plan.model, hashes, run_id)
-            self.log(f"Starting with the weights of {state.meta['imported']}.")
+            self.log.info(f"Starting with the weights of {state.meta['imported']}.")
         return state
 
     def _initial_weights(self) -> State:
@@ -348,5 +345,5 @@ class RunSetup:
         if self._same_hosts(meta):
             self.numerics = restore_numerics(now, meta["numerics"][self.env.rank], self.config.threads)
         if self.numerics != now:
-            self.log(f"As before: {self.numerics.describe()}")
+            self.log.info(f"As before: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

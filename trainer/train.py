@@ -32,10 +32,9 @@ from trainer.distributed.step_sync import StepReport, StepSummary, StepSync
 from trainer.eval import sample
 from trainer.eval.bits_per_byte import evaluate
 from trainer.health.attempt import Attempt
-from trainer.health.report import phase_of
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
-from trainer.host.logger import RunLogger
+from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
@@ -78,7 +77,7 @@ class Trainer:
         self.stop_file = run_dir / "stop"
         self.timeout = UNMEASURED_TIMEOUT
         self.checkpoint_writer = CheckpointWriter(
-            run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, log
+            run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, log.info
         )
         attempt.before_end = self._complete
 
@@ -99,7 +98,9 @@ class Trainer:
             raise
         if self.env.is_coordinator:
             rows, sizes = self.data.info.train_rows, self.components.micro_batches
-            self.log(describe_plan(self.plan, self.config, self.model, rows, sizes), event="plan")
+            self.log.info(
+                describe_plan(self.plan, self.config, self.model, rows, sizes), extra=fields("plan")
+            )
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.tracker = self._make_tracker(tracker_uri)
@@ -133,7 +134,9 @@ class Trainer:
         if self.config.tracker == "none":
             uri = ""
         elif not uri:
-            self.log("No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only.")
+            self.log.info(
+                "No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only."
+            )
         facts = facts_of(
             self.run_file,
             self.components.config_digest,
@@ -145,7 +148,7 @@ class Trainer:
             self.components.facts_by_rank,
             self.components.placement.tags(),
         )
-        return Tracker(self.run_dir, self.reporter.train_state.step, facts, uri, self.log)
+        return Tracker(self.run_dir, self.reporter.train_state.step, facts, uri, self.log.info)
 
     @property
     def hosts(self) -> list[str]:
@@ -192,9 +195,7 @@ class Trainer:
         # Optimizer step: the parameters that this rank owns, and those that all ranks step.
         self.run_status.enter("optimizer")
         lr_multiplier, lr = self._set_rates(step)
-        waited = self.group.seconds_waited
-        self.sync.step()
-        self.run_status.move("optimizer", "sync", self.group.seconds_waited - waited)
+        self.sync.step()  # its waits are in the phase sync
 
         # Parameter broadcast: every rank has the same bytes again.
         self.run_status.enter("sync")
@@ -333,7 +334,7 @@ class Trainer:
         self._compared_at = step
         found = self.parameter_check(step)
         if found and self.env.is_coordinator:
-            self.log(f"warning: {found}", event="digest", level="warning")
+            self.log.warning(f"warning: {found}", extra=fields("digest"))
 
     def _update_split(self, summary: StepSummary, step_seconds: float) -> None:
         """Take the batch split that rank 0 has sent for the next step; on rank 0, look for a faster one."""
@@ -352,7 +353,9 @@ class Trainer:
                 self.proposed = change
             elif change:
                 self.balancer = None  # reported once
-                self.log(f"Uneven hosts: shares=auto would pay ({change.reason}).", event="shares")
+                self.log.info(
+                    f"Uneven hosts: shares=auto would pay ({change.reason}).", extra=fields("shares")
+                )
 
     # -- time-outs, evaluation, checkpoints --------------------------------------------------------------
 
@@ -394,7 +397,7 @@ class Trainer:
         except OSError as error:
             if not is_full(error):
                 raise
-            self.log("warning: the disk has no room for a sample of text.", level="warning")
+            self.log.warning("warning: the disk has no room for a sample of text.")
 
     def _save(self, last: bool) -> None:
         """Gather the optimizer state on rank 0 and write it, in the background unless this is the `last`.
@@ -433,10 +436,9 @@ class Trainer:
         try:
             sha256 = save_rank_state(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
         except OSError as error:
-            self.log(
+            self.log.warning(
                 f"warning: the state of rank {rank} cannot be saved ({error.strerror}). A run that resumes "
                 "from this checkpoint takes the coordinator's for it.",
-                level="warning",
             )
         return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
@@ -482,7 +484,7 @@ class Trainer:
             self._complete_write()
 
     def _explain(self, error: PeerLost) -> RunEnd:
-        phase = phase_of(self.run_status.published())
+        phase = self.run_status.record().position
         end = self.watchdog.explain(error)
         return Retryable(f"In {phase}: {end}") if end.outcome == "retryable" else end
 

@@ -1,4 +1,4 @@
-"""How long a step takes, of what parts, and how near that is to what the host can do."""
+"""The time of a step, its parts, and its distance from the roofline limit of the host."""
 
-SCHEMA = 3  # of a measurement's file
-WARM_STEPS = 2  # of a rehearsal, that do not count: the second one still touches memory for the first time
+SCHEMA = 3  # version of a result file
+WARM_STEPS = 2  # steps that do not count: the second one still allocates memory

@@ -13,16 +13,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer.bench import WARM_STEPS
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_whole
+from trainer.formatting import counted
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
 
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[8],
         metavar="N",
-        help="of the model; several make a table (8)",
+        help="depth of the model; several give a table (8)",
     )
     parser.add_argument(
         "--rows",
@@ -47,19 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[2],
         metavar="N",
-        help="of a step and rank; several likewise (2)",
+        help="rows per step and rank; several give a table (2)",
     )
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="measured (%(default)s)")
+    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="measured steps (%(default)s)")
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="what prepare wrote (default: made-up rows)"
+        "--data-dir", type=Path, metavar="DIR", help="the output of prepare (default: random rows)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keeps bench.json and the log's files")
     parser.add_argument(
         "--run-file", type=Path, metavar="FILE", help="run.json; its num_iterations are measured"
     )
     parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
-    parser.add_argument("--json", action="store_true", help="print the figures as JSON, for programs")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the figures there too, as JSON")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
     settings = parser.add_argument_group("settings of the run")
     for setting in dataclasses.fields(RunConfig):
         if setting.name not in SET_HERE:
@@ -68,19 +69,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
 
 
-class Progress(RunLogger):
-    """Logs warnings and outcomes on standard error; standard output has only the figures."""
-
-    def __call__(
-        self,
-        text: str,
-        *,
-        event: str = "note",
-        level: str = "info",
-        figures: Mapping[str, Any] | None = None,
-    ) -> None:
-        if level != "info" or event == "step":
-            print(text, file=sys.stderr, flush=True)
+def progress_logger(env: RankEnv) -> RunLogger:
+    """Logs steps, warnings and errors on standard error; standard output has only the figures."""
+    log = RunLogger(env)
+    log.handlers = [logging.StreamHandler(sys.stderr)]
+    log.addFilter(lambda record: record.levelno > logging.INFO or getattr(record, "event", "") == "step")
+    return log
 
 
 def run(args: argparse.Namespace) -> int:
@@ -103,10 +97,10 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
     result: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
         args.run_dir = args.run_dir or Path(temporary)
-        log = RunLogger(env, args.json) if args.run_file else Progress(env)
+        log = RunLogger(env, args.json) if args.run_file else progress_logger(env)
 
-        def start(run_file: RunFile, attempt: Any, voice: RunLogger) -> str:
-            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, voice))
+        def start(run_file: RunFile, attempt: Any, log: RunLogger) -> str:
+            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log))
             if result:
                 write_whole(args.run_dir / RESULT, (json.dumps(result, indent=1) + "\n").encode())
             return "Measured."
@@ -140,14 +134,14 @@ def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
 
 
 def _measure_each(args: argparse.Namespace) -> int:
-    """One process after the other, each with this one's options but for depth and rows."""
+    """Measure each depth and number of rows in its own process, with the other options of this one."""
     from trainer.bench.text import table
 
     results = []
     with tempfile.TemporaryDirectory(prefix="nanofleet-bench-") as temporary:
         for depth in args.depth:
             for rows in args.rows:
-                print(f"depth {depth}, {rows} row{'s' if rows > 1 else ''} ...", file=sys.stderr, flush=True)
+                print(f"depth {depth}, {counted(rows, 'row')} ...", file=sys.stderr, flush=True)
                 out = Path(temporary) / "result.json"
                 command = [sys.executable, "-m", "trainer", "bench", "--json", "--out", str(out)]
                 command += ["--depth", str(depth), "--rows", str(rows), *_options(args)]

@@ -1,12 +1,12 @@
-"""The report of several measurements: what each way of training brings, and what bounds it.
+"""The report of several measurements: throughput, ratio to the single-host baseline, and what bounds it.
 
 python -m trainer.bench.report FOLDER --out OUT [--link-mbit 1000] [--tracker-uri http://tower:5000]
 
-FOLDER holds STAGE.json for each stage, as `python -m trainer bench` wrote it. OUT gets bench.md, bench.json
-and bench.png.
+FOLDER has CASE.json for each benchmark case, as `python -m trainer bench` writes it. OUT gets bench.md,
+bench.json and bench.png.
 
-Ranks are held against one host alone at the same tokens a step, in `local` at a rank's own, and against the
-bound: solo step / max(solo step at a rank's share, bytes sent / measured all-reduce goodput).
+The baseline has the same tokens per step as the ranks together, in `local` those of one rank. The bound of
+the ratio is baseline step / max(baseline step at a rank's rows, bytes sent / bandwidth of an all-reduce).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from trainer.bench import SCHEMA
 from trainer.bench.text import markdown, percent
 from trainer.config import number_from_zero
 from trainer.data.files import write_whole
+from trainer.formatting import counted
 
 Result = dict[str, Any]
 Row = dict[str, Any]
@@ -32,8 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m trainer.bench.report", description="Report measurements."
     )
-    parser.add_argument("folder", type=Path, help="what was measured, STAGE.json each")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="where the report goes")
+    parser.add_argument("folder", type=Path, help="the measurements, a file CASE.json each")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder of the report")
     parser.add_argument(
         "--link-mbit", type=number_from_zero, default=0.0, metavar="N", help="rate of the link (the card's)"
     )
@@ -42,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results, other = load(args.folder)
     if other:
         print(
-            f"Left out, since another version of nanofleet measured it: {', '.join(other)}. "
-            "To measure it again: bench.yml with -e bench_again=true."
+            f"Left out, because another version of nanofleet measured it: {', '.join(other)}. "
+            "To measure it again, type: ansible-playbook bench.yml -e bench_again=true"
         )
     if not results:
         print(f"There is nothing measured in {args.folder}.", file=sys.stderr)
@@ -52,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     text = as_markdown(results, rows)
     write_whole(args.out / "bench.md", (text + "\n").encode())
-    content = {"schema": 1, "rows": rows, "stages": results}
+    content = {"schema": 1, "rows": rows, "cases": results}
     write_whole(args.out / "bench.json", (json.dumps(content, indent=1) + "\n").encode())
     draw(args.out / "bench.png", rows)
     print(text)
@@ -65,25 +66,25 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
-    """What is measured there by stage, and the stages whose files are of another version."""
+    """Read the results by case; returns also the cases whose files are of another version."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     other = [name for name, result in results.items() if result.get("schema") != SCHEMA]
     return {name: result for name, result in results.items() if name not in other}, other
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """A row for each measurement, with what it is held against as far as that was measured too."""
+    """A row for each measurement; with ratio and bound if the baseline was measured too."""
     return [_row(name, result, list(results.values()), link_mbit) for name, result in results.items()]
 
 
 def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float) -> Row:
     ranks = result["ranks"]
     together = result["world_size"] > 1
-    # An outer step comes once in many: what a step takes then is a mean.
+    # A sync round occurs once in many steps, so the time of a step is a mean.
     local = result["sync"] == "local"
     seconds = result["step_seconds_mean" if local else "step_seconds"]
     row: Row = {
-        "stage": name,
+        "case": name,
         "ranks": result["world_size"],
         "hosts": sorted(set(result["hosts"])),
         "tokens": result["tokens"],
@@ -108,7 +109,7 @@ def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float)
     goodput = min(rank["reduce_goodput"] for rank in ranks)
     sent = [rank[f"sent{suffix}"] for rank in ranks if rank[f"sent{suffix}"] is not None]
     link = link_mbit or min((rank.get("link_mbit") or 0 for rank in ranks), default=0)
-    if len(row["hosts"]) == 1:  # what goes between ranks of one host meets no wire
+    if len(row["hosts"]) == 1:  # ranks of one host use no link
         sent, link = [], 0
     row |= {
         "payload": payload,
@@ -118,28 +119,30 @@ def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float)
         "link_seconds": payload * 8 / (link * 1e6) if link else None,
     }
     length = result["sequence_len"]
-    solos = [one for one in results if one["world_size"] == 1 and _alike(one, result)]
-    solo = _solo_seconds(solos, result["tokens"] // (result["world_size"] if local else 1), ranks[0]["host"])
-    if solo is None:
+    singles = [one for one in results if one["world_size"] == 1 and _comparable(one, result)]
+    tokens = result["tokens"] // (result["world_size"] if local else 1)
+    baseline = _baseline_seconds(singles, tokens, ranks[0]["host"])
+    if baseline is None:
         return row
     at_share = [
-        _solo_seconds(solos, rank["rows"] * length, rank["host"]) or _scaled(solos, rank["rows"] * length)
+        _baseline_seconds(singles, rank["rows"] * length, rank["host"])
+        or _interpolated(singles, rank["rows"] * length)
         for rank in ranks
     ]
-    speed_alone = (result["tokens"] // (result["world_size"] if local else 1)) / solo
-    row["ratio"] = row["tok_per_s"] / speed_alone
+    baseline_rate = tokens / baseline
+    row["ratio"] = row["tok_per_s"] / baseline_rate
     if all(at_share):
         least = max(max(s for s in at_share if s), payload / goodput)
-        row["bound"] = result["tokens"] / least / speed_alone
+        row["bound"] = result["tokens"] / least / baseline_rate
         row["share_of_bound"] = row["ratio"] / row["bound"]
         row["bound_by"] = "the link" if payload / goodput >= least else "the processor"
-    row["solo_share_of_limit"] = next(
-        (one["share_of_limit"] for one in solos if one["step_seconds"] == solo), None
+    row["baseline_share_of_limit"] = next(
+        (one["share_of_limit"] for one in singles if one["step_seconds"] == baseline), None
     )
     return row
 
 
-def _alike(one: Result, other: Result) -> bool:
+def _comparable(one: Result, other: Result) -> bool:
     same = ("depth", "sequence_len")
     formats = {rank["compute_dtype"] for rank in other["ranks"]}
     rank = one["ranks"][0]
@@ -150,19 +153,19 @@ def _alike(one: Result, other: Result) -> bool:
     )
 
 
-def _solo_seconds(solos: Sequence[Result], tokens: int, host: str) -> float | None:
-    """The step of one process at so many tokens, on that host if it was measured there."""
-    fitting = [one for one in solos if one["tokens"] == tokens]
+def _baseline_seconds(singles: Sequence[Result], tokens: int, host: str) -> float | None:
+    """Seconds of a step of one process with `tokens` tokens, on `host` if it was measured there."""
+    fitting = [one for one in singles if one["tokens"] == tokens]
     there = [one for one in fitting if one["hosts"] == [host]]
     return float((there or fitting)[0]["step_seconds"]) if fitting else None
 
 
-def _scaled(solos: Sequence[Result], tokens: int) -> float | None:
-    """On the line through the smallest and the largest that was measured on one host."""
-    if not solos:
+def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
+    """Seconds on the line through the smallest and the largest measurement of one host."""
+    if not singles:
         return None
-    host = solos[0]["hosts"]
-    known = sorted((one["tokens"], one["step_seconds"]) for one in solos if one["hosts"] == host)
+    host = singles[0]["hosts"]
+    known = sorted((one["tokens"], one["step_seconds"]) for one in singles if one["hosts"] == host)
     (low, first), (high, last) = known[0], known[-1]
     if low == high:
         return None
@@ -173,15 +176,14 @@ def _scaled(solos: Sequence[Result], tokens: int) -> float | None:
 
 
 def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
-    """The machine's facts and the two tables."""
+    """The facts of the hosts and two tables."""
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
     for result in results.values():
         for rank in result["ranks"]:
             facts.setdefault(
                 rank["host"],
-                f"{rank['host']}: {rank['cpu'] or rank['processor']}, {rank['threads']} "
-                f"thread{'s' if rank['threads'] != 1 else ''}",
+                f"{rank['host']}: {rank['cpu'] or rank['processor']}, {counted(rank['threads'], 'thread')}",
             )
     lines = [
         f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
@@ -197,14 +199,14 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
 
 
 def _throughput(rows: Sequence[Row]) -> str:
-    head = ["stage", "hosts", "rows", "format", "step, s", "predicted, s", "of it sync, s", "tok/s"]
-    head += ["to solo", "bound", "of the bound", "bound by", "of the limit", "GFLOP/s"]
+    head = ["case", "hosts", "rows", "format", "step, s", "predicted, s", "of it sync, s", "tok/s"]
+    head += ["to baseline", "bound", "of the bound", "bound by", "of the limit", "GFLOP/s"]
     head += ["memory, GB", "of its cores"]
     table = [head]
     for row in rows:
         table.append(
             [
-                row["stage"],
+                row["case"],
                 ", ".join(row["hosts"]),
                 "/".join(map(str, row["shares"])),
                 row["format"],
@@ -216,7 +218,7 @@ def _throughput(rows: Sequence[Row]) -> str:
                 _times(row.get("bound")),
                 _share(row.get("share_of_bound")),
                 row.get("bound_by", ""),
-                _share(row["share_of_limit"] or row.get("solo_share_of_limit")),
+                _share(row["share_of_limit"] or row.get("baseline_share_of_limit")),
                 "/".join(f"{rate / 1e9:,.0f}" for rate in row["gemm"]),
                 f"{row['peak_rss'] / 1e9:.2f}",
                 percent(row["cpu_share"]),
@@ -226,14 +228,14 @@ def _throughput(rows: Sequence[Row]) -> str:
 
 
 def _wire(rows: Sequence[Row]) -> str:
-    head = ["stage", "sent a step, MB", "by the interface, MB", "all-reduce, MB/s", "takes, s"]
+    head = ["case", "sent a step, MB", "by the interface, MB", "all-reduce, MB/s", "takes, s"]
     head += ["by bytes and link, s", "waited for, s"]
     table = [head]
     for row in rows:
         seen, link = row["payload_by_interface"], row["link_seconds"]
         table.append(
             [
-                row["stage"],
+                row["case"],
                 f"{row['payload'] / 1e6:,.1f}",
                 f"{seen / 1e6:,.1f}" if seen is not None else "",
                 f"{row['goodput'] / 1e6:,.1f}",
@@ -246,7 +248,7 @@ def _wire(rows: Sequence[Row]) -> str:
 
 
 def _predicted(row: Row) -> str:
-    """What the step was predicted to take, and how much more or less that is than it took."""
+    """The predicted seconds of a step, and their deviation from the measured ones."""
     seconds = row["predicted_seconds"]
     if not seconds:
         return ""
@@ -262,7 +264,7 @@ def _share(value: float | None) -> str:
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Tokens per second of each stage as bars, with the bound as a mark where there is one."""
+    """Plot tokens per second of each case, with the bound as a red mark if it is known."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,7 +278,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
             axes.plot(
                 [row["tok_per_s"] / row["share_of_bound"]] * 2, [place - 0.4, place + 0.4], color="tab:red"
             )
-    axes.set_yticks(list(places), [row["stage"] for row in rows])
+    axes.set_yticks(list(places), [row["case"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second; red: the bound of the processor or the link")
     with open(path, "wb") as file:
@@ -284,7 +286,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
-    """One MLflow run with the figures of each stage and the report's files."""
+    """Log an MLflow run with the figures of each case and the files of the report."""
     import mlflow
 
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it would be the coordinator's own address
@@ -301,7 +303,7 @@ def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
                 "payload",
                 "reduce_seconds",
             )
-            figures = {f"{row['stage']}/{name}": row[name] for name in names if row.get(name) is not None}
+            figures = {f"{row['case']}/{name}": row[name] for name in names if row.get(name) is not None}
             mlflow.log_metrics(figures)
         for name in ("bench.md", "bench.json", "bench.png"):
             mlflow.log_artifact(str(folder / name))

@@ -29,7 +29,7 @@ from trainer.bench.limits import Rates, count_operations, measure
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
 from trainer.data.dataset import Dataset
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.health.attempt import Attempt
 from trainer.host.facts import host_facts
 from trainer.host.logger import RunLogger
@@ -127,7 +127,7 @@ class BenchTrainer(Trainer):
             self.rates.append(
                 measure(self.components.numerics.compute_dtype, self.components.numerics.device)
             )
-            self.group.all_reduce([torch.zeros(1)])  # all ranks go on together
+            self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _goodput(self) -> float | None:
         if self.group.world_size == 1:
@@ -138,7 +138,7 @@ class BenchTrainer(Trainer):
     # -- parts of a run that are not measured ------------------------------------------------------------
 
     def _finish_sync(self) -> None:
-        """Later: in one of thirty steps it would count as much as all other sync rounds."""
+        """Skipped: a final sync round within thirty steps would count as much as all others."""
 
     def _evaluate(self) -> bool:
         return False
@@ -195,7 +195,7 @@ class BenchTrainer(Trainer):
         return prediction.step_seconds if prediction else None
 
     def _steps(self, name: str) -> bool:
-        """Whether this rank steps the matrix: the owner, or where it has none all of them."""
+        """Whether this rank updates the matrix: its owner rank, or every rank if it has none."""
         return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
@@ -230,10 +230,10 @@ class BenchTrainer(Trainer):
 
 
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
-    """How near the steps' seconds are to the limit; `limits` are each rank's in seconds, in measured order.
+    """The roofline limit divided by the seconds of a step; `limits` are those of each rank, in order.
 
-    The median over steps, each held against what was measured right before and right after it, on the rank
-    with most to do. Where that was not done around every step, the limits' mean over the median step.
+    The limit of a step is the mean of those measured before and after it, of the rank with the longest one;
+    the result is the median over the steps. Without a measurement between all steps: mean limit, median step.
     """
     longest = [max(ranks) for ranks in zip(*limits, strict=True)]
     if len(longest) != len(steps) + 1:
@@ -242,8 +242,8 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
     return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
 
 
-def reduce_goodput(group: Group) -> float:
-    """Bytes a second that a rank sends in an all-reduce of a gradient's size; the median of some."""
+def reduce_goodput(group: Collectives) -> float:
+    """The effective bandwidth of an all-reduce of gradient size: bytes sent per second, a median."""
     share = 2 * (group.world_size - 1) / group.world_size
     size = REDUCE_BYTES // 16
     first = _reduce_seconds(group, size)
@@ -252,7 +252,7 @@ def reduce_goodput(group: Group) -> float:
     return share * size / statistics.median(_reduce_seconds(group, size) for _ in range(REDUCE_REPEATS))
 
 
-def _reduce_seconds(group: Group, size: int) -> float:
+def _reduce_seconds(group: Collectives, size: int) -> float:
     payload = torch.zeros(size // 4)
     group.all_reduce([torch.zeros(1)])  # all ranks begin together
     started = time.perf_counter()
@@ -261,13 +261,13 @@ def _reduce_seconds(group: Group, size: int) -> float:
 
 
 def interface_bytes(name: str) -> tuple[int | None, int | None]:
-    """Sent and received so far, by the counters of the interface; None where it is not known."""
+    """Bytes sent and received so far, by the counters of the interface; None if it has none."""
     counters = psutil.net_io_counters(pernic=True).get(name) if name else None
     return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
 
 
 def link_mbit(name: str) -> int | None:
-    """What the network card says of its rate in Mbit/s; None where it does not (WiFi, virtual ones)."""
+    """The rate that the network card reports in Mbit/s; None if it reports none (WiFi, virtual cards)."""
     known = psutil.net_if_stats().get(name) if name else None
     return known.speed or None if known else None
 
@@ -293,7 +293,7 @@ def _mean(values: Sequence[float]) -> float | None:
 def run_bench(
     run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
 ) -> Result:
-    """Measure; raises what a training raises. The result is rank 0's; the others' is empty."""
+    """Measure the steps of a run. The result is empty on ranks other than 0. Raises RunEnd."""
     run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
     try:
         with run.report_failures():

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.formatting import counted
 from trainer.tracking.reporter import SPLIT
 
 Result = dict[str, Any]
-_PAIRED = " (each held against what was measured right before and after it)"
-QUIET = 0.9  # of its cores that a process must have had for its figures to be its own
+_PAIRED = " (each compared with the rates measured before and after it)"
+QUIET = 0.9  # share of its cores below which other processes have influenced the figures
 
 
 def describe(result: Result) -> str:
-    """One measurement."""
+    """One measurement, in a few lines."""
     first = result["ranks"][0]
     around_each = len(first["rates_all"]) == result["steps"] + 1
     lines = [
@@ -31,8 +32,8 @@ def describe(result: Result) -> str:
         result["world_size"] == 1
     ):
         lines.append(
-            f"  The process had only {percent(first['cpu_share'])} of its cores: something else runs on this "
-            "host, and the figures are not its best."
+            f"  The process had only {percent(first['cpu_share'])} of its cores. Another process runs on "
+            "this host; stop it and measure again."
         )
     return "\n".join(lines)
 
@@ -40,7 +41,8 @@ def describe(result: Result) -> str:
 def _ranks(result: Result) -> str:
     rank = result["ranks"][0]
     if result["world_size"] == 1:
-        return f"one process, {rank['compute_dtype']}, {_threads(rank)} on {rank['processor']}"
+        threads = counted(rank["threads"], "thread")
+        return f"one process, {rank['compute_dtype']}, {threads} on {rank['processor']}"
     shares = "/".join(map(str, result["shares"]))
     return f"{result['world_size']} ranks of {shares} rows, sync {result['sync']}"
 
@@ -48,21 +50,21 @@ def _ranks(result: Result) -> str:
 def _lines_of(rank: Result) -> list[str]:
     who = f"rank {rank['rank']} ({rank['host']})"
     work, rates, times = rank["work"], rank["rates"], len(rank["rates_all"])
-    products = [one["gemm"] for one in rank["rates_all"]]
+    gemm = [one["gemm"] for one in rank["rates_all"]]
     lines = [
         f"  {who}: {work['model_flops'] / 1e12:.2f} TFLOP of the model and "
         f"{work['muon_flops'] / 1e12:.2f} of Muon, {work['adamw_bytes'] / 1e9:.1f} GB of AdamW; "
-        f"{rank['compute_dtype']}, {_threads(rank)}",
-        f"    products {rates['gemm'] / 1e9:,.0f} GFLOP/s ({min(products) / 1e9:,.0f} to "
-        f"{max(products) / 1e9:,.0f}, measured {times} times), copying {rates['copy'] / 1e9:.1f} GB/s; "
+        f"{rank['compute_dtype']}, {counted(rank['threads'], 'thread')}",
+        f"    GEMM {rates['gemm'] / 1e9:,.0f} GFLOP/s ({min(gemm) / 1e9:,.0f} to "
+        f"{max(gemm) / 1e9:,.0f}, measured {times} times), copy {rates['copy'] / 1e9:.1f} GB/s; "
         f"memory at most {rank['peak_rss'] / 1e9:.2f} GB; {percent(rank['cpu_share'])} of its cores",
     ]
     if rank["reduce_goodput"]:
         seen = f", {rank['sent'] / 1e6:,.1f} MB by {rank['interface']}'s counter" if rank["sent"] else ""
         lines.append(
-            f"    sends {rank['counted'] / 1e6:,.1f} MB a step by count{seen}; an all-reduce sends "
-            f"{rank['reduce_goodput'] / 1e6:,.1f} MB/s, so that this takes "
-            f"{rank['counted'] / rank['reduce_goodput']:.2f} s at least"
+            f"    sends {rank['counted'] / 1e6:,.1f} MB a step by count{seen}; the effective bandwidth of an "
+            f"all-reduce is {rank['reduce_goodput'] / 1e6:,.1f} MB/s, so this takes at least "
+            f"{rank['counted'] / rank['reduce_goodput']:.2f} s"
         )
     return lines
 
@@ -100,7 +102,7 @@ def table(results: Sequence[Result]) -> str:
 
 
 def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table whose columns line up; the first row is its head."""
+    """A Markdown table with aligned columns; the first row is its head."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
@@ -111,7 +113,3 @@ def markdown(rows: Sequence[Sequence[str]]) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def _threads(rank: Result) -> str:
-    return f"{rank['threads']} thread{'s' if rank['threads'] != 1 else ''}"

@@ -1,6 +1,6 @@
 """Checkpoints: step_NNNNNN directories on the coordinator, each written whole or not at all.
 
-step_000100/model.pt              {parameter name: tensor}
+step_000100/model.safetensors     parameters by name; model.pt up to schema 2
             optim.pt              {parameter name: {state name: tensor}}, sharded state gathered
             tokenizer/            so that a checkpoint can be sampled from alone
             meta.json             schema, step, config, losses, and the sha256 of every file above
@@ -24,6 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import safetensors
+import safetensors.torch
 import torch
 from torch import Tensor
 
@@ -41,14 +43,16 @@ from trainer.config import (
 from trainer.data import DataError
 from trainer.data.files import file_sha256, sync_folder, write_whole
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.host.memory import is_out_of_memory
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.lr_schedule import describe_extension
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
-MODEL_FILES = ("model.pt", f"tokenizer/{FILE_NAME}")
+MODEL, PICKLED_MODEL = "model.safetensors", "model.pt"
+PICKLED_SCHEMA = 2  # the last one with a PICKLED_MODEL
+MODEL_FILES = (MODEL, f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
 COMMON = "outer_"  # prefix of the state of the sync mode, in optim.pt
 
@@ -90,7 +94,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     temporary = folder / f".{target.name}.tmp"
     try:
         (temporary / "tokenizer").mkdir(parents=True)
-        _write_tensors(temporary / "model.pt", {name: _without_buffer(t) for name, t in state.model.items()})
+        _write_tensors(temporary / MODEL, {name: _without_buffer(t) for name, t in state.model.items()})
         _write_tensors(
             temporary / "optim.pt",
             {
@@ -179,8 +183,12 @@ def load(path: Path, log: Callable[[str], None] | None = None) -> State:
     Raises DamagedCheckpointError naming the damaged file, ConfigError if it cannot be loaded.
     """
     meta = read_meta(path, log=log)
-    tensors = {name: read_tensors(path / name) for name in ("model.pt", "optim.pt")}
-    return State(meta, tensors["model.pt"], tensors["optim.pt"])
+    return State(meta, read_tensors(model_file(path, meta)), read_tensors(path / "optim.pt"))
+
+
+def model_file(path: Path, meta: Mapping[str, Any]) -> Path:
+    """The file with the parameters in the checkpoint at `path`."""
+    return path / (PICKLED_MODEL if int(meta["schema"]) <= PICKLED_SCHEMA else MODEL)
 
 
 def read_meta(
@@ -202,16 +210,22 @@ def read_meta(
         raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
     check_schema(schema, f"The checkpoint {path}")  # a newer release may have another layout
     try:
-        hashes = {name: meta["sha256"][name] for name in FILES}
+        hashes = {name: meta["sha256"][_saved_name(name, meta)] for name in FILES}
         config, model = dict(meta["config"]), dict(meta["model_config"])
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
     for name in files:
-        with _loading(path / name):
-            actual = file_sha256(path / name)
+        file = path / _saved_name(name, meta)
+        with _loading(file):
+            actual = file_sha256(file)
         if actual != hashes[name]:
-            raise DamagedCheckpointError(f"{path / name} is damaged: its sha256 is not the one in meta.json.")
+            raise DamagedCheckpointError(f"{file} is damaged: its sha256 is not the one in meta.json.")
     return meta | _settings(config, model, path, log)
+
+
+def _saved_name(name: str, meta: Mapping[str, Any]) -> str:
+    """The name of one of FILES in a checkpoint of that meta.json."""
+    return model_file(Path(), meta).name if name == MODEL else name
 
 
 def _settings(
@@ -250,15 +264,14 @@ def _loading(path: Path) -> Iterator[None]:
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer of a checkpoint, ready to be sampled from."""
     meta = read_meta(path, MODEL_FILES)
-    weights = read_tensors(path / "model.pt")
+    file = model_file(path, meta)
+    weights = read_tensors(file)
     try:
-        with _loading(path / "model.pt"):
+        with _loading(file):
             model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
             model.load_state_dict(weights)
     except RuntimeError:
-        raise DamagedCheckpointError(
-            f"{path / 'model.pt'} does not hold the model that meta.json names."
-        ) from None
+        raise DamagedCheckpointError(f"{file} does not hold the model that meta.json names.") from None
     return model.eval(), Tokenizer.load(path / "tokenizer")
 
 
@@ -276,8 +289,8 @@ def _remove(path: Path) -> None:
 
 
 def _without_buffer(tensor: Tensor) -> Tensor:
-    """A tensor without a larger buffer, which torch.save would write too."""
-    tensor = tensor.detach().cpu()
+    """A contiguous tensor without a larger buffer, which torch.save would write too."""
+    tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
@@ -291,20 +304,40 @@ def save_tensors(tensors: Any, file: BinaryIO) -> None:
         raise OSError(errno.EIO, str(error).splitlines()[0]) from None
 
 
-def _write_tensors(path: Path, tensors: Mapping[str, Any]) -> None:
-    with open(path, "wb") as file:
-        save_tensors(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
+def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
+    """`save_file`, but with the OSError of the disk, which safetensors has in its message only."""
+    path.touch()
+    mode = path.stat().st_mode
+    try:
+        safetensors.torch.save_file(tensors, path)  # replaces it by a file for its owner alone
+        path.chmod(mode)
+    except safetensors.SafetensorError as error:
+        code = re.search(r"\bcode: (\d+)|os error (\d+)", str(error))
+        number = int(code[1] or code[2]) if code else errno.EIO
+        raise OSError(number, os.strerror(number) if code else str(error), str(path)) from None
+
+
+def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
+    if path.name == MODEL:
+        save_safetensors(tensors, path)
+    else:
+        with open(path, "wb") as file:
+            save_tensors(tensors, file)
+    with open(path, "rb") as written:
+        os.fsync(written.fileno())
 
 
 def read_tensors(path: Path) -> Any:
     """Tensors by name. Raises DamagedCheckpointError, or ConfigError if the file cannot be loaded now."""
     try:
         with _loading(path):
+            if path.name == MODEL:
+                return safetensors.torch.load_file(path, backend="pread")
             return torch.load(path, map_location="cpu", weights_only=True)
     except ConfigError:
         raise
+    except safetensors.SafetensorError as error:
+        raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from None
     except pickle.UnpicklingError:
         raise DamagedCheckpointError(f"{path} cannot be read: it holds more than tensors.") from None
     except (RuntimeError, ValueError, EOFError) as error:
@@ -314,7 +347,7 @@ def read_tensors(path: Path) -> Any:
 # -- between ranks -----------------------------------------------------------------------------------------
 
 
-def gather_optimizer(group: Group, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
+def gather_optimizer(group: Collectives, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
     """The whole optimizer state on rank 0, gathered from the owner ranks; incomplete on the others."""
     state = optimizer.state_dict()
     gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
@@ -342,7 +375,7 @@ def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterSta
     return common
 
 
-def broadcast_state(group: Group, state: State | None) -> State:
+def broadcast_state(group: Collectives, state: State | None) -> State:
     """Rank 0's state on every rank; the others pass None."""
     if group.world_size == 1:
         assert state is not None

@@ -1,9 +1,9 @@
-"""The data room: documents -> shards -> packed rows -> the batch of a step. Nothing here imports torch."""
+"""Training data: documents -> shards -> packed rows -> the batch of a step. Nothing here imports torch."""
 
 
 class DataError(ValueError):
-    """Something is wrong with the data; the message is a sentence for a person, naming the file or folder."""
+    """The data cannot be used. The message is a full sentence that names the file or folder."""
 
 
 class RowsChangedError(DataError):
-    """A row is not any more what it was when its file was opened."""
+    """A row differs from its checksum, which was computed when its file was opened."""

@@ -1,7 +1,7 @@
-"""Documents -> shards: a seeded shuffle over all of them, zstd parquet files, and a manifest of their hashes.
+"""Documents -> shards: zstd parquet files of the shuffled documents, and a manifest with their hashes.
 
-The last shard is validation. Text passes through a spool on disk: memory does not grow with it, only with the
-number of files (about 300 bytes each).
+The last shard is for validation. The documents are shuffled on disk (spool.py), so memory does not grow with
+the text, only with the number of files (about 300 bytes each).
 """
 
 import hashlib
@@ -30,8 +30,8 @@ MANIFEST = "manifest.json"
 SHARDS = "shards"
 MAX_DOCUMENT = 200_000  # characters
 MIN_DOCUMENT = 2_000
-VALIDATION_PART = 20  # one part in so many, at most a shard
-MIN_VALIDATION = 65_536  # bytes; less where that would be over a fifth of the text
+VALIDATION_PART = 20  # validation takes 1/20 of the text, at most one shard
+MIN_VALIDATION = 65_536  # bytes, unless that is more than a fifth of the text
 TURNS = 32
 GROUP_DOCUMENTS = 1024
 GROUP_BYTES = 8 * 2**20
@@ -39,32 +39,32 @@ GROUP_BYTES = 8 * 2**20
 
 @dataclass
 class _Reading:
-    """The documents of a file, and how much of its size on disk is not told of as done yet."""
+    """The documents of a file, and the bytes of the file on disk that are not reported as progress yet."""
 
     documents: Iterator[str]
     left: int
 
     def part(self, n_bytes: int) -> int:
-        """What so much text of it counts: a compressed file has more text than its size."""
+        """The bytes on disk that `n_bytes` of text count for: a compressed file has more text than bytes."""
         part = min(n_bytes, self.left)
         self.left -= part
         return part
 
 
 def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int) -> Counter[str]:
-    """Put the documents of `files` into `spool`, at most `max_bytes` of text (0: all of it).
+    """Add the documents of `files` to `spool`, at most `max_bytes` of text (0: all of it).
 
-    Files come in a seeded order and in turns of about a thirtieth of `max_bytes`, so neither the first folder
-    nor a few huge files fill the corpus. Returns how many files gave no text, by reason.
+    The files are read in a seeded order, in turns of about a thirtieth of `max_bytes`, so that neither the
+    first folder nor a few huge files fill the corpus. Returns the number of skipped files by reason.
     """
     skipped: Counter[str] = Counter()
     on_disk = sum(file.size for file in files)
     expected = min(on_disk, max_bytes) if max_bytes else on_disk
-    by_text = expected < on_disk  # what ends it, and so what its progress is: the text taken, or all files
-    # Short enough documents that a small corpus, too, has a fair share of them for validation.
+    by_text = expected < on_disk  # progress counts the text taken, or else the bytes of the files read
+    # Documents are cut so short that validation gets several of them in a small corpus too.
     limit = min(MAX_DOCUMENT, max(MIN_DOCUMENT, expected // VALIDATION_PART))
     turn_bytes = max(limit, max_bytes // TURNS) if max_bytes else float("inf")
-    waiting: deque[_Reading] = deque()  # at most TURNS of them, each with a few MB in its hands
+    waiting: deque[_Reading] = deque()  # at most TURNS of them; each has read a few MB ahead
 
     def readers() -> Iterator[_Reading]:
         for index in permutation(len(files), seed, 0):
@@ -98,7 +98,7 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 @dataclass(frozen=True)
 class Plan:
-    """Which shard a document goes to: equal ones of about `shard_bytes` for training, then validation."""
+    """Assigns documents to shards: training shards of equal size, then one for validation."""
 
     total: int
     n_train: int
@@ -106,7 +106,7 @@ class Plan:
 
     @classmethod
     def make(cls, total: int, shard_bytes: int) -> Self:
-        """The plan for `total` bytes of text."""
+        """Plan training shards of about `shard_bytes` for `total` bytes of text."""
         val = min(shard_bytes, max(total // VALIDATION_PART, min(MIN_VALIDATION, total // 5)))
         return cls(total, max(1, round((total - val) / shard_bytes)), total - val)
 
@@ -118,7 +118,7 @@ class Plan:
 
 
 def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> list[Entry]:
-    """Bring the spooled documents into shards in `folder`; returns the manifest's entry of each."""
+    """Write the documents of `spool` as shards to `folder`; returns their manifest entries."""
     plan = Plan.make(n_bytes, shard_bytes)
     entries = []
     with Progress("writing shards", n_bytes) as progress:
@@ -145,7 +145,7 @@ def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
 
 
 def _write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
-    """Write the documents to `path`; returns how many there were, and their bytes."""
+    """Write the documents to `path`; returns their number and their bytes."""
     schema = pa.schema([("text", pa.string())])
     n_documents = n_bytes = 0
     with open(path, "wb") as file:
@@ -178,7 +178,7 @@ def _groups(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
 def build_shards(
     files: Sequence[SourceFile], folder: Path, max_bytes: int, shard_bytes: int, seed: int
 ) -> tuple[list[Entry], Counter[str]]:
-    """Make the shards of `files` in `folder`; returns the manifest's entries and what was skipped."""
+    """Write the shards of `files` to `folder`; returns their entries, and skipped files by reason."""
     with Spool(folder, seed) as spool:
         skipped = collect(files, spool, max_bytes, seed)
         n_documents, n_bytes = spool.close_input()
@@ -196,7 +196,7 @@ def build_shards(
 
 
 def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
-    """Changes when a file comes, goes or is written to, or an argument that shapes the shards changes."""
+    """A digest of the names, sizes and times of `files` and of the arguments that shape the shards."""
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
         digest.update(f"{file.size} {file.mtime_ns} ".encode() + os.fsencode(file.name) + b"\0")
@@ -204,7 +204,7 @@ def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
 
 
 def read_manifest(data_dir: Path) -> dict[str, Any]:
-    """The manifest of a data directory; raises DataError if there is none or it is damaged."""
+    """Read the manifest of a data directory. Raises DataError if it is missing or damaged."""
     path = data_dir / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())
@@ -223,4 +223,4 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{path} is no manifest that this program wrote ({error}).") from None
+        raise DataError(f"{path} is not a manifest of nanofleet ({error}).") from None

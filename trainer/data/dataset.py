@@ -1,4 +1,4 @@
-"""What a rank reads: a data directory opened, its rows packed where they are missing, its hashes at hand."""
+"""The dataset of a rank: an open data directory. Missing rows are packed when it is opened."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows, tokenizer, and the hashes that all ranks must share."""
+    """Rows, tokenizer, and the hashes that must be equal on all ranks."""
 
     tokenizer: Tokenizer
     info: RowsInfo
@@ -28,7 +28,7 @@ class Dataset:
 
     @classmethod
     def open(cls, data_dir: Path, sequence_len: int, threads: int = 0) -> Dataset:
-        """Raises DataError, in a sentence, for data that are missing, damaged or too little."""
+        """Open `data_dir`. Raises DataError if the data are missing, damaged or too little."""
         if not data_dir.is_dir():
             raise DataError(
                 f"There is no data directory {data_dir}. Make it with: python -m trainer prepare "

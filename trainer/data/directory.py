@@ -1,11 +1,12 @@
-"""Brings a data directory to what is asked of it, and does only what has changed since last time.
+"""Makes or updates a data directory. Shards and a tokenizer that still match their sources are kept.
 
 prepare_corpus([folder], out), prepare_shards(folder, out), prepare_public(base_url, count, out)
 
-out/manifest.json            what is here, with sha256, documents, bytes; written last: with it, all is whole
-out/shards/                  documents: one parquet file or more to train on, the last one for validation
+out/manifest.json            sha256, documents and bytes of all files; written last, so that its presence
+                             means that the directory is complete
+out/shards/                  parquet files with documents; the last one is for validation
 out/tokenizer/tokenizer.json
-out/rows/                    made of them by `pack`
+out/rows/                    packed rows, written by `rows.pack`
 """
 
 import hashlib
@@ -33,13 +34,13 @@ TOKENIZER = "tokenizer"
 DOWNLOADS = ".download"
 TOKENIZER_SAMPLE_BYTES = 30_000_000  # more text hardly changes the merges
 
-# Makes shards in a folder; returns the manifest's entries and how many files gave no text, by reason.
+# Writes shards to a folder; returns their manifest entries and the number of skipped files by reason.
 Make = Callable[[Path], tuple[list[Entry], Counter[str]]]
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The tokenizer that is wanted: one of `size` tokens that is learnt, or the one in the folder `given`."""
+    """The requested tokenizer: one of `size` tokens to train, or the existing one in the folder `given`."""
 
     size: int
     given: Path | None
@@ -47,7 +48,7 @@ class Vocabulary:
 
 @dataclass
 class Prepared:
-    """What the closing summary says."""
+    """The result of a preparation, for the closing summary."""
 
     documents: int
     text_bytes: int
@@ -67,7 +68,7 @@ class Clock:
         self.last = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """What has passed since the last lap was `step`."""
+        """Record the time since the last lap as that of `step`."""
         now = time.monotonic()
         self.seconds[step] = now - self.last
         self.last = now
@@ -82,7 +83,7 @@ def prepare_corpus(
     seed: int = 42,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Shards of the text in `sources`, shuffled; `tokenizer` is the folder of one to use and not to learn."""
+    """Prepare shuffled shards of the text in `sources`. `tokenizer`: folder of an existing one to use."""
     clock = Clock()
     out = out.resolve()
     files, skipped = find_files(sources, leave_out=out)
@@ -107,12 +108,12 @@ def prepare_shards(
     sums: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """The shards of `folder` as they are: the same files, order and split. `sums` lists their sha256."""
+    """Use the shards of `folder` unchanged, in their order. `sums` is a file that lists their sha256."""
     clock = Clock()
     out = out.resolve()
     files = find_shards(folder.resolve())
     if files[0].path.parent.is_relative_to(out):
-        raise DataError(f"{folder} is where the shards would go: give another place with --out.")
+        raise DataError(f"{folder} is the output folder. Give another one with --out.")
     beside = files[0].path.parent / SUMS
     names = [path.path.name for path in files] if sums else []
     known = read_sums(sums or beside, names) if sums or beside.exists() else {}
@@ -132,7 +133,7 @@ def prepare_public(
     val_shard: int | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """`count` shards of the data set at `base_url`; those that are in `out` already are not asked for."""
+    """Download `count` shards of the data set at `base_url`, except those that `out` already has."""
     clock = Clock()
     out = out.resolve()
     url, names = public_shards(base_url, count, val_shard)
@@ -155,7 +156,7 @@ def prepare_public(
 
 
 def _kept(out: Path, url: str, sums: Mapping[str, str]) -> dict[str, Entry]:
-    """The entries of the shards in `out` that came from `url` and are still right."""
+    """The manifest entries of shards in `out` that came from `url` and whose files are still valid."""
     try:
         manifest = read_manifest(out)
     except DataError:
@@ -180,7 +181,7 @@ def _prepare(
     clock: Clock,
     notes: Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Make shards and tokenizer, as far as `out` has none of that digest; the caller holds its lock."""
+    """Make shards and tokenizer unless `out` has those of this digest. The caller holds the lock."""
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)
     given = Tokenizer.load(vocabulary.given) if vocabulary.given else None
@@ -229,7 +230,7 @@ def _prepared(out: Path, manifest: dict[str, Any], reused: str, clock: Clock) ->
 
 
 def _unchanged(out: Path, digest: str) -> dict[str, Any] | None:
-    """The manifest in `out` if it was made from the same sources and its shards are there."""
+    """The manifest in `out` if it has this source digest and its shards exist, else None."""
     try:
         manifest = read_manifest(out)
     except DataError:
@@ -253,29 +254,29 @@ def _same_tokenizer(out: Path, manifest: dict[str, Any], given: Tokenizer | None
 
 
 def _learn(shards: Path, manifest: dict[str, Any], vocab_size: int) -> Tokenizer:
-    """A tokenizer for the training shards."""
+    """Train a tokenizer on the training shards."""
     train = [entry for entry in manifest["shards"] if entry["split"] == "train"]
     expected = min(sum(entry["text_bytes"] for entry in train), TOKENIZER_SAMPLE_BYTES)
-    with Progress("learning the tokenizer", expected) as progress:
+    with Progress("training the tokenizer", expected) as progress:
         return Tokenizer.train(_sample([shards / entry["name"] for entry in train], progress), vocab_size)
 
 
 def _sample(shards: Sequence[Path], progress: Progress) -> Iterator[str]:
-    """What the tokenizer learns from: the first documents of each shard, as many as are enough together."""
+    """The training text of the tokenizer: the first documents of each shard."""
     for number, path in enumerate(shards, 1):
         enough = TOKENIZER_SAMPLE_BYTES * number // len(shards)
         for batch in shard_texts(path):
             for text in batch:
-                if progress.done >= enough:
+                if progress.n >= enough:
                     break
                 yield text
                 progress.add(len(text.encode()))
-            if progress.done >= enough:
+            if progress.n >= enough:
                 break
 
 
 def _put_in_place(work: Path, out: Path, manifest: dict[str, Any]) -> None:
-    """Take the old manifest away, move what is new, write the manifest: with one, a directory is whole."""
+    """Remove the old manifest, move the new folders, write the new manifest last."""
     (out / MANIFEST).unlink(missing_ok=True)
     for name in (SHARDS, TOKENIZER):
         if (work / name).exists():

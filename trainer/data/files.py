@@ -1,4 +1,4 @@
-"""Files written whole, their digests, and a lock between processes of one host."""
+"""Atomic writes, digests of files, and file locks between the processes of a host."""
 
 import contextlib
 import errno
@@ -13,17 +13,17 @@ from typing import IO
 
 from trainer.data import DataError
 
-# Another file system, one without links, too many of them, or a file of someone else's.
+# os.link fails with these on another file system, without support for links, or without permission.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether an error says that a disk has no room left."""
+    """Whether the error means that the disk or quota is full."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write `data` to `path` so that a reader sees all of it or the file as it was before."""
+    """Write `data` to `path` atomically: a reader sees the old content or the new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -36,12 +36,12 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 def sync_file(descriptor: int) -> None:
-    """Bring a file's bytes to the disk."""
+    """Flush an open file to the disk."""
     os.fsync(descriptor)
 
 
 def sync_folder(folder: Path) -> None:
-    """Bring a folder's entries to the disk: a rename survives a power cut only after this."""
+    """Flush a folder's entries to the disk: a rename survives a power failure only after this."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -50,7 +50,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_sha256(path: Path, count: Callable[[int], None] | None = None) -> str:
-    """The sha256 of a file's bytes, as 64 hex digits; `count` is told how many bytes were read."""
+    """The sha256 of a file as 64 hex digits; `count` is called with the bytes of each read."""
     digest = hashlib.sha256()
     block = bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
@@ -62,9 +62,9 @@ def file_sha256(path: Path, count: Callable[[int], None] | None = None) -> str:
 
 
 def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None = None) -> bool:
-    """Make `target` the same file as `source`, or a copy on another file system; returns whether it is one.
+    """Hard-link `source` to `target`, or copy it if that is not possible; returns whether it is a link.
 
-    `source` is not touched; `count` is told how many bytes were copied.
+    `count` is called with the bytes of each copied block.
     """
     source = source.resolve()
     try:
@@ -84,9 +84,9 @@ def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None
 
 
 def try_lock(path: Path, seconds: float) -> IO[str] | None:
-    """Hold `path` as a lock with this process's PID in it; None if another still does after `seconds`.
+    """Lock `path` and write this process's PID to it; None if another process holds it after `seconds`.
 
-    It is held until the file is closed or the process ends, however that ends. Raises OSError.
+    Closing the file, or the end of the process, releases the lock. Raises OSError.
     """
     deadline = time.monotonic() + seconds
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - the caller keeps it open
@@ -107,7 +107,7 @@ def try_lock(path: Path, seconds: float) -> IO[str] | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold `path` as a lock; waits, and says so, while another process of this host holds it."""
+    """Lock `path`; waits, with a message, while another process of this host holds it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -16,9 +16,9 @@ from trainer.data.split import Split
 
 
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
-    """The numbers 0..n-1 in an order that depends on `seed` alone.
+    """A permutation of 0..n-1 that depends only on `seed`.
 
-    Sorts raw draws, because numpy promises to keep those between releases but not `Generator.permutation`.
+    Sorts raw draws: numpy keeps those stable between releases, but not `Generator.permutation`.
     """
     draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
     return np.argsort(draws, kind="stable").astype(np.int64)
@@ -34,8 +34,8 @@ def _epoch(seed: int, epoch: int, n_rows: int) -> NDArray[np.int64]:
 def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray[np.int64]:
     """The row indices of the global batch of `step` (0-based), shape (rows_per_step,).
 
-    The steps walk one endless line of rows in which each epoch is a fresh permutation of all `n_rows`; a
-    batch may run across the border of two epochs, so no row is left out.
+    The steps read one endless sequence of rows, in which each epoch is a new permutation of all `n_rows`. A
+    batch may span two epochs, so that no row is left out.
     """
     if min(seed, step) < 0 or min(rows_per_step, n_rows) < 1:
         raise ValueError(
@@ -71,7 +71,7 @@ def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: 
 
 
 def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:
-    """The contiguous part of a global batch that `rank` takes; `shares` are the numbers of rows by rank."""
+    """The contiguous slice of a global batch for `rank`; `shares` are the rows per rank."""
     if sum(shares) != len(rows) or min(shares) < 0:
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
     start = sum(shares[:rank])
@@ -85,7 +85,7 @@ def equal_split(rows: int, world_size: int) -> list[int]:
 
 
 def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
-    """Rows per rank in the proportions of `shares`, for another number of rows; equal parts stay equal."""
+    """Split `rows` in the proportions of `shares`; equal shares stay equal."""
     if max(shares) - min(shares) <= 1:
         return equal_split(rows, len(shares))
     whole = sum(shares)

@@ -1,4 +1,4 @@
-"""Manual pages as text, rendered by `mandoc` (https://mandoc.bsd.lv), which reads the man and mdoc macros."""
+"""Manual pages as plain text, rendered by `mandoc` (https://mandoc.bsd.lv)."""
 
 from __future__ import annotations
 

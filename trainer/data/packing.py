@@ -1,8 +1,8 @@
 """Best-fit packing: documents -> full rows.
 
-Each row starts with <|bos|> and is full: into the room that is left goes the largest document that fits, and
-where none does, the shortest is cut. What is cut off comes back as a document of its own, so no token is lost
-but those of the last row, which could not be filled.
+Each row starts with <|bos|> and is full. The remaining room of a row takes the largest document that fits; if
+none fits, the shortest one is cut. The rest of a cut document becomes a document of its own, so no token is
+lost except those of the last row, if it cannot be filled.
 """
 
 from bisect import bisect_left, insort
@@ -17,7 +17,7 @@ BUFFER_TOKENS = 2**24
 
 
 class Buffer:
-    """Documents waiting for a row, ordered by length and then by arrival."""
+    """Documents that are not in a row yet, ordered by length and then by arrival."""
 
     def __init__(self) -> None:
         self.order: list[tuple[int, int]] = []
@@ -26,14 +26,14 @@ class Buffer:
         self.tokens = 0
 
     def add(self, document: NDArray[Any]) -> None:
-        """Take in one document."""
+        """Add a document."""
         self.arrivals += 1
         insort(self.order, (len(document), self.arrivals))
         self.documents[self.arrivals] = document
         self.tokens += len(document)
 
     def best_fit(self, room: int) -> NDArray[Any]:
-        """Hand out the largest document of at most `room` tokens, else the shortest of all."""
+        """Remove and return the largest document of at most `room` tokens, else the shortest of all."""
         position = max(0, bisect_left(self.order, (room + 1, 0)) - 1)
         length, arrival = self.order.pop(position)
         self.tokens -= length
@@ -41,14 +41,14 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether it holds enough documents to choose from."""
+        """Whether it has enough documents to choose from."""
         return len(self.order) >= BUFFER_DOCUMENTS or self.tokens >= BUFFER_TOKENS
 
 
 def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -> Iterator[NDArray[Any]]:
-    """Rows of `row_tokens` tokens out of documents that each start with `bos_id`.
+    """Pack documents, each of which starts with `bos_id`, into rows of `row_tokens` tokens.
 
-    The documents are used up: a cut writes <|bos|> over the last token that a row has taken from one.
+    Modifies the documents: a cut overwrites the last token that a row has taken with `bos_id`.
     """
     buffer = Buffer()
     exhausted = False

@@ -24,7 +24,7 @@ SEED = 42
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the subcommand's options."""
+    """Add the options of the subcommand."""
     parser.description = (
         "Make a data directory: shards, a tokenizer and a manifest, from text or from nanochat's shards; "
         "with --rows, pack its shards into rows."
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="tokens, special ones included (%(default)s)",
     )
     out.add_argument(
-        "--tokenizer", type=Path, metavar="DIR", help="use the tokenizer of this folder, learn none"
+        "--tokenizer", type=Path, metavar="DIR", help="use the tokenizer of this folder; do not train one"
     )
     rows = parser.add_argument_group("to rows")
     rows.add_argument("--rows", action="store_true", help="pack the shards of --data-dir into rows")
@@ -103,12 +103,12 @@ def _add_shards(shards: argparse._ArgumentGroup) -> None:
         "--sha256",
         type=Path,
         metavar="FILE",
-        help="what they must hash to, as sha256sum writes it (default: SHA256SUMS beside them, where it is)",
+        help="expected sha256, as sha256sum writes it (default: SHA256SUMS beside the shards, if it exists)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do what the options ask; returns the exit code: 0, 2 after a sentence on what is wrong, 130: Ctrl-C."""
+    """Run the subcommand; returns the exit code: 0; 2 for an error, which is printed; 130 for Ctrl-C."""
     try:
         _check(args)
         return _run_rows(args) if args.rows else _run_corpus(args)
@@ -118,11 +118,11 @@ def run(args: argparse.Namespace) -> int:
         where = error.filename or args.out or args.data_dir
         reason = error.strerror or error
         print(
-            f"prepare: Cannot read or write {where}: {reason}. Mend that and type the same again.",
+            f"prepare: Cannot read or write {where}: {reason}. Fix that and type the same again.",
             file=sys.stderr,
         )
     except KeyboardInterrupt:
-        print("prepare: stopped; type the same again to go on.", file=sys.stderr)
+        print("prepare: stopped; type the same again to continue.", file=sys.stderr)
         return 130
     return 2
 
@@ -136,7 +136,7 @@ def _check(args: argparse.Namespace) -> None:
     if len(given) != 1 or not args.out:
         raise DataError(
             "Give the text with --source PATH, or shards with --shards DIR or --base-url URL, one of the "
-            "three; and the place for the data with --out DIR."
+            "three; and the output folder with --out DIR."
         )
     for name, value, least in (
         ("--vocab-size", args.vocab_size, MIN_VOCAB_SIZE),
@@ -148,11 +148,11 @@ def _check(args: argparse.Namespace) -> None:
         if value < least:
             raise DataError(f"{name} {value} is too small: give {least} or more.")
     if args.source and (args.sha256 or args.count is not None):
-        raise DataError("--sha256 and --count are for shards: they say nothing about --source.")
+        raise DataError("--sha256 and --count are for shards: remove them, or --source.")
     if not args.source and (args.max_bytes, args.shard_bytes, args.seed) != (0, SHARD_BYTES, SEED):
         raise DataError(
-            "--max-bytes, --shard-bytes and --seed shape shards of text; these here are taken as they are. "
-            "To make new ones of their text, give their folder with --source."
+            "--max-bytes, --shard-bytes and --seed apply to text; shards are used unchanged. To make new "
+            "shards of their text, give their folder with --source."
         )
     if args.base_url and args.count is None:
         raise DataError("--base-url needs --count N: how many shards to download.")

@@ -2,9 +2,8 @@
 
     info = pack(data_dir, sequence_len); rows = Rows(info.path).split("train")
 
-How they are filled says trainer/data/packing.py. The sha256 of each file is written down when it is packed
-and compared whenever `pack` finds it; the same pass over its bytes gives a checksum of each row for
-trainer/data/split.py.
+packing.py fills the rows. The sha256 of each file is stored when it is packed and verified whenever `pack`
+finds the file. The same pass over the bytes computes the checksum of each row for split.py.
 """
 
 import hashlib
@@ -31,16 +30,16 @@ from trainer.data.sources import text_columns
 from trainer.data.split import row_sums
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
-PACKING = 1  # part of the digest: another way to pack makes other rows
+PACKING = 1  # version of the packing algorithm, part of the digest
 SPLITS = ("train", "val")
-BLOCK_BYTES = 2**20  # that are read at once, about
+BLOCK_BYTES = 2**20  # per read, about
 
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """What `pack` found or made; `seconds` and `tokens_per_s` are 0 where the rows were reused.
+    """The rows that `pack` found or made; `seconds` and `tokens_per_s` are 0 if it found them.
 
-    `sums` are the checksums of each split's rows, where the bytes were compared with their sha256.
+    `sums` are the checksums of the rows of each split, if the files were verified.
     """
 
     path: Path
@@ -62,22 +61,22 @@ class RowsInfo:
 
 
 def row_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest type that holds every token id."""
+    """The smallest dtype that holds every token id."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
-    """Names the rows: changes with the shards, the tokenizer or the sequence length."""
+    """The digest that identifies the rows: of shards, tokenizer and sequence length."""
     shards = [shard["sha256"] for shard in manifest["shards"]]
     return hashlib.sha256(json.dumps([PACKING, shards, tokenizer_sha256, sequence_len]).encode()).hexdigest()
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
-    """Make the rows of `data_dir` for T = `sequence_len`, or find them as made before, to the last bit.
+    """Return the rows of `data_dir` for T = `sequence_len`; pack them if they are missing or damaged.
 
-    Safe to call from several processes of a host at once: one packs, the others wait and reuse. `threads`
-    encode (0: all cores this process may use); the rows do not depend on how many. Damaged rows are packed
-    again. Raises DataError for missing, damaged or too little data, or where the rows cannot be written.
+    Several processes of a host may call it at once: one packs, the others wait and use the result. `threads`
+    encode (0: all cores this process may use); the rows do not depend on their number. Raises DataError if
+    the data are missing, damaged or too little, or if the rows cannot be written.
     """
     if sequence_len < 2:
         raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")
@@ -107,11 +106,11 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
             size = row_dtype(tokenizer.vocab_size).itemsize
             problem = (
                 f"The rows cannot be written to {data_dir / 'rows'}: {error.strerror or error}. They take "
-                f"{size} bytes a token. Mend that and type the same again."
+                f"{size} bytes a token. Fix that and type the same again."
             )
         if damage:
             problem = (
-                f"{damage} Here they cannot be packed again; do it with: python -m trainer prepare --rows "
+                f"{damage} This process cannot pack them again. Type: python -m trainer prepare --rows "
                 f"--data-dir {data_dir} --sequence-len {sequence_len} (the playbooks setup.yml and train.yml "
                 f"do it too). {problem}"
             )
@@ -120,9 +119,9 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
 
 
 def _remove_stale(rows: Path, manifest: dict[str, Any], tokenizer_sha256: str) -> None:
-    """Take away rows of other shards or another tokenizer: nothing can ask for them again.
+    """Remove the rows of earlier shards or of an earlier tokenizer. Those of other sequence lengths stay.
 
-    Those of other sequence lengths stay. A run that has the old ones mapped keeps them until it ends.
+    A run that has removed files mapped can read them until it ends.
     """
     for folder in rows.glob("[!.]*"):
         try:
@@ -187,7 +186,7 @@ def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
 def _encoded(
     data_dir: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, split: str, threads: int
 ) -> Iterator[NDArray[Any]]:
-    """Each document of the shards, in order, behind <|bos|>."""
+    """The token ids of each document of the shards, in order, with <|bos|> in front."""
     dtype = row_dtype(tokenizer.vocab_size)
     with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
         for ids in tokenizer.encode_batch(_texts(data_dir, shards, progress), threads):
@@ -222,7 +221,7 @@ def _write_rows(path: Path, rows: Iterator[NDArray[Any]]) -> tuple[int, str]:
 
 
 def _read_info(folder: Path, digest: str) -> RowsInfo | None:
-    """What lies in `folder` if it is whole and of that digest, else None."""
+    """The rows in `folder` if they are complete and have this digest, else None."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         info = RowsInfo(path=folder, packed=False, **meta)
@@ -234,7 +233,7 @@ def _read_info(folder: Path, digest: str) -> RowsInfo | None:
 
 
 def _find(folder: Path, digest: str) -> tuple[RowsInfo | None, str]:
-    """The rows in `folder`, if they are to the last bit as packed; else, if there are any, a sentence."""
+    """The rows in `folder` if their sha256 is right, else None and a sentence on the damage, if any."""
     info = _read_info(folder, digest)
     if info is None:
         return None, ""
@@ -245,7 +244,7 @@ def _find(folder: Path, digest: str) -> tuple[RowsInfo | None, str]:
 
 
 def _compare(info: RowsInfo) -> RowsInfo:
-    """`info` with the checksums of all rows. Raises DataError where a sha256 is not that of packing."""
+    """Verify the files; returns `info` with the checksums of all rows. DataError if a sha256 differs."""
     sums = {}
     total = (info.train_rows + info.val_rows) * info.row_bytes
     with Progress("comparing rows with their sha256", total) as progress:
@@ -254,8 +253,8 @@ def _compare(info: RowsInfo) -> RowsInfo:
             sha256, sums[split] = _read_sums(path, info.row_bytes, progress)
             if sha256 != getattr(info, f"{split}_sha256"):
                 raise DataError(
-                    f"{path} is not as it was packed (its sha256 differs): a bit has changed on the disk "
-                    "or in the memory of this host."
+                    f"{path} has changed since it was packed (its sha256 differs): a bit has changed on the "
+                    "disk or in the memory of this host."
                 )
     return replace(info, sums=sums)
 
@@ -283,7 +282,7 @@ class Rows:
         info = _read_info(self.path, digest)
         if info is None:
             raise DataError(
-                f"{self.path} holds no whole rows. Make them with: python -m trainer prepare --rows"
+                f"{self.path} has no complete rows. Make them with: python -m trainer prepare --rows"
             )
         self.info = info
 

@@ -1,7 +1,6 @@
-"""Shards as others have made them: looked through, hashed and taken as they are.
+"""Existing shards, such as those of nanochat: verified, hashed and used unchanged.
 
-A folder of nanochat's holds `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is
-validation. Neither their order nor a byte of them is changed.
+The folder has `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is for validation.
 """
 
 import functools
@@ -22,7 +21,7 @@ from trainer.host.cores import usable_cores
 SUMS = "SHA256SUMS"
 # Where nanochat keeps its shards in its base directory, the newer data set first.
 BASE_FOLDERS = ("base_data_climbmix", "base_data")
-MOST_READERS = 4  # a disk is no faster with more
+MOST_READERS = 4  # more do not make a disk faster
 
 Entry = dict[str, Any]
 
@@ -33,7 +32,7 @@ def shard_name(number: int) -> str:
 
 
 def find_shards(folder: Path) -> list[SourceFile]:
-    """The shards in `folder` (or where nanochat's base directory has them), by name. Or DataError."""
+    """The shards in `folder` or, if it is nanochat's base directory, below it, by name. Raises DataError."""
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is no folder.")
     places = [folder, *(folder / name for name in BASE_FOLDERS)]
@@ -48,19 +47,19 @@ def find_shards(folder: Path) -> list[SourceFile]:
         found = f"only {names[0].name}" if names else "no .parquet file"
         raise DataError(
             f"There is {found} in {folder}: two shards are the least, {shard_name(0)} to train on and "
-            f"{shard_name(1)} for validation. For text of another form give --source instead of --shards."
+            f"{shard_name(1)} for validation. For other text use --source instead of --shards."
         )
     stats = [(path, path.stat()) for path in names]
     return [SourceFile(str(path), status.st_size, status.st_mtime_ns) for path, status in stats]
 
 
 def inspect(path: Path, progress: Progress | None = None) -> Entry:
-    """The manifest's entry of a shard, without its split: read twice, to hash it and to count its text.
+    """The manifest entry of a shard, without its split. Reads the file twice: for its hash and for its text.
 
-    Raises DataError, naming the file, for what cannot be trained on.
+    Raises DataError, naming the file, if the file is not a shard of text.
     """
     try:
-        sha256 = file_sha256(path, progress.add if progress else None)
+        sha256 = file_sha256(path, None if progress is None else progress.add)
         size = path.stat().st_size
     except OSError as error:
         raise DataError(f"The shard {path} cannot be read: {error.strerror}.") from None
@@ -69,11 +68,11 @@ def inspect(path: Path, progress: Progress | None = None) -> Entry:
         lengths = pc.binary_length(column)
         documents += pc.sum(pc.greater(lengths, 0)).as_py() or 0
         text_bytes += pc.sum(lengths).as_py() or 0
-        if progress:  # compressed text is about a third of itself
+        if progress is not None:  # compression reduces text to about a third
             step = min(column.nbytes // 3, size - counted)
             counted += step
             progress.add(step)
-    if progress:
+    if progress is not None:
         progress.add(size - counted)
     return {
         "name": path.name,
@@ -85,10 +84,9 @@ def inspect(path: Path, progress: Progress | None = None) -> Entry:
 
 
 def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
-    """Take `files` into `folder` as they are, the last one for validation; returns the manifest's entries.
+    """Link or copy `files` to `folder`; returns their manifest entries. The last one is for validation.
 
-    `sums` are the sha256 that a file must have, by name. Raises DataError for one that has another, or is no
-    shard of text.
+    `sums` has the expected sha256 by name. Raises DataError if one differs, or a file is not a shard of text.
     """
     total = 2 * sum(file.size for file in files)
     with (
@@ -106,25 +104,27 @@ def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) ->
         wanted = sums.get(entry["name"], entry["sha256"])
         if entry["sha256"] != wanted:
             raise DataError(
-                f"The shard {file.path} is damaged: its sha256 is {entry['sha256']}, {SUMS} says {wanted}. "
-                "Bring a good copy of it, or take the line away if the file is right."
+                f"The shard {file.path} is damaged: its sha256 is {entry['sha256']}, {SUMS} has {wanted}. "
+                "Copy it again, or remove its line there if the file is right."
             )
     with Progress("copying shards", total // 2) as progress:
         for file, entry in zip(files, entries, strict=True):
             target = folder / entry["name"]
             if not link_or_copy(file.path, target, progress.add) and file_sha256(target) != entry["sha256"]:
-                raise DataError(f"The copy of {file.path} differs from it: was it written to? Try again.")
+                raise DataError(
+                    f"The copy of {file.path} differs from it. The file may have changed: try again."
+                )
     return with_splits(entries)
 
 
 def with_splits(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries with their split: the last one is validation."""
+    """The entries with their split; the last one is for validation."""
     named = list(entries)
     return [entry | {"split": "val" if entry is named[-1] else "train"} for entry in named]
 
 
 def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
-    """The sha256 by file name of a file as `sha256sum` writes it, which must list `names`. Or DataError."""
+    """Read a file as `sha256sum` writes it: sha256 by name. Raises DataError if it does not list `names`."""
     try:
         sums = parse_sums(path.read_text(encoding="utf-8"))
         missing = [name for name in names if name not in sums]
@@ -135,10 +135,10 @@ def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     except UnicodeDecodeError:
-        raise DataError(f"{path} is no list of checksums: make one with sha256sum *.parquet") from None
+        raise DataError(f"{path} is not a list of checksums: make one with sha256sum *.parquet") from None
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """The lines `<64 hex digits>  name` of a text; others are passed over."""
+    """Parse the lines `<64 hex digits>  name` of a text; other lines are ignored."""
     lines = re.findall(r"^([0-9a-fA-F]{64}) [ *](?:.*/)?([^/\n]+?)\r?$", text, re.MULTILINE)
     return {name: sha256.lower() for sha256, name in lines}

@@ -1,8 +1,8 @@
-"""Text that a machine already has: the files under some folders, and the documents in them.
+"""Text files of a machine: the files under given folders, and the documents in them.
 
-A file is one document, a long file several; so is a row of the column `text` of a parquet file. Manual pages
-are rendered by mandoc, and skipped without it. Hidden files and symlinks are ignored; files that are not
-UTF-8 text are skipped and counted.
+A file is one document, or several if it is long; so is a row of the column `text` of a parquet file. Manual
+pages are rendered by mandoc, and skipped without it. Hidden files and symlinks are ignored. Files that are
+not UTF-8 text are skipped and counted.
 """
 
 import codecs
@@ -40,9 +40,9 @@ MANUAL = "manual page(s), which need mandoc on PATH"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that may hold text, and what tells whether it has changed. There may be millions of them."""
+    """A file that may contain text, with size and time to detect changes. There may be millions of them."""
 
-    name: str  # with its folders
+    name: str  # the full path
     size: int
     mtime_ns: int
 
@@ -53,19 +53,19 @@ class SourceFile:
 
 
 class SkippedFileError(Exception):
-    """This file gives no text; the message is the reason it is counted under."""
+    """The file has no usable text; the message is the reason, under which it is counted."""
 
 
 def find_files(
     sources: Sequence[Path], leave_out: Path | None = None
 ) -> tuple[list[SourceFile], Counter[str]]:
-    """All regular files under `sources` in a fixed order, each once, and a count of what could not be seen.
+    """All regular files under `sources` in a fixed order, each once, and the skipped ones by reason.
 
-    `leave_out` is a folder that is not walked: the one the shards are written to.
+    `leave_out` is a folder to ignore: the one to which the shards are written.
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()
-    linked: set[tuple[int, int]] = set()  # files of several names
+    linked: set[tuple[int, int]] = set()  # files with several hard links
 
     def take(name: str) -> None:
         try:
@@ -84,7 +84,7 @@ def find_files(
             skipped[EMPTY] += 1
         progress.add(1)
 
-    with Progress("looking for text", unit="files") as progress:
+    with Progress("looking for text", unit=" files") as progress:
         for root in _roots(sources, leave_out):
             if root.is_file():
                 take(str(root))
@@ -102,14 +102,14 @@ def find_files(
 
 
 def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
-    """Where to look: the sources that do not lie within another one."""
+    """The sources that are not within another source."""
     roots: list[Path] = []
     for source in sources:
         if not source.exists():
             raise DataError(f"There is no file or folder {source}.")
         root = source.resolve()
         if leave_out and root.is_relative_to(leave_out):
-            raise DataError(f"{source} is where the shards are written to: give another place with --out.")
+            raise DataError(f"{source} is the output folder. Give another one with --out.")
         if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
             raise DataError(f"The folder {source} cannot be read by this user.")
         if root not in roots:
@@ -120,7 +120,7 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
     """The documents of a file, each of at most `limit` characters.
 
-    Raises SkippedFileError where a text file turns out not to be one, DataError for a bad parquet file.
+    Raises SkippedFileError for a file that is not text, DataError for a damaged parquet file.
     """
     if file.path.suffix == ".parquet":
         for batch in shard_texts(file.path):
@@ -147,7 +147,7 @@ def _without_markup(path: Path, text: str) -> str:
 
 
 def _text_blocks(path: Path) -> Iterator[str]:
-    """A text file in blocks of whole lines, so that a huge one does not fill the memory."""
+    """Read a text file in blocks of whole lines, so that memory does not grow with its size."""
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     carry = ""
     with _open(path) as file:
@@ -174,22 +174,22 @@ def _open(path: Path) -> BinaryIO:
 
 
 def shard_texts(path: Path) -> Iterator[list[str]]:
-    """The documents of a parquet file in batches: its column `text` without nulls and empty strings.
+    """The documents of a parquet file in batches: the column `text` without nulls and empty strings.
 
-    Raises DataError as `text_columns` does.
+    Raises DataError, as `text_columns` does.
     """
     for column in text_columns(path):
         yield [text for text in column.to_pylist() if text]
 
 
 def text_columns(path: Path) -> Iterator[pa.Array]:
-    """The column `text` of a parquet file, a few MB at a time however large its row groups are.
+    """The column `text` of a parquet file in arrays of a few MB, whatever the size of its row groups.
 
-    Raises DataError, naming the file, if it is damaged or has no such column of strings, or no text in it.
+    Raises DataError, naming the file, if the file is damaged, or the column is missing, empty or not strings.
     """
     empty = True
     try:
-        # Read through a small buffer: else a whole column chunk of a row group lies in memory.
+        # With a small buffer; otherwise pyarrow loads the whole column chunk of a row group.
         with pq.ParquetFile(
             path, pre_buffer=False, buffer_size=BUFFER_BYTES, page_checksum_verification=True
         ) as shard:
@@ -198,7 +198,7 @@ def text_columns(path: Path) -> Iterator[pa.Array]:
                 batch_size=_batch_documents(shard), columns=[TEXT_COLUMN], use_threads=False
             ):
                 column = batch.column(0)
-                column.validate(full=True)  # that it is UTF-8, too
+                column.validate(full=True)  # includes UTF-8
                 empty = empty and not pc.sum(pc.binary_length(column)).as_py()
                 yield column
             if empty:
@@ -222,7 +222,7 @@ def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
 
 
 def _batch_documents(shard: pq.ParquetFile) -> int:
-    """So many documents are about `BATCH_BYTES`."""
+    """The number of documents that have about BATCH_BYTES together."""
     index = shard.schema_arrow.names.index(TEXT_COLUMN)
     groups = [shard.metadata.row_group(i) for i in range(shard.num_row_groups)]
     size = sum(group.column(index).total_uncompressed_size for group in groups if group.num_columns > index)

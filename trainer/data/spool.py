@@ -1,11 +1,11 @@
-"""Documents on disk on their way into shards: each once, to be read back shuffled.
+"""Shuffles and deduplicates documents on disk.
 
-Their order is that of a keyed hash of their text: it depends on the seed and on what the documents are, not
-on how they came. Equal ones meet in it, so they are found without remembering all that came before.
+The documents are sorted by a keyed hash of their text, so the order depends on the seed and on the documents,
+not on the order in which they were added. Duplicates have the same hash and are adjacent in this order.
 
-The documents lie in `PARTS` files by the first bits of their hash, and one part's index is in memory at a
-time: some 60 bytes for each of its documents, so 100 MB for 50 million documents in all. The hashes of the
-first `RECENT` documents and the files' buffers take another 70 MB at most.
+The documents are in `PARTS` files by the first bits of their hash. The index of one part is in memory at a
+time: about 60 bytes per document, so 100 MB for 50 million documents in all. The hashes of the first `RECENT`
+documents and the file buffers take at most another 70 MB.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("size", "<u4")])
 
 
 class Spool:
-    """Temporary files in `folder`; nothing of them is left when the process ends."""
+    """Temporary files in `folder`, which the system deletes when the process ends."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.key = str(seed).encode()
@@ -47,7 +47,7 @@ class Spool:
         self.files.close()
 
     def add(self, data: bytes) -> int:
-        """Keep a document (UTF-8); returns its bytes, or 0 if it is blank or one of the first ones again."""
+        """Add a document (UTF-8); returns its bytes, or 0 if it is blank or a duplicate of a recent one."""
         if not data.strip():
             return 0
         digest = hashlib.blake2b(data, digest_size=16, key=self.key).digest()
@@ -62,7 +62,7 @@ class Spool:
         return len(data)
 
     def close_input(self) -> tuple[int, int]:
-        """Nothing more comes: the number of different documents, and their bytes."""
+        """End the input; returns the number of distinct documents, and their bytes."""
         self.recent.clear()
         n_documents = n_bytes = 0
         for part in range(PARTS):
@@ -74,7 +74,7 @@ class Spool:
         return n_documents, n_bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        """The documents, each once, in the order of their hashes."""
+        """The distinct documents in the order of their hashes."""
         for part in range(PARTS):
             offsets, sizes = self._order(part)
             descriptor = self.texts[part].fileno()
@@ -82,7 +82,7 @@ class Spool:
                 yield os.pread(descriptor, size, offset)
 
     def _order(self, part: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where the part's documents lie and how long they are, sorted by hash, the first of equal ones."""
+        """Offsets and sizes of the distinct documents of a part, sorted by hash."""
         index = _read_index(self.indexes[part])
         sizes = index["size"].astype(np.int64)
         offsets = np.cumsum(sizes) - sizes

@@ -1,12 +1,12 @@
-"""Cutting long text."""
+"""Splits long text."""
 
 from collections.abc import Iterator
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:
-    """Pieces of like size, each of at most `limit` characters; nothing is lost.
+    """Split `text` into pieces of similar size, each of at most `limit` characters.
 
-    A piece ends behind a line where the room allows it.
+    A piece ends after a line break if the limit allows it.
     """
     start = 0
     while len(text) - start > limit:

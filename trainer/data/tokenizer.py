@@ -1,4 +1,4 @@
-"""Byte-pair encoding: rustbpe learns the merges, tiktoken applies them, a JSON file keeps them.
+"""Byte-pair encoding: rustbpe trains the merges, tiktoken applies them, a JSON file stores them.
 
 tokenizer = Tokenizer.train(texts, vocab_size=8192); tokenizer.save(folder); Tokenizer.load(folder)
 """
@@ -23,14 +23,13 @@ from trainer.host.cores import usable_cores
 
 FILE_NAME = "tokenizer.json"
 
-# GPT-4's split pattern, but numbers in pieces of at most two digits: a small vocabulary has no room for 1,000
-# three-digit numbers.
+# The split pattern of GPT-4, but with at most two digits in a piece: three would take 1,000 tokens.
 SPLIT_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,2}| ?[^\s\p{L}\p{N}]++[\r\n]*"
     r"|\s*[\r\n]|\s+(?!\S)|\s+"
 )
 BOS = "<|bos|>"
-# nanochat's: the start of a document, the turns of a conversation, calls of a Python tool.
+# The special tokens of nanochat: start of a document, turns of a conversation, calls of a Python tool.
 SPECIAL_TOKENS = (
     BOS,
     "<|user_start|>",
@@ -42,7 +41,7 @@ SPECIAL_TOKENS = (
     "<|output_start|>",
     "<|output_end|>",
 )
-# The engine behind the pattern runs out of stack on about a million blanks: longer text goes in by pieces.
+# The regex engine overflows its stack on about a million blanks: longer text is encoded in pieces.
 LONGEST = 200_000  # characters
 JOB_CHARACTERS = 100_000
 JOBS_AHEAD = 4
@@ -50,7 +49,7 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 class Tokenizer:
-    """Token ids 0..255+merges-1 are pieces of bytes in merge order; the special tokens come last."""
+    """A byte-level BPE tokenizer: tokens in merge order, then the special tokens."""
 
     def __init__(
         self, ranks: Sequence[bytes], pattern: str = SPLIT_PATTERN, specials: Sequence[str] = SPECIAL_TOKENS
@@ -70,7 +69,7 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Learn a vocabulary of `vocab_size` tokens, the special ones included.
+        """Train a vocabulary of `vocab_size` tokens, special tokens included.
 
         Text with too few repeated pieces gives a smaller one; ask the result for its `vocab_size`.
         """
@@ -93,19 +92,19 @@ class Tokenizer:
     def token_bytes(self) -> NDArray[np.int32]:
         """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens.
 
-        They are the lengths of the raw bytes that the file keeps, not of anything decoded (half a character
-        counts as what it takes), so the sum over a text's tokens is the length of its UTF-8.
+        These are the lengths of the raw bytes, not of decoded text (a token may be half a character), so the
+        sum over the tokens of a text is the length of its UTF-8.
         """
         return np.array([len(piece) for piece in self.ranks] + [0] * len(self.specials), dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`; what looks like a special token in it is plain text."""
+        """Token ids of `text`. Special tokens in it are encoded as plain text."""
         return [i for piece in split_text(text, LONGEST) for i in self._encoding.encode_ordinary(piece)]
 
     def encode_batch(self, texts: Iterable[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
         """Token ids of each text, in order, encoded on `threads` cores (0: all this process may use).
 
-        Texts are taken as they are needed: at most `JOBS_AHEAD` jobs a thread are under way.
+        Texts are consumed lazily: at most `JOBS_AHEAD` jobs per thread are queued.
         """
         threads = threads or usable_cores()
         jobs = _jobs(texts)
@@ -131,11 +130,11 @@ class Tokenizer:
         return done
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; bytes that are not whole characters show as the replacement character."""
+        """The text of `ids`; invalid UTF-8 becomes the replacement character."""
         return self._encoding.decode(list(ids))
 
     def to_json(self) -> bytes:
-        """All of it as plain data; the same tokenizer always gives the same bytes."""
+        """Serialize as JSON; equal tokenizers give equal bytes."""
         content = {
             "schema": 1,
             "pattern": self.pattern,
@@ -145,7 +144,7 @@ class Tokenizer:
         return (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode()
 
     def save(self, folder: Path | str) -> Path:
-        """Write `tokenizer.json` into `folder`: the bytes of every token, from which its length follows."""
+        """Write `tokenizer.json` to `folder`."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json())
@@ -153,7 +152,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read what `save` wrote; raises DataError with the file's name if it is missing or damaged."""
+        """Read what `save` wrote. Raises DataError, naming the file, if it is missing or damaged."""
         path = Path(folder) / FILE_NAME
         try:
             content = json.loads(path.read_bytes())
@@ -172,11 +171,11 @@ class Tokenizer:
         except OSError as error:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is no tokenizer that this program wrote ({error}).") from None
+            raise DataError(f"{path} is not a tokenizer of nanofleet ({error}).") from None
 
 
 def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:
-    """The texts in groups of about `JOB_CHARACTERS`: handing over each short one would cost more than it."""
+    """Group the texts into jobs of about JOB_CHARACTERS, so that a thread gets more work than overhead."""
     job: list[str] = []
     size = 0
     for text in texts:

@@ -1,8 +1,8 @@
-"""One file over HTTP, resumed where it broke off: `Transfer(url, path, watch).run()`.
+"""A resumable HTTP download of one file: `Transfer(url, path, shared).run()`.
 
-The bytes go to `path`, what the server said of them to a `.json` beside it. A transfer that breaks off is
-taken up again after a growing pause, with Range and If-Range, by the next process too; a server that ignores
-Range sends it all again.
+The content is written to `path`, the metadata of the response to `path`.json. After a failure, a transfer
+continues where it stopped (Range and If-Range), with growing pauses between the tries; so does a later
+process. A server that ignores Range sends the whole file again.
 """
 
 import contextlib
@@ -23,8 +23,8 @@ from trainer.data import DataError
 from trainer.data.files import sync_file, write_whole
 from trainer.data.progress import Progress
 
-TRIES = 6  # in a row without a byte
-FIRST_PAUSE = 1.0  # seconds; doubled from try to try
+TRIES = 6  # consecutive ones without a byte
+FIRST_PAUSE = 1.0  # seconds; doubled after each try
 LONGEST_PAUSE = 60.0
 TIMEOUT = 30.0  # seconds without a byte
 BLOCK = 2**18
@@ -32,199 +32,200 @@ TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
 class StoppedError(Exception):
-    """The others of this download have ended: another one failed, or the person has had enough."""
+    """The download was stopped: another transfer failed, or a person pressed Ctrl-C."""
 
 
-class BrokenOffError(Exception):
-    """A transfer ended too early or could not begin; it may go better after `pause` seconds."""
+class InterruptedTransferError(Exception):
+    """The request failed or the response ended too early. Another try may succeed after `pause` seconds."""
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
         self.pause = pause
 
 
-class Watch:
-    """What the transfers of one download share: its progress, how much is to come, and the wish to end."""
+class SharedState:
+    """The state that concurrent transfers share: progress, file sizes, and the request to stop."""
 
     def __init__(self, progress: Progress, n_files: int = 1) -> None:
         self.progress = progress
         self.n_files = n_files
         self.stop = threading.Event()
         self.sizes: dict[str, int] = {}
-        self.unverified: list[str] = []  # files of which nobody told the sha256
+        self.unverified: list[str] = []  # files without a known sha256
 
-    def expect(self, url: str, size: int) -> None:
-        """The file at `url` has so many bytes; those not asked for yet count as the mean."""
+    def set_size(self, url: str, size: int) -> None:
+        """Set the size of the file at `url`; files of unknown size count as the mean of the known ones."""
         self.sizes[url] = size
         self.progress.total = sum(self.sizes.values()) * self.n_files // len(self.sizes)
 
 
-class Tries:
-    """How often one URL has failed in a row, and the pause before it is asked again."""
+class Retries:
+    """Counts the consecutive failures of a URL and waits between the tries."""
 
-    def __init__(self, url: str, watch: Watch) -> None:
-        self.url, self.watch = url, watch
-        self.again()
+    def __init__(self, url: str, shared: SharedState) -> None:
+        self.url, self.shared = url, shared
+        self.reset()
 
-    def again(self) -> None:
-        """Some of it came: begin to count anew."""
-        self.failed, self.pause = 0, FIRST_PAUSE
+    def reset(self) -> None:
+        """Forget the failures so far, after a try that has received bytes."""
+        self.failures, self.pause = 0, FIRST_PAUSE
 
-    def broke_off(self, error: BrokenOffError) -> None:
-        """Count a failure, say it and wait. Raises DataError when there were too many."""
-        self.failed += 1
-        if self.failed == TRIES:
+    def failed(self, error: InterruptedTransferError) -> None:
+        """Count a failure, print it and wait. Raises DataError after the last try."""
+        self.failures += 1
+        if self.failures == TRIES:
             raise DataError(
-                f"{self.url} cannot be downloaded: {error}, {TRIES} times in a row. Look at the network or "
-                "the URL and type the same again; what has come so far is kept."
+                f"{self.url} cannot be downloaded: {error}, {TRIES} times in a row. Check the network and "
+                "the URL and type the same again; the bytes received so far are kept."
             )
         pause = min(max(self.pause, error.pause), LONGEST_PAUSE)
-        self.watch.progress.note(f"{self.url}: {error}; again in {pause:g} s")
+        self.shared.progress.note(f"{self.url}: {error}; next try in {pause:g} s")
         self.pause *= 2
-        if self.watch.stop.wait(pause):
+        if self.shared.stop.wait(pause):
             raise StoppedError
 
 
 @dataclass
-class About:
-    """What the server said of a file when its first byte came."""
+class RemoteFile:
+    """Metadata of the file on the server, from the first response."""
 
     url: str
-    validator: str = ""  # ETag or Last-Modified: what is missing must be of the same file
+    validator: str = ""  # ETag or Last-Modified, to verify that later responses are of the same file
     size: int = -1
     sha256: str = ""
 
 
 class Transfer:
-    """Brings the file at `url` to `path`."""
+    """Downloads the file at `url` to `path`."""
 
-    def __init__(self, url: str, path: Path, watch: Watch) -> None:
-        self.path, self.watch = path, watch
-        self.beside = path.with_name(f"{path.name}.json")
-        self.about = self._remembered(url)
-        self.watch.progress.bring(self.have)
+    def __init__(self, url: str, path: Path, shared: SharedState) -> None:
+        self.path, self.shared = path, shared
+        self.metadata_path = path.with_name(f"{path.name}.json")
+        self.remote = self._read_metadata(url)
+        self.shared.progress.add_existing(self.received)
 
     @property
-    def have(self) -> int:
-        """Bytes that have come."""
+    def received(self) -> int:
+        """Bytes received so far."""
         return self.path.stat().st_size if self.path.exists() else 0
 
-    def run(self) -> About:
-        """Ask until all of it is there; its length is the one that the server gave. Raises DataError."""
-        tries = Tries(self.about.url, self.watch)
-        while self.about.size < 0 or self.have != self.about.size:
-            had = self.have
+    def run(self) -> RemoteFile:
+        """Send requests until the file is complete. Raises DataError."""
+        retries = Retries(self.remote.url, self.shared)
+        while self.remote.size < 0 or self.received != self.remote.size:
+            before = self.received
             try:
                 self._request()
                 break
-            except BrokenOffError as error:
-                if self.have > had:
-                    tries.again()
-                tries.broke_off(error)
+            except InterruptedTransferError as error:
+                if self.received > before:
+                    retries.reset()
+                retries.failed(error)
             except urllib.error.HTTPError as error:
-                if error.code == 416 and had:
-                    self.forget()
+                if error.code == 416 and before:
+                    self.discard()
                     continue
                 raise DataError(
-                    f"{self.about.url} cannot be downloaded: the server answers {error.code} {error.reason}. "
-                    "Look at --base-url and --count."
+                    f"{self.remote.url} cannot be downloaded: the server answers {error.code} "
+                    f"{error.reason}. Check --base-url and --count."
                 ) from None
             except OSError as error:
                 raise DataError(
-                    f"Cannot write {self.path}: {error.strerror or error}. Mend that and type the same "
-                    "again; what has come so far is kept."
+                    f"Cannot write {self.path}: {error.strerror or error}. Fix that and type the same "
+                    "again; the bytes received so far are kept."
                 ) from None
-        return self.about
+        return self.remote
 
-    def forget(self) -> None:
-        """Take away what has come."""
-        self.watch.progress.add(-self.have)
+    def discard(self) -> None:
+        """Delete the partial file and its metadata."""
+        self.shared.progress.add(-self.received)
         self.path.unlink(missing_ok=True)
-        self.beside.unlink(missing_ok=True)
-        self.about = About(self.about.url)
+        self.metadata_path.unlink(missing_ok=True)
+        self.remote = RemoteFile(self.remote.url)
 
-    def _remembered(self, url: str) -> About:
+    def _read_metadata(self, url: str) -> RemoteFile:
+        """The metadata of a partial file of `url`; deletes a partial file of another one."""
         try:
-            about = About(**json.loads(self.beside.read_bytes()))
+            remote = RemoteFile(**json.loads(self.metadata_path.read_bytes()))
         except (OSError, ValueError, TypeError):
-            about = About("")
-        if about.url != url or self.have > about.size >= 0:
+            remote = RemoteFile("")
+        if remote.url != url or self.received > remote.size >= 0:
             self.path.unlink(missing_ok=True)
-            about = About(url)
-        return about
+            remote = RemoteFile(url)
+        return remote
 
     def _request(self) -> None:
-        have = self.have
-        headers = {"Range": f"bytes={have}-"} if have else {}
-        if have and self.about.validator:
-            headers["If-Range"] = self.about.validator
-        answer, linked_sha256 = open_url(self.about.url, headers)
-        with answer:
-            start = self._start(answer, have)
-            length = answer.headers.get("Content-Length") or ""
+        received = self.received
+        headers = {"Range": f"bytes={received}-"} if received else {}
+        if received and self.remote.validator:
+            headers["If-Range"] = self.remote.validator
+        response, linked_sha256 = open_url(self.remote.url, headers)
+        with response:
+            start = self._start(response, received)
+            length = response.headers.get("Content-Length") or ""
             end = start + int(length) if length.isdigit() else -1
             if not start:
-                self.watch.progress.add(-have)
-                self.about = About(self.about.url, _validator(answer.headers), end, linked_sha256)
-                write_whole(self.beside, json.dumps(asdict(self.about)).encode())
-            if self.about.size >= 0:
-                self.watch.expect(self.about.url, self.about.size)
-            self._copy(answer, "ab" if start else "wb")
-        if 0 <= end != self.have:
-            raise BrokenOffError(f"it broke off after {self.have:,} of {end:,} bytes")
+                self.shared.progress.add(-received)
+                self.remote = RemoteFile(self.remote.url, _validator(response.headers), end, linked_sha256)
+                write_whole(self.metadata_path, json.dumps(asdict(self.remote)).encode())
+            if self.remote.size >= 0:
+                self.shared.set_size(self.remote.url, self.remote.size)
+            self._copy(response, "ab" if start else "wb")
+        if 0 <= end != self.received:
+            raise InterruptedTransferError(f"the response ended after {self.received:,} of {end:,} bytes")
 
-    def _start(self, answer: Any, have: int) -> int:
-        """Where the answer's bytes begin: at 0, or at those that are missing of the same file."""
-        if answer.status != 206:
+    def _start(self, response: Any, received: int) -> int:
+        """The offset of the response in the file: 0, or `received` if it continues the same file."""
+        if response.status != 206:
             return 0
-        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", answer.headers.get("Content-Range") or "")
-        same = found and int(found[1]) == have and found[2] in ("*", str(self.about.size))
-        if not same or _validator(answer.headers) not in ("", self.about.validator):
-            self.forget()
-            raise BrokenOffError("the file has changed on the server")
-        return have
+        found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range") or "")
+        same = found and int(found[1]) == received and found[2] in ("*", str(self.remote.size))
+        if not same or _validator(response.headers) not in ("", self.remote.validator):
+            self.discard()
+            raise InterruptedTransferError("the file has changed on the server")
+        return received
 
-    def _copy(self, answer: Any, mode: str) -> None:
+    def _copy(self, response: Any, mode: str) -> None:
         with open(self.path, mode, buffering=0) as file:
             while True:
                 try:
-                    block = answer.read1(BLOCK)
+                    block = response.read1(BLOCK)
                 except (OSError, http.client.HTTPException) as error:
-                    raise BrokenOffError(_reason(error)) from None
+                    raise InterruptedTransferError(_reason(error)) from None
                 if not block:
                     break
                 rest = memoryview(block)
-                while rest:  # a disk that is nearly full takes a part
+                while rest:  # a write to a nearly full disk may be partial
                     rest = rest[file.write(rest) :]
-                self.watch.progress.add(len(block))
-                if self.watch.stop.is_set():
+                self.shared.progress.add(len(block))
+                if self.shared.stop.is_set():
                     raise StoppedError
             sync_file(file.fileno())
 
 
 def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:
-    """The answer to a GET, and the sha256 that a hub's `X-Linked-ETag` gave on the way to it, or "".
+    """Send a GET request; returns the response, and the sha256 from `X-Linked-ETag` of a model hub, or "".
 
-    Raises BrokenOffError for what may go better soon, urllib's HTTPError for other refusals.
+    Raises InterruptedTransferError for failures that may be temporary, urllib's HTTPError for others.
     """
     redirects = _Redirects()
     request = urllib.request.Request(
         url, headers={"User-Agent": "nanofleet", "Accept-Encoding": "identity", **headers}
     )
     try:
-        answer = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT)
+        response = urllib.request.build_opener(redirects).open(request, timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         if error.code in TRANSIENT:
             reason = f"the server answers {error.code} {error.reason}"
-            raise BrokenOffError(reason, _retry_after(error.headers)) from None
+            raise InterruptedTransferError(reason, _retry_after(error.headers)) from None
         raise
     except (OSError, http.client.HTTPException) as error:
-        raise BrokenOffError(_reason(error)) from None
-    return answer, redirects.linked_sha256 or _linked_sha256(answer.headers)
+        raise InterruptedTransferError(_reason(error)) from None
+    return response, redirects.linked_sha256 or _linked_sha256(response.headers)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; a hub names the sha256 in its own answer, which leads to the store's."""
+    """Follows redirects; a model hub gives the sha256 in the response that redirects to its storage."""
 
     linked_sha256 = ""
 
@@ -239,7 +240,7 @@ def _linked_sha256(headers: Any) -> str:
 
 
 def _validator(headers: Any) -> str:
-    """What tells this file from a later one of the same URL; a weak ETag does not."""
+    """The strong ETag or Last-Modified, which identifies this version of the file."""
     etag = headers.get("ETag") or ""
     return str(etag if etag and not etag.startswith("W/") else headers.get("Last-Modified") or "")
 
@@ -254,11 +255,11 @@ def _retry_after(headers: Any) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """What a failed connection was, in a few words."""
+    """A short description of a failed connection."""
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
         error = error.reason
     if isinstance(error, TimeoutError):
         return f"no byte in {TIMEOUT:g} s"
     if isinstance(error, http.client.IncompleteRead):
-        return "it broke off"
+        return "the connection was lost"
     return str(getattr(error, "strerror", None) or error or type(error).__name__)

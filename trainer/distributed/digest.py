@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.data.files import write_whole
-from trainer.distributed.process_group import Group, Peer
+from trainer.distributed.process_group import Collectives, Peer
 from trainer.outcome import Final, Retryable
 
 REMEDY = "Its memory fails or it computes wrongly: test it (memtest86+) or train without it."
@@ -36,7 +36,7 @@ def minority_ranks(values: Sequence[Hashable]) -> list[int]:
     return [rank for rank, value in enumerate(values) if 2 * count <= len(values) or value != usual]
 
 
-def compare_batches(group: Group, checksums: Sequence[int], step: int) -> None:
+def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> None:
     """Raise Retryable on every rank if they have read different batches for `step`, counted from 1."""
     if len(set(checksums)) == 1:
         return
@@ -62,7 +62,7 @@ class ParameterCheck:
     from a checkpoint before that step computes the same bytes again, which shows the rank that was wrong.
     """
 
-    def __init__(self, group: Group, model: nn.Module, run_dir: Path) -> None:
+    def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
         """A collective call."""
         self._group, self._model = group, model
         self._path = run_dir / f"digests-{group.rank}.json"

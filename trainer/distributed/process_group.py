@@ -12,9 +12,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,7 +42,7 @@ NCCL_RAISES = {
 }
 
 
-Pending = Callable[[], Any]  # a started collective, for Group.wait
+Pending = Callable[[], Any]  # a started collective, for Collectives.wait
 
 
 class PeerLost(Retryable):
@@ -62,8 +61,8 @@ class Peer:
         return f"rank {self.rank} ({self.host})"
 
 
-class Group:
-    """The ranks of a run. `open` returns when all of them are connected."""
+class Collectives:
+    """The collectives of the ranks of a run. `open` returns when all ranks are connected."""
 
     def __init__(self, env: RankEnv, peers: list[Peer]) -> None:
         self.rank = env.rank
@@ -72,7 +71,7 @@ class Group:
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
         self.bytes_sent = 0
         self.is_waiting = False  # whether the main thread waits in a collective
-        self.seconds_waited = 0.0
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
 
     @classmethod
     def open(
@@ -81,7 +80,7 @@ class Group:
         peers: list[Peer],
         store: dist.Store | None,
         device: torch.device = CPU,
-    ) -> Group:
+    ) -> Collectives:
         """Connect all ranks; raises PeerLost if that fails within a minute.
 
         On a GPU, NCCL has a minute more. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface.
@@ -129,15 +128,12 @@ class Group:
         self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
 
     def wait(self, pending: Iterable[Pending]) -> list[Any]:
-        """Wait for started collectives and return their results; the time is counted in `seconds_waited`.
+        """Wait for started collectives and return their results.
 
         All ranks must start collectives in the same order.
         """
-        began = time.monotonic()
-        with self._peer_errors():
-            results = [wait() for wait in pending]
-        self.seconds_waited += time.monotonic() - began
-        return results
+        with self.waiting(), self._peer_errors():
+            return [wait() for wait in pending]
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
         """Start to replace a flat tensor by its sum over all ranks."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.outcome import Final
 
 
@@ -51,7 +51,7 @@ class StepSummary:
 class StepSync:
     """The all-reduce of one step, between `start` and `finish`."""
 
-    def __init__(self, group: Group, rows_per_step: int) -> None:
+    def __init__(self, group: Collectives, rows_per_step: int) -> None:
         self._group, self._rows_per_step = group, rows_per_step
 
     def start(self, report: StepReport) -> tuple[Tensor, Pending]:

@@ -1,4 +1,4 @@
-"""Bits per byte on the validation split, shared by all ranks: a loss that no vocabulary changes."""
+"""Bits per byte on the validation split, computed by all ranks: a loss independent of the vocabulary."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainer.data.loader import proportional_split, rank_rows
 from trainer.data.split import Split
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.model.gpt import GPT
 
 
@@ -31,7 +31,7 @@ def evaluate(
     token_bytes: Tensor,
     eval_tokens: int,
     device_batch_size: int,
-    group: Group,
+    group: Collectives,
     shares: Sequence[int] = (1,),
 ) -> Evaluation:
     """Evaluate on the first rows of the split, as many as hold `eval_tokens` (rounded up, at most all).

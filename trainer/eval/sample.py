@@ -27,7 +27,7 @@ REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole
 def generate(
     model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
 ) -> Iterator[int]:
-    """Token ids that continue `tokens`; temperature 0 takes the likeliest each time.
+    """Generate token ids that continue `tokens`; temperature 0 always takes the most likely one.
 
     Drawn on the CPU, so that a seed means the same draws on every device. A window that is full moves on by
     half of it, so that long texts stay cheap.
@@ -62,7 +62,7 @@ def stream_text(
     temperature: float = 1.0,
     seed: int = 42,
 ) -> Iterator[str]:
-    """The pieces of text that continue `prompt`, of whole characters each; ends where the document does."""
+    """Generate text that continues `prompt`, in pieces of whole characters, to the end of the document."""
     ids: list[int] = []
     shown = ""
     for token in generate(
@@ -79,14 +79,14 @@ def stream_text(
 
 
 def write(model: GPT, tokenizer: Tokenizer, run_dir: Path) -> str:
-    """Continue PROMPT and keep the text in the run directory; returns it. Raises OSError."""
+    """Continue PROMPT and write the text to the run directory; returns it. Raises OSError."""
     text = PROMPT + "".join(stream_text(model, tokenizer, PROMPT, TOKENS, TEMPERATURE))
     write_whole(run_dir / KEPT, (text + "\n").encode())
     return text
 
 
 def last(run_dir: Path) -> str | None:
-    """What `write` kept last; None where it did not, or it cannot be read."""
+    """The text that `write` wrote last; None if there is none or it cannot be read."""
     try:
         return (run_dir / KEPT).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, ValueError):

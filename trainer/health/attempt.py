@@ -2,11 +2,12 @@
 
     code = run_attempt(run_dir, env, log, make, start)
 
-Whatever ends the attempt, outcome.json says how. The first end counts; later ones change nothing.
+Every end of the attempt is written to outcome.json. The first end counts; later ones change nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -21,6 +22,7 @@ from typing import IO, Any
 from trainer.config import ConfigError, RunFile
 from trainer.data.files import try_lock, write_whole
 from trainer.health import restart_policy
+from trainer.health.status_record import OutcomeRecord
 from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES, Retryable, RunEnd, Stopped, conclude, is_expected
@@ -49,18 +51,7 @@ class Attempt:
         # Called before another thread than the training one ends the process: completes a checkpoint that is
         # being written, within these seconds, and returns the end of the attempt.
         self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
-        self._figures: dict[str, Any] = {
-            "run_id": None,
-            "step": 0,
-            "num_iterations": None,
-            "first_loss": None,
-            "loss": None,
-            "val_bpb": None,
-            "checkpoint": None,
-            "sample": None,
-            "tok_per_s": None,
-            "alone": None,
-        }
+        self._figures = OutcomeRecord()
 
     def begin(self, seconds: float = ENDING_SECONDS) -> None:
         """Create the run directory, lock it for this rank, and remove the outcome of an earlier attempt.
@@ -96,10 +87,7 @@ class Attempt:
 
     def update(self, **figures: Any) -> None:
         """Set figures of the outcome: step, loss, val_bpb, checkpoint."""
-        unknown = figures.keys() - self._figures.keys()
-        if unknown:
-            raise ValueError(f"an outcome has no {', '.join(sorted(unknown))}")
-        self._figures.update(figures)
+        self._figures = dataclasses.replace(self._figures, **figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
         """Register `call(outcome, hurry)`, called when the attempt ends."""
@@ -107,12 +95,12 @@ class Attempt:
 
     @property
     def step(self) -> int:
-        return int(self._figures["step"])
+        return self._figures.step
 
     @property
     def is_saved(self) -> bool:
         """Whether the newest checkpoint is that of the newest step."""
-        return str(self._figures["checkpoint"]).endswith(f"step_{self.step:06d}")
+        return str(self._figures.checkpoint).endswith(f"step_{self.step:06d}")
 
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
         """Write the outcome. Only the first end of an attempt counts; returns whether this is it."""
@@ -121,7 +109,7 @@ class Attempt:
                 return False
             self._ended, self.reason = True, reason
             content = {
-                **self._figures,
+                **dataclasses.asdict(self._figures),
                 "outcome": outcome,
                 "reason": reason,
                 "settled": outcome in restart_policy.SETTLED if settled is None else settled,

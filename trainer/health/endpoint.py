@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 from trainer.health.diagnosis import EndpointResult
+from trainer.health.status_record import RunStatusRecord
 
 QUERY_SECONDS = 3.0
 BACKLOG = 1024  # connections to a frozen process pile up, and a full queue would look like a dead host
@@ -52,16 +53,16 @@ class EndpointAddress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of a query, and the status of the rank if it answered."""
+    """The result of a query, and the status of the rank; an empty one if it did not answer."""
 
     result: EndpointResult
-    status: dict[str, Any]
+    status: RunStatusRecord = RunStatusRecord()
 
 
 class HealthEndpoint:
     """Answers on `address` with the result of `answer(stacks)`, which several threads may call at once."""
 
-    def __init__(self, address: str, answer: Callable[[bool], dict[str, Any]]) -> None:
+    def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
         """Raises OSError if the address does not belong to this host."""
         self._server = _Server(address, answer)
         self.address = EndpointAddress(address, int(self._server.server_address[1]), self._server.secret)
@@ -79,7 +80,7 @@ class _Server(socketserver.ThreadingTCPServer):
     block_on_close = False
     request_queue_size = BACKLOG
 
-    def __init__(self, address: str, answer: Callable[[bool], dict[str, Any]]) -> None:
+    def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
         self.answer, self.secret = answer, secrets.token_hex(8)
         self._unproven: dict[socket.socket, None] = {}
@@ -126,7 +127,7 @@ class _Query(socketserver.BaseRequestHandler):
             return
         server.proven(connection)
         try:
-            answer = server.answer(bool(request["stacks"]))
+            answer = server.answer(bool(request["stacks"])).message()
         except Exception as error:  # this is an answer too: the process runs
             answer = {"error": f"{type(error).__name__}: {error}"}
         _send(connection, {"secret": server.secret[::-1]}, deadline)
@@ -141,7 +142,7 @@ def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY
     for _ in range(2):
         if answer := _query_once(address, stacks, seconds):
             return answer
-    return Answer(EndpointResult.REFUSES, {})
+    return Answer(EndpointResult.REFUSES)
 
 
 def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answer | None:
@@ -157,13 +158,12 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
                 return None
             result = EndpointResult.CUT_SHORT
             _send(connection, {"padding": PADDING}, deadline)
-            status = dict(json.loads(_read_line(connection, LONGEST_ANSWER, deadline)))
-            status.pop("padding", None)
-            return Answer(EndpointResult.ANSWERS, status)
+            values = json.loads(_read_line(connection, LONGEST_ANSWER, deadline))
+            return Answer(EndpointResult.ANSWERS, RunStatusRecord.load(values))
     except ConnectionRefusedError:
-        return Answer(EndpointResult.REFUSES, {})
+        return Answer(EndpointResult.REFUSES)
     except TimeoutError:
-        return Answer(result, {})
+        return Answer(result)
     except (
         OSError,
         ValueError,
@@ -171,7 +171,7 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
         LookupError,
         RecursionError,
     ):  # closed, or not a rank
-        return Answer(result, {}) if result == EndpointResult.UNREACHABLE else None
+        return Answer(result) if result == EndpointResult.UNREACHABLE else None
 
 
 def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:

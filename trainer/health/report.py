@@ -5,12 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.distributed.process_group import Peer
 from trainer.health.diagnosis import EndpointResult, Freshness, Verdict, diagnose
+from trainer.health.status_record import RunStatusRecord
 
 BUSY, IDLE = 0.5, 0.1  # of a core, used by the thread that trains
 HOT = 90.0  # degrees Celsius
@@ -25,7 +25,7 @@ class RankEvidence:
     peer: Peer
     endpoint: EndpointResult
     freshness: Freshness = Freshness.NONE
-    status: Mapping[str, Any] = field(default_factory=dict)
+    status: RunStatusRecord = field(default_factory=RunStatusRecord)
     age: float = 0.0
     reachable: bool = False
 
@@ -40,15 +40,7 @@ class RankEvidence:
 
     @property
     def is_waiting(self) -> bool:
-        return self.verdict == Verdict.RUNS and bool(self.status.get("waits"))
-
-
-def phase_of(status: Mapping[str, Any]) -> str:
-    """Phase and step in a run status: backward of step 812, load, evaluate after step 250."""
-    phase, step = status.get("phase") or "load", int(status.get("step") or 0)
-    if status.get("stage") == "step":
-        return f"{phase} of step {step + 1}"
-    return f"{phase} after step {step}" if phase in ("evaluate", "checkpoint", "done") else str(phase)
+        return self.verdict == Verdict.RUNS and self.status.waits
 
 
 def describe_rank(each: RankEvidence) -> str:
@@ -63,14 +55,12 @@ def describe_rank(each: RankEvidence) -> str:
     if verdict.is_dead:
         return f"{peer} {_death(each)}"
     if each.is_waiting:
-        return f"{peer} waits in {phase_of(status)}{_down(status)}"
-    return (
-        f"{peer} has been in {phase_of(status)} for {status.get('phase_seconds', 0):.0f} s{_effort(status)}"
-    )
+        return f"{peer} waits in {status.position}{_down(status)}"
+    return f"{peer} has been in {status.position} for {status.phase_seconds:.0f} s{_effort(status)}"
 
 
 def _death(each: RankEvidence) -> str:
-    last = f",{_last_seen(each)}" if each.status else ""
+    last = "" if each.status.is_empty else f",{_last_seen(each)}"
     if each.verdict == Verdict.GONE:
         return f"is gone (its host answers, the process does not exist any more){last}"
     if each.verdict == Verdict.FROZEN:
@@ -82,7 +72,7 @@ def _death(each: RankEvidence) -> str:
 def _impairment(each: RankEvidence) -> str:
     """The impaired traffic with a rank that runs, or may run, and the evidence in brackets."""
     result = {
-        EndpointResult.CUT_SHORT: "its health endpoint answers, but packets of full size do not arrive",
+        EndpointResult.CUT_SHORT: "packets of full size do not arrive at its health endpoint",
         EndpointResult.REFUSES: "the connection to its health endpoint is refused",
         EndpointResult.SILENT: "its health endpoint takes the connection and does not answer",
     }.get(each.endpoint, "its health endpoint cannot be reached")
@@ -94,32 +84,31 @@ def _impairment(each: RankEvidence) -> str:
 
 
 def _last_seen(each: RankEvidence) -> str:
-    return f" last seen in {phase_of(each.status)} {each.age:.0f} s ago"
+    return f" last seen in {each.status.position} {each.age:.0f} s ago"
 
 
-def _down(status: Mapping[str, Any]) -> str:
-    return f" (its interface {status['interface']} is down)" if status.get("up") is False else ""
+def _down(status: RunStatusRecord) -> str:
+    return f" (its interface {status.interface} is down)" if status.up is False else ""
 
 
 def _arrives(each: RankEvidence) -> str:
     status = each.status
-    if status.get("received") is None:
+    if status.received is None:
         return f"{each.peer}{_down(status)}"
-    rate = f"{status['received'] / 1000:,.0f} kB/s arrive at {status['interface']}"
+    rate = f"{status.received / 1000:,.0f} kB/s arrive at {status.interface}"
     return f"{rate} of {each.peer}{_down(status)}"
 
 
-def _effort(status: Mapping[str, Any]) -> str:
+def _effort(status: RunStatusRecord) -> str:
     """How busy a computing rank is, and what slows it down, in brackets."""
     notes = []
-    cpu = status.get("cpu")
-    if cpu is not None:
-        verdict = "slow: " if cpu >= BUSY else "idle: " if cpu < IDLE else ""
-        notes.append(f"{verdict}{100 * cpu:.0f} % of a core")
-    if status.get("throttled"):
+    if status.cpu is not None:
+        verdict = "slow: " if status.cpu >= BUSY else "idle: " if status.cpu < IDLE else ""
+        notes.append(f"{verdict}{100 * status.cpu:.0f} % of a core")
+    if status.throttled:
         notes.append("throttled")
-    if (status.get("temperature") or 0) >= HOT:
-        notes.append(f"{status['temperature']:.0f} °C")
+    if status.temperature is not None and status.temperature >= HOT:
+        notes.append(f"{status.temperature:.0f} °C")
     return f" ({', '.join(notes)})" if notes else ""
 
 
@@ -127,8 +116,8 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
     """One sentence on all ranks; those that delay the others come first."""
     waiting = [each for each in evidence if each.is_waiting]
     if len(waiting) == len(evidence) > 1:
-        phases = sorted({phase_of(each.status) for each in waiting})
-        seconds = min(float(each.status.get("phase_seconds", 0)) for each in waiting)
+        phases = sorted({each.status.position for each in waiting})
+        seconds = min(each.status.phase_seconds for each in waiting)
         return (
             f"all ranks have waited in {' and '.join(phases)} for {seconds:.0f} s: the network between them "
             f"is slow or interrupted; the run continues within two minutes after it is fixed ({DOCTOR}): "
@@ -138,7 +127,7 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
     missing += [each for each in evidence if each.verdict == Verdict.IMPAIRED]
     others = [each for each in evidence if not each.is_waiting and each not in missing]
     # The rank that has been in its phase for longest delays the others.
-    others.sort(key=lambda each: -float(each.status.get("phase_seconds", 0)))
+    others.sort(key=lambda each: -each.status.phase_seconds)
     return "; ".join(describe_rank(each) for each in [*missing, *others, *waiting])
 
 

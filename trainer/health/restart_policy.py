@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.data.files import write_whole
+from trainer.health.status_record import RunStatusRecord
 
 HISTORY, UNDER_WAY, ANNOUNCED = "attempts.jsonl", "attempt.json", "announced.json"
 FIRST_WAIT_SECONDS = 5.0
@@ -73,6 +74,31 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
     return RestartDecision(True, why, fruitless, wait_after(fruitless))
 
 
+def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
+    """Whether a run that its host ended by going down is still wanted.
+
+    An orderly shutdown ends the ranks by SIGTERM: their `stopped` is not settled, and is removed. A request
+    to stop that came before the host went down holds.
+    """
+    if (run_dir / "stop").exists():
+        return RestartDecision(False, "stopped: the run was asked to stop before the host went down")
+    for path in run_dir.glob("outcome*.json"):
+        if _may_be_a_shutdown(_load(path)):
+            path.unlink(missing_ok=True)
+    return judge(run_dir, limit)
+
+
+def judge_at_end(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
+    """Whether a run whose attempt has just ended is still wanted when its host boots. Reads only."""
+    if any(_may_be_a_shutdown(_load(path)) for path in run_dir.glob("outcome*.json")):
+        return RestartDecision(True, "The attempt was ended by SIGTERM, perhaps because its host goes down.")
+    return judge(run_dir, limit)
+
+
+def _may_be_a_shutdown(end: dict[str, Any]) -> bool:
+    return end.get("outcome") == "stopped" and not end.get("settled")
+
+
 def wait_after(fruitless: int) -> float:
     """Seconds to wait after so many attempts in a row without progress: 0, 5, 10, 20, 40, 60, 60 ..."""
     if fruitless < 2:
@@ -113,7 +139,7 @@ def is_asked_anew(run_dir: Path) -> bool:
 
 def has_stepped(run_dir: Path) -> bool:
     """Whether a rank of this host made a step in its last attempt."""
-    return any(_load(path).get("loss") is not None for path in run_dir.glob("heartbeat-*.json"))
+    return any(beat.loss is not None for beat in _heartbeats(run_dir))
 
 
 def begin(run_dir: Path) -> None:
@@ -220,22 +246,21 @@ def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
     under_way = _load(run_dir / UNDER_WAY)
     if not under_way:
         return None
-    beats = [beat for path in sorted(run_dir.glob("heartbeat-*.json")) if (beat := _load(path))]
-    beat = next((beat for beat in beats if beat.get("pid") == under_way.get("pid")), {})
-    step, phase = int(beat.get("step") or 0), beat.get("phase") or "load"
+    own = (beat for beat in _heartbeats(run_dir) if beat.pid == under_way.get("pid"))
+    beat = next(own, RunStatusRecord())
     if under_way.get("boot_id") and under_way["boot_id"] != _boot_id():
         what = "Its host went down"
     else:
         what = "Killed by SIGKILL: by hand, or by the kernel because memory ran out,"
-    began, seen = float(under_way.get("began") or 0), float(beat.get("time") or 0)
+    began, seen = float(under_way.get("began") or 0), beat.time or 0.0
     return {
-        "run_id": beat.get("run_id"),
-        "rank": beat.get("rank"),
+        "run_id": beat.run_id or None,
+        "rank": beat.rank,
         "outcome": "retryable",
-        "reason": f"{what} in {phase} after step {step}.",
-        "step": step,
-        "loss": beat.get("loss"),
-        "checkpoint": (beat.get("checkpoint") or {}).get("path"),
+        "reason": f"{what} in {beat.phase or 'load'} after step {beat.step}.",
+        "step": beat.step,
+        "loss": beat.loss,
+        "checkpoint": beat.checkpoint["path"] if beat.checkpoint else None,
         "seconds": round(max(0.0, seen - began), 3),
         "time": seen or began,
         "began": began,
@@ -257,6 +282,10 @@ def settle(run_dir: Path) -> None:
 def _add(run_dir: Path, line: dict[str, Any]) -> None:
     with open(run_dir / HISTORY, "a", encoding="utf-8") as file:
         file.write(json.dumps(line) + "\n")
+
+
+def _heartbeats(run_dir: Path) -> list[RunStatusRecord]:
+    return [RunStatusRecord.load(_load(path)) for path in sorted(run_dir.glob("heartbeat-*.json"))]
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -289,12 +318,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--wait", action="store_true", help="sleep before the next attempt; set `settled` if none follows"
     )
+    parser.add_argument(
+        "--at",
+        choices=("restart", "boot", "end"),
+        default="restart",
+        help="boot: for a host that has just booted, whose shutdown is no reason to end the run; end: "
+        "whether a run whose attempt has just ended is started again at a boot (%(default)s)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the decision; returns 0 if another attempt makes sense, else 1."""
-    decision = judge(args.run_dir, args.limit, args.first_must_step)
+    if args.at == "boot":
+        decision = judge_after_boot(args.run_dir, args.limit)
+    elif args.at == "end":
+        decision = judge_at_end(args.run_dir, args.limit)
+    else:
+        decision = judge(args.run_dir, args.limit, args.first_must_step)
     if args.json:
         print(json.dumps(decision._asdict()), flush=True)
     elif decision.again:

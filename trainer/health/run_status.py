@@ -1,4 +1,4 @@
-"""The run status of a rank: heartbeat-<rank>.json in its run directory, replaced at each phase and step.
+"""Keeps the run status of this rank in heartbeat-<rank>.json, which is replaced at each phase and step.
 
 The same calls measure the time of each phase. Once started, a thread writes the file every second while the
 main thread waits or computes: the age of the file shows whether the process runs.
@@ -12,11 +12,13 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.health.sensors import Sensors
+from trainer.health.status_record import RunStatusRecord
 from trainer.host.rank_env import RankEnv
 
 PHASES = (
@@ -54,7 +56,6 @@ class RunStatus:
     ) -> None:
         """Construct it on the thread that trains, whose CPU time is measured."""
         self.path = run_dir / f"heartbeat-{env.rank}.json"
-        self.phase = ""
         self.is_waiting: Callable[[], bool] = lambda: False  # whether the rank waits in a collective
         self._clock = clock
         self._entered = self._stage_entered = clock()
@@ -64,32 +65,9 @@ class RunStatus:
         self._stopped = threading.Event()
         self._cpu = CpuUsage()
         self._sensors = Sensors()
-        self._state: dict[str, Any] = {
-            "run_id": run_id,
-            "rank": env.rank,
-            "world_size": env.world_size,
-            "host": env.host,
-            "pid": os.getpid(),
-            "phase": "",
-            "entered": None,
-            "step": 0,
-            "num_iterations": None,
-            "loss": None,
-            "val_bpb": None,
-            "tok_per_s": None,
-            "tok_per_s_average": None,
-            "step_seconds": None,
-            "eta_seconds": None,
-            "sync_share": None,
-            "shares": None,
-            "checkpoint": None,
-            "cpu": None,
-            "temperature": None,
-            "throttled": None,
-            "stall_seconds": None,
-            "blame": None,
-            "warning": None,
-        }
+        self._record = RunStatusRecord(
+            run_id=run_id, rank=env.rank, world_size=env.world_size, host=env.host, pid=os.getpid()
+        )
 
     def start(self, every_seconds: float = PUBLISH_SECONDS) -> None:
         """Start the thread that writes the file."""
@@ -103,23 +81,45 @@ class RunStatus:
         while not self._stopped.wait(every_seconds):
             if time.monotonic() >= sensors_at:
                 sensors_at += SENSOR_SECONDS
-                self._state.update(self._sensors.read())
-            self._state["cpu"] = self._cpu.share(self._entered)
+                self._set(**self._sensors.read())
+            self._record.cpu = self._cpu.share(self._entered)
             self._write()
+
+    @property
+    def phase(self) -> str:
+        return self._record.phase
 
     def enter(self, phase: str) -> None:
         """Leave the current phase for `phase`."""
         if phase not in PHASES:
             raise ValueError(f"{phase} is not one of the phases {', '.join(PHASES)}")
+        before = self.phase
+        self._switch(phase)
+        if phase != before:
+            self._enter_stage(self._entered)
+            self._write()
+
+    def _switch(self, phase: str) -> None:
         now = self._clock()
         if self.phase:
             self._seconds[self.phase] = self._seconds.get(self.phase, 0.0) + now - self._entered
         self._entered = now
         if phase != self.phase:
-            self.phase = phase
-            self._state["entered"] = time.time()
-            self._enter_stage(now)
-            self._write()
+            self._record.phase, self._record.entered = phase, time.time()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Within it, a rank waits for others: in a step that is the phase sync, also between computations.
+
+        The thread writes the file: a step has many such waits.
+        """
+        before = self.phase
+        if before == "sync" or before not in OF_A_STEP:
+            yield
+            return
+        self._switch("sync")
+        yield
+        self._switch(before)  # not after an error, which happened in sync
 
     def lap(self) -> dict[str, float]:
         """Seconds by phase since the last lap, the current phase's included."""
@@ -127,25 +127,21 @@ class RunStatus:
         seconds, self._seconds = self._seconds, {}
         return seconds
 
-    def move(self, phase: str, other: str, seconds: float) -> None:
-        """Count some of the time of a phase as that of another."""
-        self._seconds[phase] = self._seconds.get(phase, 0.0) - seconds
-        self._seconds[other] = self._seconds.get(other, 0.0) + seconds
-
     def update(self, **figures: Any) -> None:
         """Set figures such as step, loss, val_bpb and write the file."""
-        unknown = figures.keys() - self._state.keys()
-        if unknown:
-            raise ValueError(f"the run status has no {', '.join(sorted(unknown))}")
-        self._state.update(figures)
+        self._set(**figures)
         self._enter_stage(self._clock())
         self._write()
 
+    def _set(self, **figures: Any) -> None:
+        for name, value in figures.items():
+            setattr(self._record, name, value)  # AttributeError for one that the record lacks
+
     def _enter_stage(self, now: float) -> None:
-        stage = ("step" if self.phase in OF_A_STEP else self.phase, int(self._state["step"]))
+        stage = ("step" if self.phase in OF_A_STEP else self.phase, self._record.step)
         if stage != self._stage:
             self._stage_entered, self._stage = now, stage
-            self._state["blame"] = None
+            self._record.blame = None
 
     @property
     def stage(self) -> Stage:
@@ -155,28 +151,24 @@ class RunStatus:
     @property
     def step_seconds(self) -> float:
         """Seconds of the median step; 0 before the first."""
-        return float(self._state["step_seconds"] or 0.0)
+        return self._record.step_seconds or 0.0
 
-    def published(self) -> dict[str, Any]:
-        """The status for the other ranks: phase, step, seconds, CPU use."""
-        stage = self.stage
-        return {
-            "phase": self.phase,
-            "step": self._state["step"],
-            "stage": stage.name,
-            "stage_seconds": round(stage.seconds, 1),
-            "phase_seconds": round(self._clock() - self._entered, 1),
-            "waits": self.is_waiting(),
-            "cpu": self._cpu.share(self._entered),
-            "temperature": self._state["temperature"],
-            "throttled": self._state["throttled"],
-        }
+    def record(self) -> RunStatusRecord:
+        """A copy of the record as it is now, with the stage and the seconds of the phase."""
+        return replace(
+            self._record,
+            stage=self.stage.name,
+            phase_seconds=round(self._clock() - self._entered, 1),
+            waits=self.is_waiting(),
+            cpu=self._cpu.share(self._entered),
+        )
 
     def _write(self) -> None:
         """Replace the file. It is not synced to the disk: nobody reads it after the machine has stopped."""
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self._lock:
-            content = json.dumps({**self._state, "phase": self.phase, "time": time.time()}).encode()
+            self._record.time = time.time()
+            content = json.dumps(self._record.heartbeat()).encode()
             try:
                 temporary.write_bytes(content)
                 os.replace(temporary, self.path)

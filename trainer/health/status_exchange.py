@@ -1,7 +1,7 @@
 """The run status of every rank, exchanged each second through the rendezvous store.
 
     exchange = StatusExchange(env, prefix)     # a thread with its own connection to the store
-    exchange.start(status)                     # status() returns the status of this rank
+    exchange.start(status)                     # status() returns the record of this rank
     exchange.received                          # rank -> last status of the others, and its age
     exchange.publish()                         # at once, in a bounded time
 
@@ -17,23 +17,23 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
+from trainer.health.status_record import RunStatusRecord
 from trainer.host.rank_env import RankEnv
 
 PUBLISH_SECONDS = 1.0
 ANSWER_SECONDS = 10.0
 RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
-Status = dict[str, Any]
-
 
 class ReceivedStatus(NamedTuple):
-    """The last status of a rank and when, by this host's clock, it was new."""
+    """The last status of a rank, its number, and when, by this host's clock, it was new."""
 
-    status: Status
+    status: RunStatusRecord
+    number: int
     at: float
 
     @property
@@ -48,15 +48,15 @@ class StatusExchange:
         self._env, self._prefix = env, prefix
         self._key = f"status/{env.rank}"
         self._others = {rank: f"status/{rank}" for rank in range(env.world_size) if rank != env.rank}
-        self._status: Callable[[], Status] = dict
-        self._count = 0
+        self._status: Callable[[], RunStatusRecord] = RunStatusRecord
+        self._number = 0
         self._lock = threading.Lock()  # of the connection
         self._store: dist.Store | None = None
         self._try_at = 0.0
         self._stopped = threading.Event()
         self.received: dict[int, ReceivedStatus] = {}
 
-    def start(self, status: Callable[[], Status]) -> None:
+    def start(self, status: Callable[[], RunStatusRecord]) -> None:
         self._status = status
         if self._others:
             threading.Thread(target=self._work, name="status exchange", daemon=True).start()
@@ -65,7 +65,11 @@ class StatusExchange:
         self._stopped.set()
 
     def publish(self, seconds: float = 1.0) -> bool:
-        """Publish now and read the others; returns whether that was done within `seconds`."""
+        """Publish this rank's status and read those of the other ranks, in a thread.
+
+        Returns True if the attempt ended within `seconds`, even if the rendezvous store could not be
+        reached. Raises nothing for a lost connection.
+        """
         if not self._others:
             return True
         done = threading.Event()
@@ -90,8 +94,8 @@ class StatusExchange:
                         return
                     self._try_at = time.monotonic() + RECONNECT_SECONDS
                     self._store = self._connect()
-                self._count += 1
-                self._store.set(self._key, json.dumps({**self._status(), "count": self._count}))
+                self._number += 1
+                self._store.set(self._key, json.dumps({**self._status().message(), "number": self._number}))
                 self._read(self._store)
             except (RuntimeError, ValueError):
                 self._store = None
@@ -112,7 +116,8 @@ class StatusExchange:
             return
         for rank, raw in zip(there, store.multi_get([self._others[rank] for rank in there]), strict=True):
             with contextlib.suppress(ValueError, TypeError, LookupError, RecursionError):  # no run status
-                status = dict(json.loads(raw))
-                count, before = status["count"], self.received.get(rank)
-                if before is None or before.status["count"] != count:
-                    self.received[rank] = ReceivedStatus(status, time.monotonic())
+                values = json.loads(raw)
+                number, before = values["number"], self.received.get(rank)
+                if before is None or before.number != number:
+                    status = RunStatusRecord.load(values)
+                    self.received[rank] = ReceivedStatus(status, number, time.monotonic())

@@ -22,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from trainer.config import ConfigError
 from trainer.data.files import write_whole
@@ -42,7 +41,8 @@ from trainer.health.report import RankEvidence, capitalize, describe_delay, desc
 from trainer.health.run_status import RunStatus, Stage
 from trainer.health.stacks import main_line, stacks
 from trainer.health.status_exchange import PUBLISH_SECONDS, StatusExchange
-from trainer.host.logger import RunLogger
+from trainer.health.status_record import RankEnd, RunStatusRecord
+from trainer.host.logger import RunLogger, fields
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import EXIT_CODES, Final, Retryable, RunEnd
@@ -85,7 +85,7 @@ class Watchdog:
         self._exchange: StatusExchange | None = None
         self._endpoint: HealthEndpoint | None = None
         self._stopped = threading.Event()
-        self._own_end: dict[str, Any] | None = None
+        self._own_end: RankEnd | None = None
         self._is_echo = False  # this rank ends only because another rank is lost
         self._stood_still: Stage | None = (
             None  # the stage in which this process did not run, and for how long
@@ -123,7 +123,7 @@ class Watchdog:
     def is_alive(self, rank: int) -> bool:
         """Whether a rank has published a status within the last seconds."""
         received = self._exchange.received.get(rank) if self._exchange else None
-        return received is not None and received.age < FRESH_SECONDS and not received.status.get("ended")
+        return received is not None and received.age < FRESH_SECONDS and not received.status.ended
 
     def stop(self) -> None:
         """Stop to watch and publish. Queries are answered as long as the process runs."""
@@ -132,22 +132,18 @@ class Watchdog:
         if self._exchange:
             self._exchange.stop()
 
-    def _status(self) -> dict[str, Any]:
-        return {
-            **self._run_status.published(),
-            **self._interface.read(),
-            "host": self._me.host,
-            "endpoint": self.endpoint,
-            "ended": self._own_end,
-        }
+    def _status(self) -> RunStatusRecord:
+        condition = self._interface.read()
+        return replace(self._run_status.record(), **condition, endpoint=self.endpoint, ended=self._own_end)
 
-    def _answer_query(self, with_stacks: bool) -> dict[str, Any]:
+    def _answer_query(self, with_stacks: bool) -> RunStatusRecord:
         """The answer to a query: the current status; on request the stacks of all threads."""
-        return self._status() | ({"line": main_line(), "stacks": stacks()} if with_stacks else {})
+        status = self._status()
+        return replace(status, line=main_line(), stacks=stacks()) if with_stacks else status
 
     def _publish_end(self, outcome: str, hurry: bool) -> None:
         """Publish the end of this rank. Rank 0, which may own the store, waits for the others to read it."""
-        self._own_end = {"outcome": outcome, "reason": self._attempt.reason, "echo": self._is_echo}
+        self._own_end = RankEnd(outcome, self._attempt.reason, self._is_echo)
         self.stop()
         if self._exchange is None:
             return
@@ -177,11 +173,10 @@ class Watchdog:
             now = _clock()
             if now - last > STOOD_STILL_SECONDS + interval:
                 self._stood_still = self._run_status.stage._replace(seconds=now - last)
-                self._log(
+                self._log.warning(
                     f"This process stood still for {now - last:.0f} s: "
                     "it was stopped, or its host was suspended.",
-                    event="stood still",
-                    level="warning",
+                    extra=fields("stood still"),
                 )
             if self._run_status.phase == "done":
                 return
@@ -217,11 +212,9 @@ class Watchdog:
         if delay.should_report(verdicts, late_seconds):
             stack_lines = self._save_stacks(evidence) if first else ""
             self._run_status.update(blame=sentence)
-            self._log(
+            self._log.warning(
                 f"{capitalize(sentence)}.{stack_lines}",
-                event="blame",
-                level="warning",
-                figures={"blame": sentence, "late_seconds": late_seconds},
+                extra=fields("blame", blame=sentence, late_seconds=late_seconds),
             )
         if delay.is_over:
             self._end(self._end_by_loss(evidence, ""))
@@ -230,11 +223,11 @@ class Watchdog:
         """Write the stacks of the ranks to files; returns for each rank its innermost line and the file."""
         lines = []
         for each in evidence:
-            if text := each.status.get("stacks"):
+            if text := each.status.stacks:
                 path = self._run_dir / f"stacks-{each.peer.rank}.txt"
                 with contextlib.suppress(OSError):
                     write_whole(path, text.encode())
-                    lines.append(f"\n  {each.peer} is at {each.status['line']}; all threads: {path}")
+                    lines.append(f"\n  {each.peer} is at {each.status.line}; all threads: {path}")
         return "".join(lines)
 
     def _collect_evidence(
@@ -256,8 +249,8 @@ class Watchdog:
     def _evidence_of(self, rank: int, with_stacks: bool, seconds: float, since: float) -> RankEvidence:
         answer = self._query(rank, with_stacks, seconds)
         received = self._exchange.received.get(rank) if self._exchange else None
-        status = {**(received.status if received else {}), **answer.status}
-        peer = self._peers.get(rank) or Peer(rank, str(status.get("host", "not yet known")), "")
+        status = received.status if received and answer.status.is_empty else answer.status
+        peer = self._peers.get(rank) or Peer(rank, status.host or "not yet known", "")
         if received is None:
             return RankEvidence(peer, answer.result, Freshness.NONE, status)
         # A short stall time queries before the status of a frozen rank is that old.
@@ -269,30 +262,29 @@ class Watchdog:
     def _query(self, rank: int, with_stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
         address = self._addresses.get(rank)
         if address is None and self._exchange and rank in self._exchange.received:
-            address = EndpointAddress.parse(str(self._exchange.received[rank].status.get("endpoint", "")))
-        return query(address, with_stacks, seconds) if address else Answer(EndpointResult.UNKNOWN, {})
+            address = EndpointAddress.parse(self._exchange.received[rank].status.endpoint)
+        return query(address, with_stacks, seconds) if address else Answer(EndpointResult.UNKNOWN)
 
     # -- ends of other ranks ---------------------------------------------------------------------------
 
-    def _published_ends(self) -> dict[int, dict[str, Any]]:
+    def _published_ends(self) -> dict[int, RankEnd]:
         """The ends that peers have published, by rank."""
         received = dict(self._exchange.received) if self._exchange else {}
-        return {rank: end for rank, known in received.items() if (end := known.status.get("ended"))}
+        return {rank: end for rank, known in received.items() if (end := known.status.ended)}
 
     def _end_of_a_peer(self) -> RunEnd | None:
         """The end of this attempt that follows from the published end of a peer."""
-        ends = {rank: end for rank, end in self._published_ends().items() if end["outcome"] != "finished"}
-        own = {rank: end for rank, end in ends.items() if not end["echo"]}
-        for rank, end in sorted((own or ends).items(), key=lambda item: item[1]["outcome"] != "final"):
-            peer = self._peers.get(rank) or Peer(rank, str(self._published_host(rank)), "")
-            kind = Final if end["outcome"] == "final" else Retryable
-            reason = str(end["reason"])
-            return kind(reason if reason.startswith("rank ") else f"{peer}: {reason}")
+        ends = {rank: end for rank, end in self._published_ends().items() if end.outcome != "finished"}
+        own = {rank: end for rank, end in ends.items() if not end.is_echo}
+        for rank, end in sorted((own or ends).items(), key=lambda item: item[1].outcome != "final"):
+            peer = self._peers.get(rank) or Peer(rank, self._published_host(rank), "")
+            kind = Final if end.outcome == "final" else Retryable
+            return kind(end.reason if end.reason.startswith("rank ") else f"{peer}: {end.reason}")
         return None
 
     def _published_host(self, rank: int) -> str:
         received = self._exchange.received.get(rank) if self._exchange else None
-        return str(received.status.get("host", "")) if received else ""
+        return received.status.host if received else ""
 
     def explain(self, error: Retryable) -> RunEnd:
         """The end of the attempt after a failed collective: that of a peer, or the diagnosis of its host."""
@@ -301,7 +293,7 @@ class Watchdog:
         while (waited := time.monotonic() - began) < EXPLAIN_SECONDS:
             if self._exchange:
                 self._exchange.publish(0.5)
-            if any(not end["echo"] for end in self._published_ends().values()):
+            if any(not end.is_echo for end in self._published_ends().values()):
                 return self._end_of_a_peer() or error
             # The last status of a rank that has just been killed may arrive in the first moments.
             evidence = self._collect_evidence(seconds=1.0, since=began + LAST_STATUS_SECONDS)
@@ -322,7 +314,7 @@ class Watchdog:
 
     def announce_end(self, end: RunEnd) -> None:
         """Publish at once how this rank is ending; its outcome is written when it has ended."""
-        self._own_end = {"outcome": end.outcome, "reason": str(end), "echo": self._is_echo}
+        self._own_end = RankEnd(end.outcome, str(end), self._is_echo)
         if self._exchange:
             self._exchange.publish()
 

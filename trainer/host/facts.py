@@ -62,8 +62,10 @@ def _cpu() -> str:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
-    told = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return next((told[name] for name in names if told.get(name)), platform.processor() or platform.machine())
+    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    return next(
+        (found[name] for name in names if found.get(name)), platform.processor() or platform.machine()
+    )
 
 
 def _cores() -> str:

@@ -1,25 +1,26 @@
-"""The GEMM rate of one core by number format, measured in about 0.15 s."""
+"""GEMM rates of this process: of one core by number format, and of one shape with all threads."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-# Cubes of rising size and the seconds given to each: a format that is emulated gives itself away in the first
-# ones, and a fast one needs the last to show what it does in training.
+# Sizes of square GEMMs and the seconds given to each: an emulated format shows in the first ones, and a fast
+# one needs the last to reach its rate in training.
 SIZES = {128: 0.02, 256: 0.02, 512: 0.1}
 REPEATS = 3  # at least
 LONGEST = 0.2  # seconds: a size that would take longer is left out
+ONE_SHAPE_SECONDS = 0.5
+ONE_SHAPE_REPEATS = 5  # at least
 
 
 def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
-    """FLOP/s of one core's matrix product in each format, all of one size; the best of several, in turn.
+    """FLOP/s of one core in each format, at one size; the best of several, measured in turn in 0.15 s.
 
-    One core, its own time and in turn, because on a busy host several threads wait for each other more than
-    they multiply, and what else is there must meet all formats alike. The number of threads is as before
-    afterwards.
+    One core, its CPU time and in turn, because on a busy host threads wait for each other, and other load
+    must affect all formats alike. The number of threads is restored.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -30,21 +31,53 @@ def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
 
 
 def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
-    best = dict.fromkeys(dtypes, 0.0)
+    best = [0.0] * len(dtypes)
     largest = 0
     for size, budget in SIZES.items():
-        if (REPEATS + 1) * sum(best.values()) * (size / max(largest, 1)) ** 3 > LONGEST:
+        if (REPEATS + 1) * sum(best) * (size / max(largest, 1)) ** 3 > LONGEST:
             break
         largest = size
-        factors = {dtype: torch.ones(size, size, dtype=dtype) for dtype in dtypes}
-        for factor in factors.values():
-            factor @ factor  # the first product of a shape also prepares its kernel
-        best = dict.fromkeys(dtypes, float("inf"))
-        began, repeats = time.perf_counter(), 0
-        while repeats < REPEATS or time.perf_counter() - began < budget:
-            for dtype, factor in factors.items():
-                started = time.thread_time()
-                factor @ factor
-                best[dtype] = min(best[dtype], time.thread_time() - started)
-            repeats += 1
-    return {dtype: 2 * largest**3 / seconds for dtype, seconds in best.items()}
+        factors = [torch.ones(size, size, dtype=dtype) for dtype in dtypes]
+        gemms = [lambda factor=factor: factor @ factor for factor in factors]
+        best = shortest_seconds(gemms, budget, REPEATS, time.thread_time)
+    return {dtype: 2 * largest**3 / seconds for dtype, seconds in zip(dtypes, best, strict=True)}
+
+
+def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP/s of a GEMM (rows, inner, cols) by wall-clock time, with all threads; the best of several."""
+    rows, inner, cols = shape
+    a = torch.ones(rows, inner, dtype=dtype, device=device)
+    b = torch.ones(inner, cols, dtype=dtype, device=device)
+    out = torch.empty(rows, cols, dtype=dtype, device=device)
+    return 2 * rows * inner * cols / shortest_on(device, lambda: torch.mm(a, b, out=out))
+
+
+def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of the shortest run of `work` on a device, by wall-clock time."""
+
+    def finished() -> None:
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    return shortest_seconds([finished], ONE_SHAPE_SECONDS, ONE_SHAPE_REPEATS, time.perf_counter)[0]
+
+
+def shortest_seconds(
+    works: Sequence[Callable[[], object]], budget: float, repeats: int, clock: Callable[[], float]
+) -> list[float]:
+    """Seconds of the shortest run of each work, run in turn for `budget` seconds, `repeats` times at least.
+
+    The first run, which also prepares kernels, does not count.
+    """
+    for work in works:
+        work()
+    best = [float("inf")] * len(works)
+    began, done = time.perf_counter(), 0
+    while done < repeats or time.perf_counter() - began < budget:
+        for number, work in enumerate(works):
+            started = clock()
+            work()
+            best[number] = min(best[number], clock() - started)
+        done += 1
+    return best

@@ -1,10 +1,10 @@
 """The log of a rank: lines with the rank as prefix, or one JSON object per line.
 
     log = RunLogger(env)
-    log("Saved checkpoints/step_000100 in 0.8 s.", event="saved", figures={"step": 100, "seconds": 0.8})
+    log.info("Saved checkpoints/step_000100 in 0.8 s.", extra=fields("saved", step=100, seconds=0.8))
 
 [rank 0] Saved checkpoints/step_000100 in 0.8 s.
-{"time": 1763710000.1, "rank": 0, "host": "a", "level": "info", "event": "saved", "message": "Saved ...", ...}
+{"step": 100, "seconds": 0.8, "time": 1763710000.1, "rank": 0, "host": "a", "level": "info", ...}
 """
 
 from __future__ import annotations
@@ -13,69 +13,83 @@ import contextlib
 import faulthandler
 import io
 import json
+import logging
 import math
 import sys
-import time
 import traceback
-from collections.abc import Mapping
 from typing import Any
 
 from trainer.host.rank_env import RankEnv
 
 
-class RunLogger:
-    """Writes whole lines to standard output at once; a closed pipe does not end the run."""
+class RunLogger(logging.Logger):
+    """The logger of a rank. It is not registered globally, so libraries do not log to it."""
 
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
-        self._rank, self._host, self._as_json = env.rank, env.host, as_json
-
-    def __call__(
-        self,
-        text: str,
-        *,
-        event: str = "note",
-        level: str = "info",
-        figures: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Log `text`; as JSON, `figures` become fields."""
-        if self._as_json:
-            line = {
-                **(figures or {}),
-                "time": time.time(),
-                "rank": self._rank,
-                "host": self._host,
-                "level": level,
-                "event": event,
-                "message": text,
-            }
-            self._write(json.dumps(_plain(line)) + "\n")
-        else:
-            self._write("".join(f"[rank {self._rank}] {part}\n" for part in text.split("\n")))
+        super().__init__("trainer", logging.INFO)
+        self._as_json = as_json
+        handler = StdoutHandler()
+        handler.setFormatter(JsonFormatter(env) if as_json else TextFormatter(env))
+        self.addHandler(handler)
 
     def failure(self, error: BaseException) -> None:
         """Log the traceback of an unexpected error."""
         if self._as_json:
             text = "".join(traceback.format_exception(error))
-            self(
-                f"{type(error).__name__}: {error}",
-                event="traceback",
-                level="error",
-                figures={"traceback": text},
-            )
+            self.error(f"{type(error).__name__}: {error}", extra=fields("traceback", traceback=text))
         else:
             traceback.print_exception(error)
 
     def ended(self, outcome: str, reason: str, detail: str = "") -> None:
         """Log the outcome of the attempt; `detail` are further lines."""
         text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
-        level = "info" if outcome in ("finished", "stopped") else "error"
-        self(text, event="outcome", level=level, figures={"outcome": outcome, "reason": reason})
+        level = logging.INFO if outcome in ("finished", "stopped") else logging.ERROR
+        self.log(level, text, extra=fields("outcome", outcome=outcome, reason=reason))
 
-    @staticmethod
-    def _write(text: str) -> None:
-        with contextlib.suppress(OSError):  # the reader has closed the pipe
-            sys.stdout.write(text)
+
+def fields(event: str, **figures: Any) -> dict[str, Any]:
+    """The `extra` argument of a logging call: the event, and figures that become fields in JSON."""
+    return {"event": event, "figures": figures}
+
+
+class StdoutHandler(logging.Handler):
+    """Writes whole lines to the current sys.stdout. A closed pipe does not end the run."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            sys.stdout.write(self.format(record) + "\n")
             sys.stdout.flush()
+
+
+class TextFormatter(logging.Formatter):
+    """Puts the rank in front of every line."""
+
+    def __init__(self, env: RankEnv) -> None:
+        super().__init__()
+        self._prefix = f"[rank {env.rank}] "
+
+    def format(self, record: logging.LogRecord) -> str:
+        return self._prefix + record.getMessage().replace("\n", "\n" + self._prefix)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON."""
+
+    def __init__(self, env: RankEnv) -> None:
+        super().__init__()
+        self._env = env
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = {
+            **getattr(record, "figures", {}),
+            "time": record.created,
+            "rank": self._env.rank,
+            "host": self._env.host,
+            "level": record.levelname.lower(),
+            "event": getattr(record, "event", "note"),
+            "message": record.getMessage(),
+        }
+        return json.dumps(_plain(line))
 
 
 def set_up_streams() -> None:

@@ -22,11 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep what is freed, up to KEPT_BYTES a block; False where the C library is another one.
+    """Let glibc keep freed blocks of up to KEPT_BYTES; returns False for another C library.
 
-    By default it maps each large block anew and gives it back to the system when it is freed, so that a step
-    of depth 8 faults some 100,000 pages in: little by itself, but some 5 % of the step beside another process
-    that does the same (docs/performance.md). Said once for the whole process, before there are large tensors.
+    By default it maps each large block again and returns it to the system when it is freed: a step of depth 8
+    then has some 100,000 page faults, about 5 % of the step beside another process that does the same
+    (docs/performance.md). Call it once in a process, before large tensors exist.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

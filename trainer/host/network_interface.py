@@ -1,4 +1,4 @@
-"""The network interface of a rank: its name, whether it is up, the rate at which bytes arrive."""
+"""The network interface of a rank: its name, its state, the rate at which bytes arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The arithmetic of this rank: device, number format, threads, denormals; measured, and explained.
+"""The arithmetic of this rank: device, number format, threads, denormals, and the reason for each.
 
     options = explore("auto", "auto", threads=0, local_rank=0, local_world_size=1)    # before any other torch
     options.shown()                                        # strings for the other ranks
@@ -6,8 +6,8 @@
     numerics = options.on(kind)
     model.to(numerics.device, numerics.dtype); model.compute_dtype = numerics.compute_dtype
 
-Weights, gradients and optimizer state are in `dtype`, which all ranks share; matrix products in
-`compute_dtype`, which is each rank's own affair: what is replicated never depends on it.
+Weights, gradients and optimizer state are in `dtype`, equal on all ranks; GEMMs are in
+`compute_dtype`, which may differ between ranks: replicated results do not depend on it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from typing import Any
 import torch
 
 from trainer.config import ConfigError
+from trainer.formatting import counted
 from trainer.host.cores import at_most_quota, usable_cores
 from trainer.host.gemm import gemm_rates
 from trainer.host.gpu import Gpu, find_gpu, gpu_count
 from trainer.host.memory import keep_freed_memory
 
-# bfloat16 is taken where it multiplies at least so much faster: less does not pay for its digits, since other
-# work does not shrink with it. At 2.1 times the products (AVX512-BF16) a step is 1.5 times as fast at depth 4
-# and 1.7 times at depth 8; at 1.5 times it would be 1.2 to 1.3.
+# bfloat16 is used where its GEMM rate is higher by this factor: a smaller gain does not justify the lost
+# digits, since other work does not get faster. At 2.1 times the GEMM rate (AVX512-BF16) a step is 1.5 times
+# as fast at depth 4 and 1.7 times at depth 8; at 1.5 times it would be 1.2 to 1.3.
 WORTHWHILE = 1.5
 NARROW = "bfloat16"
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -52,10 +53,9 @@ class Numerics:
         denormals = (
             "flushed" if self.denormals_flushed else "kept (this CPU cannot flush them: steps may slow down)"
         )
-        threads = f"{self.threads} thread{'s' if self.threads != 1 else ''}"
         return (
-            f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, {threads}, "
-            f"denormals {denormals}"
+            f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, "
+            f"{counted(self.threads, 'thread')}, denormals {denormals}"
         )
 
     def facts(self) -> dict[str, str]:
@@ -150,14 +150,14 @@ def thread_count(asked: int, local_world_size: int) -> int:
     """
     if asked:
         return asked
-    told = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if told.isdigit() and int(told):
-        return at_most_quota(int(told))
+    threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if threads.isdigit() and int(threads):
+        return at_most_quota(int(threads))
     return max(1, usable_cores() // local_world_size)
 
 
 def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
-    """What a CPU multiplies in, and why; `rates` in FLOP/s are needed for auto and bfloat16.
+    """The number format of GEMMs on a CPU, and why; `rates` in FLOP/s are needed for auto and bfloat16.
 
     Raises ConfigError for bfloat16 where it is emulated: steps would take minutes instead of seconds.
     """
@@ -178,7 +178,7 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
 
 
 def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
-    """What a GPU multiplies in, and why: bfloat16 where it has it. Raises ConfigError if it emulates it."""
+    """The number format of GEMMs on a GPU, and why: bfloat16 if native. ConfigError if it is emulated."""
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked, without TF32" if asked == "float32" else "as asked"
     if gpu.has_bfloat16:
@@ -246,7 +246,7 @@ def gflops(rate: float) -> str:
 
 def _lack(fields: Mapping[str, str]) -> str:
     gpus = int(fields.get("gpus", 0))
-    return f"{gpus} GPU{'s' if gpus > 1 else ''}, fewer than its ranks" if gpus else "no GPU"
+    return f"{counted(gpus, 'GPU')}, fewer than its ranks" if gpus else "no GPU"
 
 
 def _cpu_name() -> str:

@@ -1,4 +1,4 @@
-"""What upstream left in its base directory, as a data directory and a run of ours.
+"""Import of a nanochat checkpoint into a run directory.
 
 adopt_tokenizer(tokenizer, Path("data"))
 adopt_checkpoint(pair, tokenizer, Path("runs/mine"))
@@ -27,7 +27,7 @@ from trainer.interchange.weights import check_fits, read_state_dict, to_float32
 
 @dataclass
 class Adopted:
-    """A checkpoint taken over: where it is, its settings, and what was changed."""
+    """An imported checkpoint: its path and settings, and a note on converted tensors."""
 
     path: Path
     config: RunConfig
@@ -36,16 +36,16 @@ class Adopted:
 
 
 def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: bool = False) -> Adopted:
-    """Make `pair` the checkpoint that a run in `run_dir` resumes from or, with `restart`, starts with.
+    """Write `pair` as the checkpoint from which a run in `run_dir` resumes; with `restart`, at step 0.
 
-    Raises ConfigError where the pair is not whole, does not fit the tokenizer, or the run has checkpoints.
+    Raises ConfigError if the pair is damaged or does not fit the tokenizer, or the run has checkpoints.
     """
     description = read_meta(pair.meta)
     model = model_config(description, pair.meta)
     if model.vocab_size != tokenizer.vocab_size:
         raise ConfigError(
             f"{pair.meta} names a model for {model.vocab_size:,} tokens, and the tokenizer has "
-            f"{tokenizer.vocab_size:,}: say where its own is with --tokenizer FILE."
+            f"{tokenizer.vocab_size:,}: give the tokenizer of the model with --tokenizer FILE."
         )
     weights = read_state_dict(pair.model)
     check_fits(weights, model, pair.model)

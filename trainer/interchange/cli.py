@@ -1,4 +1,4 @@
-"""`python -m trainer export` and `import`: to upstream nanochat and back. torch is imported only to do it.
+"""`python -m trainer export` and `import`: checkpoints, tokenizer and shards to and from nanochat.
 
 python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
 python -m trainer import --from-nanochat ~/.cache/nanochat --data-dir data
@@ -15,30 +15,28 @@ from trainer.config import ConfigError, RunConfig
 from trainer.data.tokenizer import Tokenizer
 from trainer.interchange.layout import find_pair, find_tokenizer
 
-SHAPE_KNOBS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
+SHAPE_SETTINGS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of `export`."""
-    parser.description = "Write a checkpoint and its tokenizer as upstream's loader reads them."
+    """Add the options of `export`."""
+    parser.description = "Write a checkpoint and its tokenizer in the format of nanochat."
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory"
     )
-    parser.add_argument("--to", choices=["nanochat"], required=True, help="whose files to write")
+    parser.add_argument("--to", choices=["nanochat"], required=True, help="the format")
     parser.add_argument(
         "--out", type=Path, required=True, metavar="DIR", help="a nanochat base directory, new or in use"
     )
     parser.add_argument(
         "--model-tag", default="", metavar="TAG", help="folder under base_checkpoints (default: d<depth>)"
     )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="replace what is there and says something else"
-    )
+    parser.add_argument("--overwrite", action="store_true", help="replace existing files with other content")
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options of `import`."""
-    parser.description = "Take over a tokenizer, shards or a checkpoint of upstream's."
+    """Add the options of `import`."""
+    parser.description = "Import a tokenizer, shards or a checkpoint of nanochat."
     parser.add_argument(
         "--from-nanochat",
         type=Path,
@@ -47,32 +45,34 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         help="a nanochat base directory, a folder of its checkpoints, or one model_NNNNNN.pt",
     )
     parser.add_argument(
-        "--data-dir", type=Path, metavar="DIR", help="bring the tokenizer and the shards, as prepare would"
+        "--data-dir", type=Path, metavar="DIR", help="import the tokenizer and the shards to this folder"
     )
     parser.add_argument(
         "--run-dir", type=Path, metavar="DIR", help="import a checkpoint, for a run that resumes from it"
     )
     parser.add_argument(
-        "--restart", action="store_true", help="count from step 0: a new run, of any knobs, on these weights"
+        "--restart",
+        action="store_true",
+        help="count from step 0: a new run, with any settings, that starts from these weights",
     )
     parser.add_argument("--model-tag", default="", metavar="TAG", help="which model (default: the deepest)")
-    parser.add_argument("--step", type=int, metavar="N", help="which checkpoint of it (default: the last)")
+    parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the last)")
     parser.add_argument(
-        "--tokenizer", type=Path, metavar="FILE", help="its tokenizer.pkl, if it lies elsewhere"
+        "--tokenizer", type=Path, metavar="FILE", help="its tokenizer.pkl, if it is in another folder"
     )
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Do what the options ask. Raises ConfigError or DataError."""
+    """Run `export`. Raises ConfigError or DataError."""
     from trainer.interchange.export import export
 
     try:
         done = export(args.checkpoint, args.out, args.model_tag, args.overwrite)
     except OSError as error:
         raise ConfigError(_disk(error, args.out)) from None
-    for verb, paths in (("wrote", done.written), ("left as it is:", done.unchanged)):
+    for action, paths in (("wrote", done.written), ("unchanged:", done.unchanged)):
         for path in paths:
-            print(f"export: {verb} {path} ({path.stat().st_size:,} bytes)")
+            print(f"export: {action} {path} ({path.stat().st_size:,} bytes)")
     if done.note:
         print(f"export: {done.note}")
     base = shlex.quote(str(args.out.resolve()))
@@ -80,15 +80,16 @@ def run_export(args: argparse.Namespace) -> int:
         f"export: in nanochat's folder: NANOCHAT_BASE_DIR={base} python -m scripts.base_eval "
         f"--model-tag {done.pair.folder.name} --step {done.pair.step} --eval sample"
     )
-    print("export: the optimizer's state stays here: nanochat can use and fine-tune the model, not resume it")
+    print("export: without the optimizer state: nanochat can use and fine-tune the model, not resume it")
     return 0
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Do what the options ask. Raises ConfigError or DataError."""
+    """Run `import`. Raises ConfigError or DataError."""
     if not (args.data_dir or args.run_dir):
         raise ConfigError(
-            "Say where to: --data-dir DIR for tokenizer and shards, --run-dir DIR for a checkpoint."
+            "There is no target: give --data-dir DIR for tokenizer and shards, or --run-dir DIR for a "
+            "checkpoint."
         )
     try:
         tokenizer = _read_tokenizer(args)
@@ -133,24 +134,28 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     print(f"import: {pair.model} is {done.path}" + (" already" if done.unchanged else ""))
     if done.note:
         print(f"import: {done.note}")
-    print("import: the optimizer's state is not taken over: its averages start anew")
+    print("import: the optimizer state is not imported: its moments start at zero")
     last = done.config.num_iterations
     if last and pair.step >= last and not args.restart:
-        print(f"import: its run of {last:,} steps is done: to train it further, import it with --restart")
+        print(
+            f"import: the imported run has completed its {last:,} steps. To train the model further, "
+            "type the same import with --restart and another --run-dir"
+        )
     else:
-        names = SHAPE_KNOBS if args.restart else RunConfig.field_names()
+        names = SHAPE_SETTINGS if args.restart else RunConfig.field_names()
         settings = " ".join(_flags(done.config, names))
         print(
-            "import: to go on, " + ("with any other knobs:" if args.restart else "with exactly these knobs:")
+            "import: to train it, "
+            + ("with these settings and any others:" if args.restart else "with exactly these settings:")
         )
         data = args.data_dir or "DATA"
         print(f"  python -m trainer train --data-dir {data} --run-dir {args.run_dir} {settings}")
-    print("import: to see what it says:")
+    print("import: to generate text:")
     print(f'  python -m trainer sample --checkpoint {done.path} --prompt "The "')
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:
-    """Depth, horizon, and the knobs among `names` that are not at their defaults, as `train` takes them."""
+    """The options of `train` for depth, horizon, and those settings of `names` that are not defaults."""
     default = RunConfig()
     always = {"depth", "num_iterations"}
     chosen = [name for name in names if name in always or getattr(config, name) != getattr(default, name)]

@@ -1,4 +1,4 @@
-"""Upstream's tokenizer and shards as a data directory of ours."""
+"""Import of nanochat's tokenizer and shards into a data directory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def has_shards(path: Path) -> bool:
 
 
 def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
-    """The shards of `base` as they are, with `tokenizer`, as the data directory. Raises DataError."""
+    """Make a data directory of the unchanged shards of `base` and `tokenizer`. Raises DataError."""
     _check_tokenizer(tokenizer, data_dir)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -26,14 +26,14 @@ def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
 
 
 def adopt_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> Path:
-    """Make `tokenizer` that of `data_dir`, without shards. Raises DataError."""
+    """Write `tokenizer` to `data_dir`, without shards. Raises DataError."""
     with locked(data_dir / ".lock"):
         _check_tokenizer(tokenizer, data_dir)
         return tokenizer.save(data_dir / "tokenizer")
 
 
 def _check_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> None:
-    """DataError if `data_dir` has another one, which a run may have been trained with."""
+    """Raise DataError if `data_dir` has another tokenizer, which runs may depend on."""
     path = data_dir / "tokenizer" / FILE_NAME
     if path.exists() and Tokenizer.load(path.parent) != tokenizer:
         raise DataError(f"{path} is another tokenizer: give another --data-dir.")

@@ -1,4 +1,4 @@
-"""A checkpoint of ours as the files of a nanochat base directory.
+"""Export of a checkpoint to a nanochat base directory.
 
 export(Path("runs/mine/checkpoints/step_000100"), Path("out"), model_tag="d8")
 """
@@ -23,13 +23,13 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.interchange import pickled_tokenizer
 from trainer.interchange.layout import CHECKPOINTS, TOKEN_BYTES, TOKENIZER, Pair
 from trainer.interchange.meta import upstream_meta
-from trainer.interchange.weights import check_fits, read_state_dict, to_float32
+from trainer.interchange.weights import check_fits, to_float32
 from trainer.model.gpt import GPTConfig
 
 
 @dataclass
 class Exported:
-    """What came of it."""
+    """The result of an export."""
 
     pair: Pair
     written: list[Path] = field(default_factory=list)
@@ -38,19 +38,20 @@ class Exported:
 
 
 def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = False) -> Exported:
-    """Write a checkpoint and its tokenizer into the base directory `out`: all of it, or nothing.
+    """Write a checkpoint and its tokenizer to the base directory `out`: all files, or none.
 
-    What is there already and says the same stays as it is; what says something else is replaced only if
-    `overwrite`. Raises ConfigError.
+    Existing files with the same content are kept. Others are replaced only with `overwrite`; without it they
+    raise ConfigError.
     """
     meta = storage.read_meta(step_dir, storage.MODEL_FILES)
     model = GPTConfig(**meta["model_config"])
     tag = model_tag or f"d{model.n_layer}"
     if not RUN_ID_PATTERN.fullmatch(tag):
         raise ConfigError(f"--model-tag {tag!r} names a folder: letters, digits, dots, dashes, underscores.")
-    weights = read_state_dict(step_dir / "model.pt")
-    check_fits(weights, model, step_dir / "model.pt")
-    weights, note = to_float32(weights, step_dir / "model.pt")
+    model_file = storage.model_file(step_dir, meta)
+    weights = storage.read_tensors(model_file)
+    check_fits(weights, model, model_file)
+    weights, note = to_float32(weights, model_file)
     tokenizer = Tokenizer.load(step_dir / "tokenizer")
     if tokenizer.vocab_size != model.vocab_size:
         raise ConfigError(
@@ -59,7 +60,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
         )
     pair = Pair(out / CHECKPOINTS / tag, meta["step"])
     description = upstream_meta(meta, RunConfig(**meta["config"]), model)
-    # Upstream finds a checkpoint by its model file: so that comes last.
+    # nanochat finds a checkpoint by its model file, so that is written last.
     contents: dict[Path, Callable[[BinaryIO], object]] = {
         out / TOKENIZER: lambda file: file.write(pickled_tokenizer.pickled(tokenizer)),
         out / TOKEN_BYTES: lambda file: storage.save_tensors(torch.from_numpy(tokenizer.token_bytes), file),
@@ -85,7 +86,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
                 del staged[path]
                 result.unchanged.append(path)
             elif path.exists() and not overwrite:
-                raise ConfigError(f"{path} holds something else: give another --model-tag, or --overwrite.")
+                raise ConfigError(f"{path} has other content: give another --model-tag, or --overwrite.")
         for path, new in staged.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             os.replace(new, path)
@@ -95,7 +96,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
 
 
 def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:
-    """Whether `path` is this tokenizer already, whatever its bytes; ConfigError if it is another one."""
+    """Whether `path` is this tokenizer. Raises ConfigError if it is another one, unless `overwrite`."""
     if not path.exists():
         return False
     try:
@@ -106,6 +107,4 @@ def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:
         problem = str(error)
     if overwrite:
         return False
-    raise ConfigError(
-        f"{problem} Models beside it would not fit a new one: give another --out, or --overwrite."
-    )
+    raise ConfigError(f"{problem} Models in {path.parents[1]} need it: give another --out, or --overwrite.")

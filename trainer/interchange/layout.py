@@ -1,8 +1,8 @@
-"""Where upstream keeps what: the files of a nanochat base directory, and how one of them is chosen.
+"""The files of a nanochat base directory, and the choice of a checkpoint in it.
 
-BASE/base_checkpoints/d8/model_000100.pt         the weights, by parameter name
-                        /meta_000100.json        what they are the weights of
-    /tokenizer/tokenizer.pkl  token_bytes.pt     the tokenizer, and the bytes of text behind each token
+BASE/base_checkpoints/d8/model_000100.pt         weights by parameter name
+                        /meta_000100.json        configuration of the model
+    /tokenizer/tokenizer.pkl  token_bytes.pt     tokenizer, and the number of bytes of each token
     /base_data_climbmix/shard_00000.parquet ...  documents; base_data is the older name
 """
 
@@ -22,7 +22,7 @@ MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
 
 @dataclass(frozen=True)
 class Pair:
-    """A checkpoint of upstream's: a folder and the step in its two files' names."""
+    """A checkpoint of nanochat: a model file and a meta file in `folder`, both named by `step`."""
 
     folder: Path
     step: int
@@ -37,32 +37,32 @@ class Pair:
 
 
 def find_pair(path: Path, model_tag: str = "", step: int | None = None) -> Pair:
-    """The checkpoint that `path` means: a model_*.pt, a folder of them, or a base directory.
+    """Find the checkpoint at `path`: a model_*.pt, a folder of them, or a base directory.
 
-    Of several, as upstream does, that of the deepest d<number> and of the last step. Raises ConfigError.
+    Of several, it chooses as nanochat does: the deepest d<number>, the last step. Raises ConfigError.
     """
     if path.is_file():
         match = MODEL_FILE.fullmatch(path.name)
         if not match:
-            raise ConfigError(f"{path} is not named like upstream's checkpoints: model_000100.pt.")
+            raise ConfigError(f"{path} is not named like the checkpoints of nanochat: model_000100.pt.")
         return _whole(Pair(path.parent, int(match[1])))
     if not path.is_dir():
         raise ConfigError(f"There is no file or folder {path}.")
     folder = path if _steps(path) else _tagged(path / CHECKPOINTS, model_tag)
     steps = _steps(folder)
     if not steps:
-        raise ConfigError(f"There is no checkpoint (model_000100.pt and the like) in {folder}.")
+        raise ConfigError(f"There is no checkpoint (such as model_000100.pt) in {folder}.")
     if step is not None and step not in steps:
         raise ConfigError(f"There is no step {step} in {folder}, only {', '.join(map(str, sorted(steps)))}.")
     return _whole(Pair(folder, max(steps) if step is None else step))
 
 
 def find_tokenizer(path: Path) -> Path:
-    """The tokenizer.pkl of the base directory that `path` is, or lies in. Raises ConfigError."""
+    """The tokenizer.pkl of the base directory that is `path` or contains it. Raises ConfigError."""
     if not path.exists():
         raise ConfigError(f"There is no file or folder {path}.")
     folder = path.resolve() if path.is_dir() else path.resolve().parent
-    # A folder of checkpoints lies two below its base directory.
+    # A folder of checkpoints is two levels below the base directory.
     bases = [folder] if (folder / CHECKPOINTS).is_dir() else [folder, *folder.parents][:3]
     for base in bases:
         if (base / TOKENIZER).is_file():
@@ -70,13 +70,13 @@ def find_tokenizer(path: Path) -> Path:
     raise ConfigError(
         f"There is no {TOKENIZER} in {path}"
         + (" or the two folders above it" if len(bases) > 1 else "")
-        + ": give a nanochat base directory, or say where the tokenizer is with --tokenizer FILE."
+        + ": give a nanochat base directory, or the tokenizer with --tokenizer FILE."
     )
 
 
 def _whole(pair: Pair) -> Pair:
     if not pair.meta.is_file():
-        raise ConfigError(f"{pair.model} has no {pair.meta.name} beside it, which says what model it is.")
+        raise ConfigError(f"{pair.model} has no {pair.meta.name} beside it, which describes the model.")
     return pair
 
 
@@ -86,7 +86,7 @@ def _steps(folder: Path) -> set[int]:
 
 
 def _tagged(checkpoints: Path, model_tag: str) -> Path:
-    """The folder of a model tag, or of the deepest d<number>, or the one last written to."""
+    """The folder of `model_tag`; without one, the deepest d<number>, else the newest folder."""
     tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
     if not tags:
         raise ConfigError(f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt.")

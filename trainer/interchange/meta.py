@@ -1,4 +1,4 @@
-"""Upstream's meta_000100.json beside our meta.json: model, settings and figures under the names of each."""
+"""Conversion between nanochat's meta_000100.json and the meta.json of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from typing import Any
 from trainer.config import ConfigError, RunConfig
 from trainer.model.gpt import GPTConfig
 
-# Settings that define how a run learns, under the names both programs give them. How often it evaluates or
-# saves, and on how many rows at a time it computes, goes with the machine and does not travel.
+# Settings with the same name in both programs that define the training. Those that depend on the machine
+# (evaluation, saving, micro-batch) are not converted.
 SCHEDULE = (
     "target_param_data_ratio",
     "unembedding_lr",
@@ -27,13 +27,13 @@ SCHEDULE = (
 )
 SHAPE = ("depth", "aspect_ratio", "head_dim", "window_pattern")
 HORIZON = ("num_iterations", "target_flops")
-UNSET = -1  # upstream's word for a number that it is to find itself; ours is 0
+UNSET = -1  # nanochat's value for "choose automatically"; ours is 0
 UPSTREAM_ASPECT_RATIO = 64
 LARGEST = 2**31
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """An upstream meta file. Raises ConfigError naming it."""
+    """Read a meta file of nanochat. Raises ConfigError, naming it."""
     try:
         meta = json.loads(path.read_bytes())
     except OSError as error:
@@ -41,19 +41,19 @@ def read_meta(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{path} is not JSON: {error}.") from None
     if not isinstance(meta, dict) or not isinstance(meta.get("model_config"), dict):
-        raise ConfigError(f"{path} is no meta file of nanochat's: it has no model_config.")
+        raise ConfigError(f"{path} is not a meta file of nanochat: it has no model_config.")
     return meta
 
 
 def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
-    """The model that a meta file names; all seven fields, no others. Raises ConfigError."""
+    """The model of a meta file, which must have exactly the fields of GPTConfig. Raises ConfigError."""
     values = meta["model_config"]
     fields = {field.name: type(field.default) for field in dataclasses.fields(GPTConfig)}
     unknown = [name for name in values if name not in fields]
     missing = [name for name in fields if name not in values]
     if unknown:
         raise ConfigError(
-            f"The model_config in {path} has {', '.join(unknown)}, unknown here: another model."
+            f"The model_config in {path} has {', '.join(unknown)}, which are unknown: another model."
         )
     if missing:
         raise ConfigError(
@@ -63,18 +63,21 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
     for name, kind in fields.items():
         value = values[name]
         if type(value) is not kind or (isinstance(value, int) and value >= LARGEST):
-            kinds = "a whole number" if kind is int else "a word"
-            raise ConfigError(f"The model_config in {path} has {value!r} for {name}, which takes {kinds}.")
+            wanted = f"a whole number below {LARGEST:,}" if kind is int else "a string"
+            raise ConfigError(
+                f"The model_config in {path} has {value!r} for {name}, which must be {wanted}. The file is "
+                "damaged or from another program. Export the model from nanochat again."
+            )
     try:
         return GPTConfig(**values)
     except ValueError as error:
-        raise ConfigError(f"The model_config in {path} makes no model: {error}.") from None
+        raise ConfigError(f"The model_config in {path} is invalid: {error}.") from None
 
 
 def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run that trains this model as upstream did, as far as its meta file has them.
+    """The settings of a run that trains this model, from a meta file; missing ones have their defaults.
 
-    Raises ConfigError for a width that no depth, aspect_ratio and head_dim give.
+    Raises ConfigError if no aspect_ratio gives the width of the model.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
@@ -89,16 +92,16 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
     }
     for name in (*SCHEDULE, *HORIZON):
         value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
-        with contextlib.suppress(ConfigError):  # a value that is none of ours leaves the default
+        with contextlib.suppress(ConfigError):  # an invalid value leaves the default
             RunConfig.from_strings({name: value})
             settings[name] = value
     if settings.get("num_iterations"):
-        settings.pop("target_flops", None)  # for upstream, too, the number of steps comes first
+        settings.pop("target_flops", None)  # the number of steps has priority, as in nanochat
     return RunConfig.from_strings(settings)
 
 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
-    """The content of upstream's meta file for a checkpoint of ours, from its meta.json."""
+    """The content of nanochat's meta file for a checkpoint, from its meta.json."""
     step = int(meta["step"])
     tokens = meta.get("tokens", 0)
     batch = tokens // step if step else config.total_batch_size
@@ -120,7 +123,7 @@ def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) 
 
 
 def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
-    """A whole number that gives the model its width: upstream's own if it does."""
+    """An aspect_ratio that gives the width of the model, preferably `asked`."""
     for ratio in (asked, UPSTREAM_ASPECT_RATIO, model.n_embd // model.n_layer):
         if type(ratio) is not int or not 1 <= ratio < LARGEST:
             continue
@@ -131,12 +134,12 @@ def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
             return ratio
     raise ConfigError(
         f"No aspect_ratio gives {model.n_layer} layers with heads of {model.head_dim} the width "
-        f"{model.n_embd}: this model cannot be a run here."
+        f"{model.n_embd}: a run cannot train this model."
     )
 
 
 def _batch(asked: Any, sequence_len: int) -> int:
-    """Tokens of a step: as asked, or about as many as our default, in whole rows."""
+    """Tokens of a step: `asked` if it is valid, else the default, rounded to whole rows."""
     if type(asked) is int and asked >= sequence_len and asked % sequence_len == 0:
         return asked
     return max(1, RunConfig.total_batch_size // sequence_len) * sequence_len

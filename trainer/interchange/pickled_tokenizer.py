@@ -1,11 +1,11 @@
-"""Upstream's tokenizer.pkl, a pickled tiktoken encoding, read without running anything it says.
+"""nanochat's tokenizer.pkl, a pickled tiktoken encoding, read without executing code from the file.
 
     tokenizer = read(Path("tokenizer.pkl"))
     data = pickled(tokenizer)                   # pickle.load gives a tiktoken.Encoding
 
-A pickle is a program. Before it is run, its instructions are looked through: only those that make strings,
-bytes, whole numbers, dictionaries and one object are let pass, so nothing can be called. The one class it may
-name is tiktoken's encoding, in whose place a stand-in receives the four fields.
+A pickle is a program. Its instructions are checked before it runs: only those that create strings, bytes,
+integers, dictionaries and one object are allowed, so it cannot call anything. The only class it may name is
+tiktoken's Encoding, which is replaced by a class that only stores the fields.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import tiktoken
 from trainer.data import DataError
 from trainer.data.tokenizer import BOS, Tokenizer
 
-LARGEST = 64 * 2**20  # bytes; upstream's 65,536 tokens take about one million
+LARGEST = 64 * 2**20  # bytes; 65,536 tokens take about one million
 ENCODING = ("tiktoken.core", "Encoding")
 FIELDS = {"name": str, "pat_str": str, "mergeable_ranks": dict, "special_tokens": dict}
-NAME = "rustbpe"  # what upstream calls its encoding
-PROTOCOL = 4  # every Python that runs nanochat reads it, and it is the default of most
+NAME = "rustbpe"  # name of nanochat's encoding
+PROTOCOL = 4  # readable by every Python that runs nanochat
 
-# What an object of four plain fields takes, at protocols 3 to 5.
+# The instructions that an object of four plain fields needs, at protocols 3 to 5.
 INSTRUCTIONS = frozenset(
     [
         *("PROTO", "FRAME", "STOP", "MARK"),
@@ -37,8 +37,8 @@ INSTRUCTIONS = frozenset(
         *("MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET"),
     ]
 )
-# What the unpickler raises on instructions in an order that makes no sense.
-SENSELESS = (
+# Exceptions of the unpickler for allowed instructions in an invalid order.
+INVALID = (
     pickle.UnpicklingError,
     AttributeError,
     EOFError,
@@ -50,7 +50,7 @@ SENSELESS = (
 
 
 class _Encoding:
-    """Stands where the pickle says tiktoken's encoding; receives the fields and does nothing."""
+    """Replaces tiktoken's Encoding in the pickle; stores the fields and does nothing."""
 
     fields: Any = None
 
@@ -66,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(path: Path) -> Tokenizer:
-    """The tokenizer in an upstream tokenizer.pkl. Raises DataError with a sentence that names the file."""
+    """Read nanochat's tokenizer.pkl. Raises DataError, naming the file."""
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -77,11 +77,11 @@ def read(path: Path) -> Tokenizer:
     try:
         return _tokenizer(_fields(data))
     except DataError as error:
-        raise DataError(f"{path} is no tokenizer of nanochat's that can be taken in: {error}.") from None
+        raise DataError(f"{path} is not a tokenizer of nanochat that can be imported: {error}.") from None
 
 
 def pickled(tokenizer: Tokenizer) -> bytes:
-    """The bytes of a tokenizer.pkl: a tiktoken.Encoding, as upstream makes and pickles it."""
+    """The bytes of a tokenizer.pkl: a pickled tiktoken.Encoding, as nanochat writes it."""
     encoding = tiktoken.Encoding(
         NAME,
         pat_str=tokenizer.pattern,
@@ -92,11 +92,11 @@ def pickled(tokenizer: Tokenizer) -> bytes:
 
 
 def _fields(data: bytes) -> dict[str, Any]:
-    """The four fields of the encoding that `data` is the pickle of, of the right types."""
-    _look_through(data)
+    """Unpickle the four fields of the encoding and check their types."""
+    _check_instructions(data)
     try:
         encoding = _Unpickler(io.BytesIO(data)).load()
-    except SENSELESS as error:
+    except INVALID as error:
         raise DataError(f"its pickle cannot be read ({error})") from None
     if not isinstance(encoding, _Encoding):
         raise DataError(f"it holds a {type(encoding).__name__}, not an encoding of tiktoken's")
@@ -111,15 +111,15 @@ def _fields(data: bytes) -> dict[str, Any]:
     return fields
 
 
-def _look_through(data: bytes) -> None:
-    """Refuse a pickle with any instruction that could call, import or allocate what it likes."""
+def _check_instructions(data: bytes) -> None:
+    """Raise DataError if an instruction of the pickle could call, import or allocate memory freely."""
     try:
         for count, (instruction, argument, _) in enumerate(pickletools.genops(data)):
             if instruction.name not in INSTRUCTIONS:
                 raise DataError(f"its pickle uses {instruction.name}, which plain data does not need")
-            # The unpickler makes room for every place before the one that is written to.
+            # The unpickler allocates all entries of its memo up to the one that is written.
             if instruction.name in ("BINPUT", "LONG_BINPUT") and int(argument or 0) > count:
-                raise DataError(f"its pickle writes to place {argument:,} of a memory that is not so long")
+                raise DataError(f"its pickle writes to entry {argument:,} of a shorter memo")
     except (ValueError, LookupError) as error:
         raise (
             error if isinstance(error, DataError) else DataError(f"it is no whole pickle ({error})")
@@ -127,7 +127,7 @@ def _look_through(data: bytes) -> None:
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """The tokenizer of the fields, if ours can have it: ids without a gap, the special ones last."""
+    """The tokenizer with these fields. Its ids must have no gap, and the special tokens must come last."""
     ranks, specials = fields["mergeable_ranks"], fields["special_tokens"]
     for name, kind, table in (("mergeable_ranks", bytes, ranks), ("special_tokens", str, specials)):
         if not all(type(piece) is kind and piece and type(token) is int for piece, token in table.items()):

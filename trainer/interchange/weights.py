@@ -1,4 +1,4 @@
-"""A state dict that changes hands: read as plain tensors, held against its model, brought to float32."""
+"""Weights of nanochat: reading a state dict, checking it against a model, conversion to float32."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from trainer.config import ConfigError
 from trainer.model.gpt import GPT, GPTConfig
 
-COMPILED = "_orig_mod."  # what torch.compile puts before every name
-EXACT = (torch.bfloat16, torch.float16)  # every value of theirs is one of float32's
-NAMED = 4  # so many of a list are named in a message
+COMPILED = "_orig_mod."  # prefix of the names of a compiled module
+EXACT = (torch.bfloat16, torch.float16)  # converts to float32 without loss
+NAMED = 4  # names of a list that a message includes
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """The tensors of a model file by parameter name. Raises ConfigError naming the file."""
+    """Read the tensors of a model file by parameter name. Raises ConfigError, naming the file."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -27,20 +27,20 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
         raise ConfigError(
             f"{path} is damaged or holds more than tensors: torch.load refuses it with weights_only=True."
         ) from None
-    except Exception as error:  # torch raises whatever a damaged byte leads it to
+    except Exception as error:  # a damaged file may raise any exception in torch
         reason = str(error).partition(". ")[0].splitlines() or ["it ends too early"]
         raise ConfigError(f"{path} is damaged: {type(error).__name__}, {reason[0]}.") from None
     if not isinstance(weights, dict) or not all(
         isinstance(name, str) and isinstance(tensor, Tensor) for name, tensor in weights.items()
     ):
         raise ConfigError(
-            f"{path} is no state dict: it must hold tensors by parameter name and nothing else."
+            f"{path} is not a state dict: it must contain tensors by parameter name and nothing else."
         )
     return {name.removeprefix(COMPILED): tensor for name, tensor in weights.items()}
 
 
 def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> None:
-    """Refuse weights whose names or shapes are not those of `config`'s model, naming them."""
+    """Raise ConfigError if names or shapes of the weights differ from those of the model of `config`."""
     if config.n_layer > len(weights):
         raise ConfigError(
             f"{path} holds {len(weights)} tensors, too few for a model of {config.n_layer} layers."
@@ -68,7 +68,7 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
 
 
 def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
-    """The weights in float32, and a sentence if that was not what they were."""
+    """Convert the weights to float32; returns them, and a note on converted tensors or ""."""
     changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
     for name, dtype in changed.items():
         if dtype not in (*EXACT, torch.float64):
@@ -77,7 +77,7 @@ def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Ten
         return dict(weights), ""
     kinds = " and ".join(sorted({str(dtype).removeprefix("torch.") for dtype in changed.values()}))
     how = "the values are the same" if torch.float64 not in changed.values() else "float64 values are rounded"
-    note = f"{_some(list(changed))} came as {kinds} and went into float32: {how}"
+    note = f"{_some(list(changed))} were converted from {kinds} to float32: {how}"
     return {name: tensor.float() for name, tensor in weights.items()}, note
 
 

@@ -1,7 +1,7 @@
-"""Causal attention, with windows: what a query sees, and no more, is computed.
+"""Causal attention with windows; only visible pairs of query and key are computed.
 
-On a CPU a row is worked through in blocks of queries, each with the keys it sees, as plain products: these
-are as fast as the processor multiplies, also in bfloat16, which torch's own attention is not without AMX.
+On a CPU a row is computed in blocks of queries, each with its visible keys, as GEMMs: these reach the GEMM
+rate of the processor, also in bfloat16, which torch's attention does not without AMX.
 Shapes: B rows, T tokens, H heads of E numbers, of which G share one of keys and values, N = B * H / G.
 """
 
@@ -23,14 +23,14 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 
 
 def rotary_tables(length: int, head_dim: int) -> Rotary:
-    """The angles of every position; worked out in float64, then rounded, so that unlike CPUs agree."""
+    """cos and sin of the rotary angles, computed in float64 and rounded, so that all CPUs agree."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE**-exponents)[:, None, :]
     return angles.cos().float(), angles.sin().float()
 
 
 def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """Which of n_key keys the last n_query positions see, (n_query, n_key); None if that is plain causal."""
+    """The mask of the keys that the last n_query positions see, (n_query, n_key); None if plainly causal."""
     if n_query == n_key and window >= n_key - 1:
         return None
     query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
@@ -51,7 +51,7 @@ def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped:
 
 
 class _InBlocks(torch.autograd.Function):
-    """Block after block of queries. Logits and softmax are in float32 or better, products in q's format."""
+    """Attention in blocks of queries. Logits and softmax are in float32 or better, GEMMs in q's dtype."""
 
     @staticmethod
     def forward(ctx: Any, q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int) -> Tensor:
@@ -95,14 +95,14 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Blocks of queries, and the keys that each sees some of."""
+    """Slices of the blocks of queries, and of the keys that each block sees."""
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
         yield slice(start, end), slice(max(0, start - window), end)
 
 
 class _Softmax:
-    """What each query of a block takes of each key: (N, G * queries, keys), in q's format."""
+    """Attention weights of a block: (N, G * queries, keys), in the dtype of q."""
 
     def __init__(self, q_NGTE: Tensor, k_NTE: Tensor, window: int) -> None:
         self.format, self.dtype = q_NGTE.dtype, torch.promote_types(q_NGTE.dtype, torch.float32)
@@ -114,7 +114,7 @@ class _Softmax:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks together, or a little more."""
+        """An upper bound of the elements of all blocks."""
         queries = self.q_NGTE.shape[:3].numel()
         return queries * min(self.window + BLOCK, self.k_NTE.size(1)) * self.format.itemsize
 

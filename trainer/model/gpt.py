@@ -1,4 +1,4 @@
-"""The GPT: nanochat's architecture, its initialisation and what it costs.
+"""The GPT: nanochat's architecture, its initialisation, and its counts of parameters and operations.
 
     config = GPTConfig.from_depth(8, vocab_size=32768)
     model = GPT(config)
@@ -7,7 +7,7 @@
     logits = model(idx)                             # (B, T, V)
     cache = KVCache(config, batch_size=1, max_len=256)
     logits = model(idx, cache=cache)                # from then on it is given only the new tokens
-    model.compute_dtype = torch.bfloat16            # matrix products alone; weights and gradients stay
+    model.compute_dtype = torch.bfloat16            # GEMMs only; weights and gradients stay
 
 Parameter names are nanochat's, so that a state dict moves between the two in both directions.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
@@ -37,7 +37,7 @@ LossReduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The seven values that fix a model's shape; ValueError, in a sentence, where there is no such shape."""
+    """The shape of a model. Raises ValueError if the values contradict each other."""
 
     sequence_len: int = 1024
     vocab_size: int = 32_768
@@ -71,7 +71,10 @@ class GPTConfig:
         n_kv_head: int = 0,
         window_pattern: str = "SSSL",
     ) -> GPTConfig:
-        """The model of a depth: depth * aspect_ratio wide, raised to whole heads; n_kv_head 0: as n_head."""
+        """The shape for a depth. The width is depth * aspect_ratio, rounded up to whole heads.
+
+        n_kv_head 0: as many as n_head.
+        """
         n_head = ceil(depth * aspect_ratio / head_dim)
         kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim
         return cls(sequence_len, vocab_size, depth, n_head, kv_heads, n_embd, window_pattern)
@@ -89,18 +92,18 @@ class GPTConfig:
         return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def has_value_embedding(self, layer: int) -> bool:
-        """Every second layer, counted so that the last one is among them."""
+        """Whether the layer has a value embedding: every second one, including the last."""
         return layer % 2 == (self.n_layer - 1) % 2
 
     def windows(self) -> list[int]:
-        """For each layer the distance a query looks back: query t sees keys t - window .. t."""
+        """The attention window of each layer: query t sees keys t - window .. t."""
         sizes = {"S": ceil(self.sequence_len / 4 / 128) * 128, "L": self.sequence_len}
         tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
         return [sizes[letter] for letter in [*tiled[:-1], "L"]]
 
 
 class KVCache:
-    """What a model remembers of up to max_len tokens, so that the next one costs one token's work.
+    """Keys and values of up to max_len tokens, so that generating a token does not recompute earlier ones.
 
     Give it to `GPT.forward`, under `torch.no_grad()`, which fills it. Its dtype is the model's compute_dtype.
     """
@@ -121,7 +124,7 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Store a layer's new keys and values; return all it has so far."""
+        """Append new keys and values of a layer; returns all of that layer."""
         end = self.length + k_BHTE.size(2)
         self.k_LBHTE[layer, :, :, self.length : end] = k_BHTE
         self.v_LBHTE[layer, :, :, self.length : end] = v_BHTE
@@ -129,7 +132,7 @@ class KVCache:
 
 
 class Linear(nn.Linear):
-    """A matrix that multiplies in the number format of what it is given, and keeps its weight in its own."""
+    """A linear layer that computes in the dtype of its input and stores its weight in another dtype."""
 
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
@@ -139,7 +142,7 @@ class Linear(nn.Linear):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, normalised q and k, and on some layers a value embedding."""
+    """Causal attention with rotary positions, normalised q and k, and a value embedding on some layers."""
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -169,7 +172,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two matrices with a squared ReLU between them."""
+    """Two linear layers with a squared ReLU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -189,14 +192,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
     ) -> Tensor:
-        """x (B, T, D) stays in its own format; the products between are in that of the rotary tables."""
+        """x (B, T, D) keeps its dtype; the GEMMs are in that of the rotary tables."""
         compute_dtype = rotary[0].dtype
         x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
         return x + self.mlp(rms(x).to(compute_dtype))
 
 
 class GPT(nn.Module):
-    """The model. Its weights mean nothing until `init_weights()` or `load_state_dict()`."""
+    """The model. Its weights are undefined until `init_weights()` or `load_state_dict()`."""
 
     cos: Tensor
     sin: Tensor
@@ -223,7 +226,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Draw every parameter anew, in the order of `named_parameters()`."""
+        """Initialise every parameter, in the order of `named_parameters()`."""
         s = sqrt(3 / self.config.n_embd)  # uniform(-s, s) has the standard deviation 1 / sqrt(D)
         for name, p in self.named_parameters():
             match name.removesuffix(".weight").split("."):
@@ -259,7 +262,7 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The number format of matrix products and what goes into them; the weights' own unless set.
+        """The dtype of GEMMs and their inputs; that of the weights unless set.
 
         The residual stream and norms stay in the weights' format, which costs no time and keeps the scalars'
         gradients: with weights that start at zero these are so small that bfloat16 leaves only noise of
@@ -278,7 +281,7 @@ class GPT(nn.Module):
         loss_reduction: LossReduction = "mean",
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits of tokens idx (B, T), or with targets (B, T) their cross-entropy in nats; -1 does not count.
+        """Logits of tokens idx (B, T), or with targets (B, T) their cross-entropy in nats; -1 is ignored.
 
         Returns logits (B, T, V) in float32 or better; or the losses' mean or sum; or with "none" all of
         them, flat, without gradients. With a cache, idx continues the rows it holds. ValueError for more
@@ -297,7 +300,7 @@ class GPT(nn.Module):
         return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
 
     def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
-        """What lm_head is given for tokens idx (B, T): (B, T, D), in the compute dtype."""
+        """The input of lm_head for tokens idx (B, T): (B, T, D), in the compute dtype."""
         config, compute_dtype = self.config, self.compute_dtype
         start = cache.length if cache else 0
         end = start + idx.size(1)
@@ -329,7 +332,7 @@ class GPT(nn.Module):
         return rms(x - self.backout_lambda * backout).to(compute_dtype)
 
     def param_counts(self) -> dict[str, int]:
-        """Parameters by group, padded vocabulary included; scalars have the smear gate among them."""
+        """Number of parameters by group, including the padded vocabulary; the smear gate is a scalar."""
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "transformer_matrices", "scalars"), 0)
         for name, p in self.named_parameters():
             match name.split("."):
@@ -344,14 +347,14 @@ class GPT(nn.Module):
         return {**counts, "total": sum(counts.values())}
 
     def flops_per_token(self) -> int:
-        """Floating-point operations of a token, forward and backward: 6 a Linear weight, plus attention."""
+        """Operations per token, forward and backward: 6 per weight of a Linear, plus attention."""
         linear = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
         keys = sum(min(window, self.config.sequence_len) for window in self.config.windows())
         return 6 * linear + 12 * self.config.n_embd * keys
 
 
 def scaling_params(config: GPTConfig) -> int:
-    """The size the scaling rules count in: transformer matrices and lm_head. Allocates no weights."""
+    """The number of parameters for the scaling rules: transformer matrices and lm_head. Allocates none."""
     with torch.device("meta"):
         counts = GPT(config).param_counts()
     return counts["transformer_matrices"] + counts["lm_head"]

@@ -1,13 +1,13 @@
-"""The loss of the last layer, without its logits ever lying in memory at once.
+"""The cross-entropy of the last layer, computed in blocks, so that the logits are never in memory as a whole.
 
     losses_N = token_losses(x_ND, weight_VD, targets_N, vocab_size)        # nats; 0 where the target is -1
     loss = summed_loss(x_ND, weight_VD, targets_N, vocab_size)             # their sum, with gradients
 
-On a CPU logits, softcap and exponentials are done for some tokens (M) and some words (W) at a time, a block
-that stays in the processor's caches; the exponentials need no maximum, since logits are capped, and their sum
-over all words is divided by at the end. What is kept for the way back is one number a token and word, for M
-tokens: 134 MB in float32 at 32,768 words. All products are then as square as products can be. At 2,048 tokens
-of depth 8 that takes 1.4 s of two cores where whole rows of 128 tokens at a time took 1.8 s.
+On a CPU a block of logits has M tokens and W entries of the vocabulary and stays in the processor's caches.
+The softmax needs no maximum, since logits are capped, so the exponentials of all blocks are summed and
+divided at the end. The backward pass needs one number per token and vocabulary entry, for M tokens: 134 MB in
+float32 at 32,768 entries. The GEMMs are nearly square. At 2,048 tokens of depth 8 this takes 1.4 s on two
+cores; blocks of 128 tokens and the whole vocabulary took 1.8 s.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 LOGIT_CAP = 15.0
 IGNORED_TARGET = -1
 BLOCK = {"cpu": (1024, 1024), "cuda": (4096, 1 << 20)}
-"""Tokens and words that are done at a time; a GPU takes all words."""
+"""Tokens and vocabulary entries of a block; on a GPU a block has the whole vocabulary."""
 
 
 def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
@@ -38,7 +38,7 @@ def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size:
 
 
 def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
-    """The sum of all tokens' losses: a scalar that can be differentiated, once."""
+    """The sum of all tokens' losses, a scalar. Its backward pass can run once."""
     if not (torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)):
         return token_losses(x_ND, weight_VD, targets_N, vocab_size).sum()
     loss: Tensor = _SummedLoss.apply(x_ND, weight_VD, targets_N, vocab_size)
@@ -46,7 +46,7 @@ def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: 
 
 
 def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)  # a softmax needs the digits
+    return torch.promote_types(x.dtype, torch.float32)  # a softmax needs the precision
 
 
 def _block_shape(x: Tensor) -> tuple[int, int]:
@@ -59,27 +59,27 @@ def _parts(x_ND: Tensor) -> list[slice]:
 
 
 def _blocks(x_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Some words at a time: which, tanh(logits / cap) and exp(logits), (M, W); both may be written over."""
-    words = _block_shape(x_MD)[1]
-    for start in range(0, len(weight_VD), words):
-        where = slice(start, min(start + words, len(weight_VD)))
+    """Yield blocks: slice of the vocabulary, tanh(logits / cap), exp(logits), (M, W); may be modified."""
+    columns = _block_shape(x_MD)[1]
+    for start in range(0, len(weight_VD), columns):
+        where = slice(start, min(start + columns, len(weight_VD)))
         squashed = (x_MD @ weight_VD[where].mT).to(_wide(x_MD)).div_(LOGIT_CAP).tanh_()
         yield where, squashed, squashed.mul(LOGIT_CAP).exp_()
 
 
 class _Softmax:
-    """What the words seen so far add up to, for each token: all (M,)."""
+    """Sums over the blocks so far, for each token: all (M,)."""
 
     def __init__(self, targets_M: Tensor, wide: torch.dtype) -> None:
         self.targets, self.counts = targets_M.clamp_min(0), targets_M != IGNORED_TARGET
         self.sums = torch.zeros(len(targets_M), dtype=wide, device=targets_M.device)
         self.squashed = torch.zeros_like(self.sums)  # of the target
 
-    def add(self, words: slice, squashed: Tensor, exps: Tensor) -> None:
-        """A block; the exponentials of targets in it become 0."""
+    def add(self, columns: slice, squashed: Tensor, exps: Tensor) -> None:
+        """Add a block. Sets the exponentials of its targets to 0."""
         self.sums += exps.sum(dim=1)
-        here = (self.targets >= words.start) & (self.targets < words.stop)
-        at = (self.targets - words.start).clamp(0, squashed.size(1) - 1)[:, None]
+        here = (self.targets >= columns.start) & (self.targets < columns.stop)
+        at = (self.targets - columns.start).clamp(0, squashed.size(1) - 1)[:, None]
         self.squashed = torch.where(here, squashed.gather(1, at).squeeze(1), self.squashed)
         exps.scatter_(1, at, exps.gather(1, at) * ~here[:, None])
 
@@ -130,20 +130,20 @@ class _SummedLoss(torch.autograd.Function):
             x, softmax = x_ND[part], _Softmax(targets_N[part], wide)
             grad = x.new_empty(x.shape, dtype=wide)
             kept = []
-            for words, squashed, exps in _blocks(x, weight):
-                softmax.add(words, squashed, exps)
-                block = room[len(x) * words.start : len(x) * words.stop].view(squashed.shape)
+            for columns, squashed, exps in _blocks(x, weight):
+                softmax.add(columns, squashed, exps)
+                block = room[len(x) * columns.start : len(x) * columns.stop].view(squashed.shape)
                 torch.addcmul(exps, exps, squashed.square_(), value=-1, out=exps)
                 block.copy_(exps)
-                _add_product(grad, block, weight[words], first=words.start == 0)
-                kept.append((words, block))
+                _add_product(grad, block, weight[columns], first=columns.start == 0)
+                kept.append((columns, block))
             total += softmax.losses().sum()
             shares = softmax.counts[:, None] / softmax.sums[:, None]
             of_targets = softmax.target_gradients()[:, None]
             grad_x[part] = grad.mul_(shares).addcmul_(of_targets, weight[softmax.targets].to(wide))
             divided = (x * shares).to(x.dtype)
-            for words, block in kept:
-                _add_product(grad_weight[words], block.mT, divided, first=part.start == 0)
+            for columns, block in kept:
+                _add_product(grad_weight[columns], block.mT, divided, first=part.start == 0)
             _add_rows(grad_weight, softmax.targets, (x * of_targets).to(grad_weight.dtype))
         ctx.save_for_backward(grad_x, grad_weight)
         return total.to(wide)

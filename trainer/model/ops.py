@@ -1,7 +1,7 @@
-"""What is done number by number between the matrices, each with a gradient of its own.
+"""Elementwise operations between the GEMMs, each with its own gradient.
 
-A step's products keep a core busy whatever is beside them; these parts wait for memory. Each is written in
-few passes over it, there and back, where autograd would make one of every operation.
+GEMMs are bound by the core, these operations by memory. Each takes few passes over memory, forward and
+backward, where autograd would take one for every operation.
 Shapes: any number of axes before the last, which has D numbers; heads are (B, T, H, E).
 """
 
@@ -26,7 +26,7 @@ def rms(x: Tensor) -> Tensor:
 
 
 def rotate_rms(x_BTHE: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """Each pair (first half, second half) of a head turned by its position's angle, then scale * rms.
+    """Rotate each pair (first half, second half) of a head by the angle of its position, then scale * rms.
 
     cos and sin (T, 1, E / 2).
     """
@@ -77,22 +77,22 @@ class _RotateRMS(torch.autograd.Function):
 
 
 def _rms_factor(x: Tensor) -> Tensor:
-    """What rms multiplies by, (..., 1); torch adds the same to the mean square, for rows of zeros."""
+    """The factor of rms, (..., 1). Adds a constant to the mean square, as torch does, for rows of zeros."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return norm.square_().div_(x.size(-1)).add_(torch.finfo(wide).eps).rsqrt_()
 
 
 def _across(grad: Tensor, x: Tensor, unit: Tensor | float) -> Tensor:
-    """`grad` less its part along x, which a norm lets nothing of through; unit * mean(x^2) is 1."""
+    """`grad` without its component along x, the gradient through a norm; unit * mean(x^2) is 1."""
     along = (grad * x).sum(dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return torch.addcmul(grad, x, along.mul_(unit).div_(-x.size(-1)).to(x.dtype))
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, way: int) -> Tensor:
-    """Each pair turned by its angle, clockwise for a `way` of 1, back for -1."""
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, sign: int) -> Tensor:
+    """Rotate each pair by its angle: clockwise for `sign` 1, back for -1."""
     turned = torch.empty_like(x)
     (a, b), (c, d) = x.chunk(2, dim=-1), turned.chunk(2, dim=-1)
-    torch.mul(a, cos, out=c).addcmul_(b, sin, value=way)
-    torch.mul(b, cos, out=d).addcmul_(a, sin, value=-way)
+    torch.mul(a, cos, out=c).addcmul_(b, sin, value=sign)
+    torch.mul(b, cos, out=d).addcmul_(a, sin, value=-sign)
     return turned

@@ -18,7 +18,7 @@ MOMENTUM_WARMUP_STEPS = 400
 
 
 class BatchScales(NamedTuple):
-    """Multipliers of base values. The smear group's rate and the betas are left alone."""
+    """Multipliers of base values. The smear group's rate and the betas are unchanged."""
 
     lr: float
     weight_decay: float  # Muon's

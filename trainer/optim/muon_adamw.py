@@ -3,13 +3,13 @@
     optimizer = build_optimizer(model, unembedding_lr, embedding_lr, matrix_lr, scalar_lr, weight_decay)
     optimizer.set_schedule(lr_multiplier, momentum, weight_decay_multiplier)
     loss.backward()
-    optimizer.step()                    # one process; or, shared out among ranks:
+    optimizer.step()                    # one process; or, divided among ranks:
     optimizer.step_adamw()              # elementwise and fused: the same bits on every CPU
     optimizer.step_muon(owned)          # GEMMs, on the owner rank only, which broadcasts the result
 
-Unlike CPUs multiply matrices to unlike bits, and one CPU does so too when it multiplies them in a batch. So a
-matrix is stepped by itself, as a function of its gradient, value and state only: whatever else its owner
-owns, the result is the same.
+Different CPUs round GEMMs differently, and so does one CPU for a batch of matrices. Each matrix is therefore
+stepped by itself, as a function of its gradient, value and state only: the result does not depend on the
+other matrices of its owner rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ParameterState = dict[str, Tensor]
 
 
 class MuonMatrix(NamedTuple):
-    """A matrix that Muon steps, and what a step of it costs, for sharing the work out."""
+    """A matrix that Muon steps, and the cost of a step, by which matrices are assigned to owner ranks."""
 
     name: str
     parameter: Parameter
@@ -65,7 +65,7 @@ def polar_express(X: Tensor) -> Tensor:
 
 
 def _polar_express_of_gram(A: Tensor) -> Tensor:
-    """What the steps multiply a matrix of Gram matrix A by, (side, side): polynomials in A, which commute."""
+    """The factor (side, side) of all steps on a matrix of Gram matrix A: polynomials in A, which commute."""
     P = A
     for step, (a, b, c) in enumerate(POLAR_EXPRESS):
         Q = torch.addmm(A, A, A, beta=b, alpha=c)
@@ -91,7 +91,7 @@ def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32
 def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
     """A near-orthogonal matrix in G's direction, of Frobenius norm sqrt(min(rows, cols)); zero stays zero.
 
-    The products are computed in `compute_dtype` (G's own without one); norms, and the result, are in G's.
+    GEMMs are computed in `compute_dtype` (in G's format without one); norms and the result are in G's.
     """
     rows, cols = G.shape
     row_norms = G.norm(dim=1, keepdim=True).clamp_min(1e-6)
@@ -118,9 +118,9 @@ class MuonAdamW:
     """Both optimizers over one list of `param_groups`, each with its `kind`, "adamw" or "muon".
 
     A group has `params`, `lr`, `initial_lr` and `weight_decay`; AdamW's also `betas` and `eps`; Muon's also
-    `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. State is kept for each
-    parameter by itself and goes by its name. Weights and state keep their number format; `compute_dtype`,
-    where set, is that of Muon's matrix products alone, so that only an owner's results depend on it.
+    `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. State is kept by
+    parameter name. Weights and state keep their number format; `compute_dtype`, if set, is the format of
+    Muon's GEMMs only, so that only the results of an owner rank depend on it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
@@ -134,7 +134,7 @@ class MuonAdamW:
         self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, *self._muon_groups]
 
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
-        """Set a step's rates: lr for all, momentum and decay for Muon alone (AdamW's decay is constant)."""
+        """Set a step's rates: lr for all, momentum and decay for Muon only (AdamW's decay is constant)."""
         for group in self.param_groups:
             group["lr"] = group["initial_lr"] * lr_multiplier
         for group in self._muon_groups:
@@ -159,7 +159,7 @@ class MuonAdamW:
 
     @torch.no_grad()
     def muon_update(self, p: Parameter) -> Tensor:
-        """What a step takes away from matrix p. Advances p's state; leaves p and its gradient as they are."""
+        """The update to subtract from matrix p. Advances p's state; does not change p or its gradient."""
         if p.grad is None:
             raise ValueError("a Muon matrix was stepped without a gradient")
         group, state = self._muon_group_of[p], self.muon_state(p)
@@ -202,7 +202,7 @@ class MuonAdamW:
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Put a copy of this state, which any number of ranks may have made, in place of the present one.
 
-        A parameter not in it starts anew, so that an owner may be given its own matrices alone.
+        A parameter without state starts from zero: an owner rank needs only the state of its own matrices.
         ValueError for a parameter or shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from trainer.data.loader import equal_split
+from trainer.formatting import counted
 
 GAIN = 0.1  # the part of a step's time that another split must save
 WINDOW_STEPS = 10  # a rank's speed is the median over these
@@ -78,9 +79,7 @@ def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str
 
 def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
     """tower 11 rows, laptop 5 rows."""
-    return ", ".join(
-        f"{name} {share} row{'s' if share != 1 else ''}" for name, share in zip(names, shares, strict=True)
-    )
+    return ", ".join(f"{name} {counted(rows, 'row')}" for name, rows in zip(names, shares, strict=True))
 
 
 class Balancer:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
-from trainer.distributed.process_group import Group, Peer
+from trainer.distributed.process_group import Collectives, Peer
 from trainer.host.numerics import Numerics
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
@@ -95,7 +95,12 @@ class Measured:
 
 
 def measure_all(
-    group: Group, model: GPT, optimizer: MuonAdamW, numerics: Numerics, gpu: Numerics | None, batch_size: int
+    group: Collectives,
+    model: GPT,
+    optimizer: MuonAdamW,
+    numerics: Numerics,
+    gpu: Numerics | None,
+    batch_size: int,
 ) -> list[Measured]:
     """The measurements of every rank. All measure at the same time: ranks on one host share it."""
     link = measure_link(group, numerics.device)
@@ -211,7 +216,7 @@ def _slowest_link(measured: Sequence[Measured]) -> Link | None:
     return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
 
 
-def broadcast_placement(group: Group, placement: Placement | None) -> Placement:
+def broadcast_placement(group: Collectives, placement: Placement | None) -> Placement:
     """The placement of rank 0, on every rank."""
     mine = json.dumps(placement.saved()).encode() if placement is not None and group.rank == 0 else b""
     return Placement.load(json.loads(group.gather_bytes(mine)[0]))

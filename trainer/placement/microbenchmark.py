@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.buckets import add_only_active_rows
@@ -119,7 +119,7 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure_link(group: Group, device: torch.device) -> Link | None:
+def measure_link(group: Collectives, device: torch.device) -> Link | None:
     """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
 
     Each rank has its own figures, from the same number of collectives.

@@ -48,7 +48,7 @@ def add_rows_deterministically(table: Tensor) -> None:
     """Let backward add the rows of a repeated token in a fixed order.
 
     Autograd adds a sparse gradient by `index_add_`, which does so on a CPU and in any order on CUDA. There
-    `index_put_` sorts the rows first; autograd then has nothing left to add.
+    `index_put_` sorts the rows first, so nothing remains for autograd to add.
     """
 
     def add(gradient: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
 from trainer.sync.mode import SyncMode
@@ -19,7 +19,7 @@ from trainer.sync.mode import SyncMode
 class Dense(SyncMode):
     """Reduces all gradients after backward, broadcasts all weights after the step."""
 
-    def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
+    def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
         self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
         self._owned = self._owners.parts[group.rank]

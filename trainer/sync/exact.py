@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
 from trainer.sync.mode import SyncMode
@@ -36,7 +36,7 @@ class Bucket:
 class Exact(SyncMode):
     """Active rows of embeddings, and buckets that are sent in one order on all ranks."""
 
-    def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
+    def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
         self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
         self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]

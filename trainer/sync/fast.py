@@ -13,7 +13,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.exact import Bucket, Exact
 
@@ -23,7 +23,7 @@ TRANSFER_DTYPE = torch.bfloat16
 class Fast(Exact):
     """Buckets and rows as in Exact; the transfers differ."""
 
-    def __init__(self, group: Group, model: nn.Module, optimizer: MuonAdamW) -> None:
+    def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)
         self._updates: dict[int, Tensor] = {}
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import RunConfig
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.buckets import add_only_active_rows
 from trainer.sync.mode import SyncMode
@@ -122,7 +122,7 @@ class Local(SyncMode):
     """Local steps on the parameters of this rank, outer steps on the outer parameters."""
 
     def __init__(
-        self, group: Group, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
+        self, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
     ) -> None:
         self._group, self._model, self._optimizer = group, model, optimizer
         self._outer = outer or Outer()

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import nn
 
 from trainer.config import ConfigError
-from trainer.distributed.process_group import Group
+from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.dense import Dense
 from trainer.sync.exact import Exact
@@ -17,12 +17,12 @@ from trainer.sync.mode import SyncMode
 
 
 def make_sync(
-    mode: str, group: Group, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
+    mode: str, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
 ) -> SyncMode:
     """The sync mode of that name over this model's parameters; `outer` configures `local`."""
     if mode == "local":
         return Local(group, model, optimizer, outer)
-    modes: dict[str, Callable[[Group, nn.Module, MuonAdamW], SyncMode]]
+    modes: dict[str, Callable[[Collectives, nn.Module, MuonAdamW], SyncMode]]
     modes = {"dense": Dense, "exact": Exact, "fast": Fast if group.world_size > 1 else Exact}
     if mode not in modes:
         raise ConfigError(f"sync is {mode!r}: it must be {', '.join(modes)} or local.")

@@ -3,7 +3,7 @@
     predicted_bytes("exact", model_config, world_size=2, rank=0, active_rows=2000)
 
 The code of the mode runs a step on meta tensors, in a group that only counts. The result is that of
-Group.bytes_sent, without the step report, some hundred bytes.
+Collectives.bytes_sent, without the step report, some hundred bytes.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
@@ -56,7 +56,7 @@ def predicted_bytes(
     return group.bytes_sent // steps
 
 
-class CountingGroup(Group):
+class CountingGroup(Collectives):
     """A rank of a group without peers, which counts and sends nothing."""
 
     def __init__(self, rank: int, world_size: int) -> None:

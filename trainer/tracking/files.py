@@ -1,11 +1,11 @@
-"""The files of a run that its tracking is made of.
+"""The tracking files in a run directory.
 
-facts.json     what the run is: run_id, params, tags
+facts.json     run_id, params and tags of the run
 metrics.jsonl  a line for each step and evaluation: step, figures, time
-system.jsonl   the same for rank 0's host; its steps count the samples
-samples/       texts the model wrote, step_000100.txt
-plots/         made from metrics.jsonl at the end
-tracker.json   how far the tracker has got; only the sender writes it
+system.jsonl   the same for the host of rank 0; `step` counts the samples
+samples/       generated texts, step_000100.txt
+plots/         drawn from metrics.jsonl at the end
+tracker.json   what the server has received; only the sender writes it
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.t
 
 @dataclass(frozen=True)
 class Facts:
-    """What a run is. `digest` is its configuration's: another one under the same run_id is another run."""
+    """Identity, params and tags of a run. A run is identified by run_id and `digest` (its configuration)."""
 
     run_id: str
     digest: str
@@ -39,7 +39,7 @@ class Facts:
 
     @classmethod
     def load(cls, run_dir: Path) -> Facts:
-        """Raises OSError or ValueError when the file is missing or is not one of these."""
+        """Read facts.json. Raises OSError or ValueError if it is missing or damaged."""
         raw = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
         try:
             return cls(str(raw["run_id"]), str(raw["digest"]), dict(raw["params"]), dict(raw["tags"]))
@@ -49,10 +49,10 @@ class Facts:
 
 @dataclass
 class Cursor:
-    """What one server has of one run, so that nothing is sent twice.
+    """What a server has received of a run, so that nothing is sent twice.
 
-    `steps` holds the last step sent of each figure. A resumed run does steps again and writes their lines
-    anew with equal figures; a server cannot forget a point, so those it has are not sent a second time.
+    `steps` has the last step sent of each figure. A resumed run repeats steps and writes equal figures for
+    them. A server cannot delete points, so points that it has are not sent again.
     """
 
     uri: str
@@ -65,7 +65,7 @@ class Cursor:
 
     @classmethod
     def load(cls, run_dir: Path, uri: str, facts: Facts) -> Cursor:
-        """The one of this server and this run, or a new one that has sent nothing."""
+        """The stored cursor for this server and run, or a new one."""
         new = cls(uri, facts.run_id, facts.digest)
         try:
             old = cls(**json.loads((run_dir / CURSOR).read_text(encoding="utf-8")))
@@ -76,8 +76,8 @@ class Cursor:
     def save(self, run_dir: Path) -> None:
         write_whole(run_dir / CURSOR, _json(asdict(self)))
 
-    def forget(self) -> None:
-        """The server has nothing of the run any more."""
+    def clear(self) -> None:
+        """Reset the cursor after the server has lost the run."""
         self.mlflow_run, self.status = "", ""
         self.steps.clear()
         self.artifacts.clear()
@@ -89,13 +89,13 @@ class Cursor:
 
 
 class JsonLines:
-    """A file of one JSON object a line, each in the file as soon as it is written.
+    """Appends JSON lines to a file, unbuffered.
 
-    While the disk is full, lines are kept, and written with the first one for which there is room.
+    While the disk is full, lines are kept in memory; the next write that fits includes them.
     """
 
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
-        """Goes on after `last_step`: later lines belong to steps that will be done again and are dropped."""
+        """Open the file and drop the lines after `last_step`: a resumed run repeats their steps."""
         self.last_step = -1
         self.figures = 0  # in the file
         temporary = path.with_name(f".{path.name}.tmp")
@@ -112,7 +112,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Add a line. What is not a finite number becomes null, which JSON can hold."""
+        """Append a line. A number that is not finite becomes null, as JSON has no NaN."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.figures += len(figures_of(figures))
         self._kept += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
@@ -125,7 +125,7 @@ class JsonLines:
 
 
 class NewLines:
-    """Reads what is added to a JsonLines file, in bounded portions, also when the file is replaced."""
+    """Reads the lines that are appended to a JsonLines file; starts again if the file is replaced."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -134,7 +134,7 @@ class NewLines:
         self._ahead = 0
 
     def read(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` lines; the same ones again until `taken` is called."""
+        """At most `limit` new lines; returns the same lines until `commit` is called."""
         lines: list[dict[str, Any]] = []
         try:
             with open(self.path, "rb") as file:
@@ -153,12 +153,13 @@ class NewLines:
             return []
         return lines
 
-    def taken(self) -> None:
+    def commit(self) -> None:
+        """Advance past the lines that `read` has returned."""
         self._offset = self._ahead
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """What a line tells of its step: all numbers in it but the step and the time."""
+    """The figures of a line: all its numbers except step and time."""
     return {
         name: float(value)
         for name, value in line.items()
@@ -167,7 +168,7 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Every whole line of a JsonLines file, raw and parsed; none when there is no file."""
+    """The complete lines of a JsonLines file, raw and parsed; none if it does not exist."""
     if path.exists():
         with open(path, "rb") as file:
             for raw in file:
@@ -176,7 +177,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def parse(raw: bytes) -> dict[str, Any] | None:
-    """A line with a step and a time; None for one that was cut short or is something else."""
+    """Parse a line with step and time; None if it is incomplete or something else."""
     try:
         line = json.loads(raw)
     except ValueError:

@@ -1,7 +1,7 @@
-"""One run on an MLflow server: found or begun, given its params, tags, figures and files.
+"""A run on an MLflow server: finds or creates it, logs params, tags, figures and files.
 
-Points carry the time of their line, and MLflow's database takes the same point twice for one: what was sent
-but not yet noted down may be sent again.
+Each point has the time of its line in metrics.jsonl. MLflow stores equal points once, so sending a point a
+second time is safe.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from urllib.parse import urlsplit
 from trainer.tracking.files import Facts
 
 EXPERIMENT = "nanofleet"
-PAGE_VARIABLE = "NANOFLEET_TRACKER_PAGE"  # the server's address for people, where ranks use another
+PAGE_VARIABLE = (
+    "NANOFLEET_TRACKER_PAGE"  # the server's address for browsers, if it differs from that of ranks
+)
 RUN_ID_TAG, DIGEST_TAG = "nanofleet.run_id", "nanofleet.digest"
-CHANGED_TAG = "now."  # before the name of a param whose value is another one than when the run began
+CHANGED_TAG = "now."  # prefix of the tag that has the new value of a changed param
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "retryable": "FAILED", "final": "FAILED"}
 # MLflow's limits
 BATCH_METRICS, BATCH_PARAMS = 1_000, 100
@@ -35,14 +37,14 @@ class RunGoneError(Exception):
 
 
 class RefusedError(Exception):
-    """The server does not take this, and would not later either."""
+    """The server rejects the request, and would reject it again."""
 
 
 class MlflowRun:
-    """The run of `facts` on the server at `uri`. Methods raise an exception when the server is not well."""
+    """The run of `facts` on the server at `uri`. Methods raise exceptions if the server fails."""
 
     def __init__(self, uri: str, facts: Facts, mlflow_run: str = "", patience: float = 60.0) -> None:
-        """A request lasts at most `patience` seconds, however slowly the answer trickles in."""
+        """`patience` is the time-out of a request in seconds, including a slow response."""
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(patience)))
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -55,13 +57,13 @@ class MlflowRun:
         self._experiment = ""
 
     def open(self, running: bool) -> None:
-        """Find the run, or begin it; `running` is whether it is being trained now. Raises RunGoneError."""
+        """Find or create the run; with `running`, set its status to RUNNING. Raises RunGoneError."""
         if self.id:
             found = self._ask(self._client.get_run, self.id)
             if found.info.lifecycle_stage != "active":
                 raise RunGoneError
         else:
-            found = self._find() or self._begin()
+            found = self._find() or self._create()
             self.id = found.info.run_id
         self._experiment = found.info.experiment_id
         if running and found.info.status != "RUNNING":
@@ -70,7 +72,7 @@ class MlflowRun:
 
     @property
     def page(self) -> str:
-        """Where a person looks at it, who may not be on this host."""
+        """The URL of the run's page."""
         server = os.environ.get(PAGE_VARIABLE) or self._uri
         return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
@@ -108,12 +110,12 @@ class MlflowRun:
         )
         return runs[0] if runs else None
 
-    def _begin(self) -> Any:
+    def _create(self) -> Any:
         tags = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
         return self._ask(self._client.create_run, self._experiment, tags=tags, run_name=self._facts.run_id)
 
     def _describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Bring params and tags up to date; MLflow lets nobody change a param, so its new value is a tag."""
+        """Update params and tags. MLflow does not allow a param to change, so its new value becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         wanted = {clean_key(key): value[:PARAM_CHARACTERS] for key, value in self._facts.params.items()}
@@ -148,7 +150,7 @@ class MlflowRun:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after so many seconds, also out of a read that goes on."""
+    """Raise TimeoutError in the main thread after `seconds`, even during a blocking read."""
 
     def expire(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -161,30 +163,30 @@ def time_limit(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-        if left:  # somebody else's alarm goes on
+        if left:  # restore an earlier alarm
             signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - began)))
 
 
 def clean_key(name: str) -> str:
-    """A name as MLflow takes it: letters, digits, blanks, _-.:/ and no path out of the run; not too long."""
+    """A valid MLflow key: letters, digits, blanks and _-.:/, no relative path, KEY_CHARACTERS at most."""
     parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
     return "/".join(part for part in parts if part.strip(". "))[:KEY_CHARACTERS] or "_"
 
 
 def shown_uri(uri: str) -> str:
-    """An address without the password that may be in it."""
+    """An address without user and password."""
     parts = urlsplit(uri)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def is_server(uri: str) -> bool:
-    """Whether this is the address of a server, and not of a folder or database, which MLflow also knows."""
+    """Whether the URI is that of a server. MLflow also accepts folders and databases."""
     parts = urlsplit(uri)
     return parts.scheme in ("http", "https") and bool(parts.netloc)
 
 
-def ailment(error: BaseException) -> str:
-    """What a failed call says of the server: that it does not answer, or answers as MLflow's never does."""
+def describe_failure(error: BaseException) -> str:
+    """Describe a failed request: the server does not answer, or it is not an MLflow server."""
     answer = re.search(r"failed with error code (\d+) != 200|not in a valid JSON format", str(error))
     if not answer:
         return f"does not answer ({reason(error)})"
@@ -193,12 +195,12 @@ def ailment(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """What is wrong, in a few words: the system's own where the network is at fault, else the server's."""
+    """A short reason: the message of the operating system for a network error, else that of the server."""
     inner = error
     while (cause := inner.__cause__ or inner.__context__) is not None:
         inner = cause
     if isinstance(inner, OSError):
-        said = inner.strerror or str(inner)
+        text = inner.strerror or str(inner)
     else:
-        said = (str(error).strip().splitlines() or [""])[0]
-    return re.sub(r"://[^/@\s]+@", "://", said)[:200].rstrip(". ") or type(error).__name__
+        text = (str(error).strip().splitlines() or [""])[0]
+    return re.sub(r"://[^/@\s]+@", "://", text)[:200].rstrip(". ") or type(error).__name__

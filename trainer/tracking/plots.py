@@ -1,6 +1,6 @@
-"""Pictures of a run, made from metrics.jsonl: plots/loss.png and plots/throughput.png.
+"""Plots of a run from metrics.jsonl: plots/loss.png and plots/throughput.png.
 
-matplotlib is imported only when they are made, and never in the process that trains.
+matplotlib is imported only to draw them, and never in the process that trains.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POINTS = 4_000  # a line has at most so many
+POINTS = 4_000  # per line, at most
 PHASES = ("data_s", "forward_s", "backward_s", "sync_s", "optimizer_s")
 
 
 def make_plots(run_dir: Path) -> list[Path]:
-    """Draw the plots of the figures that there are, if these are newer; returns their paths."""
+    """Draw the plots for which there are figures, unless they are up to date; returns their paths."""
     folder = run_dir / files.PLOTS
     made = list(folder.glob("*.png"))
     if made and min(map(_time, made)) >= _time(run_dir / files.METRICS):
@@ -36,7 +36,7 @@ def make_plots(run_dir: Path) -> list[Path]:
     if not drawn:
         return []
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:  # the user a run belongs to may have no home
+    with tempfile.TemporaryDirectory() as cache:  # the user of the run may have no home directory
         os.environ.setdefault("MPLCONFIGDIR", cache)
         return [_draw(folder / f"{name}.png", draw, series) for name, draw in drawn]
 
@@ -49,7 +49,7 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Steps and values by name; every second point is dropped as often as there are more than POINTS."""
+    """Steps and values by name. Drops every second point whenever a series exceeds POINTS."""
     series: Series = {}
     strides: dict[str, int] = {}
     seen: dict[str, int] = {}

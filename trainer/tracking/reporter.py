@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.checkpoint.train_state import TrainState
-from trainer.formatting import duration
+from trainer.formatting import counted, duration
 from trainer.health.attempt import Attempt
 from trainer.health.run_status import RunStatus
-from trainer.host.logger import RunLogger
+from trainer.host.logger import RunLogger, fields
 from trainer.placement.cost_model import Prediction
 from trainer.run_plan import Plan
 from trainer.tracking.tracker import Tracker
@@ -119,13 +119,12 @@ class Reporter:
             return
         if edge or time.monotonic() - self._logged_at >= LINE_EVERY_SECONDS:
             self._logged_at = time.monotonic()
-            self.log(
+            self.log.info(
                 f"step {train_state.step}/{last} loss {loss:.4f} lr {rate:.2f} "
                 f"{speed:,.0f} tok/s {seconds:.2f} s "
                 f"(data {split['data']:.2f} fwd {split['forward']:.2f} bwd {split['backward']:.2f} "
                 f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {duration(self.expected)}",
-                event="step",
-                figures={"step": train_state.step, **figures, "eta_seconds": self.expected},
+                extra=fields("step", step=train_state.step, **figures, eta_seconds=self.expected),
             )
 
     def checkpoint(self, run_dir: Path) -> None:
@@ -150,7 +149,7 @@ class Reporter:
         if not left:
             return
         at = time.strftime("%a %H:%M", time.localtime(time.time() + seconds))
-        self.log(f"About {duration(seconds)} for the {left} step{'s' * (left > 1)} left, until {at}.")
+        self.log.info(f"About {duration(seconds)} for the {counted(left, 'step')} left, until {at}.")
 
     def evaluation(self, bpb: float, loss: float) -> bool:
         """Report an evaluation; returns whether it is the best so far."""
@@ -163,10 +162,9 @@ class Reporter:
         if self.tracker is not None:
             figures = {"val_bpb": bpb, "val_loss": loss}
             self.tracker.step(train_state.step, figures)
-            self.log(
+            self.log.info(
                 f"step {train_state.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}",
-                event="evaluation",
-                figures={"step": train_state.step, **figures},
+                extra=fields("evaluation", step=train_state.step, **figures),
             )
         return is_best
 
@@ -176,9 +174,7 @@ class Reporter:
         if self.tracker is not None:
             self.tracker.sample(self.train_state.step, text)
         visible = "".join(c if c.isprintable() or c == "\n" else "\N{MIDDLE DOT}" for c in text)
-        self.log(
-            f"sample: {visible}", event="sample", figures={"step": self.train_state.step, "sample": text}
-        )
+        self.log.info(f"sample: {visible}", extra=fields("sample", step=self.train_state.step, sample=text))
 
     def shares(self, shares: Sequence[int], reason: str = "") -> None:
         """Report the rows per rank; with a `reason` if they have changed."""
@@ -189,7 +185,7 @@ class Reporter:
         self.tracker.step(self.train_state.step, rows)
         if reason:
             step = self.train_state.step
-            self.log(f"step {step}: {reason}", event="shares", figures={"step": step, "shares": list(shares)})
+            self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 
     def compare(self) -> None:
         """Report predicted and measured seconds of a step to the tracker."""

@@ -3,10 +3,13 @@
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 
 Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR --messages FD` with the address in
-MLFLOW_TRACKING_URI. It listens on standard input (the outcome, when the run ends; the end of the pipe when
-rank 0 has died) and answers in JSON lines on the pipe FD, which nothing else writes to: {"say": ...} for the
-log, {"away": true} while the server is not well, {"sent": n} as it goes on, {"figures": [n, time]} when the
-server has the first n figures of metrics.jsonl, the last of them written at that time.
+MLFLOW_TRACKING_URI. It reads standard input: the outcome, when the run ends, or the end of the pipe, when
+rank 0 has died. It writes JSON lines to the pipe FD:
+
+{"log": text}             a line for the log
+{"unavailable": true}     the server does not answer; false when it does again
+{"sent": n}               n points or a file were sent: progress
+{"figures": [n, time]}    the server has the first n figures of metrics.jsonl; the last one is of this time
 """
 
 from __future__ import annotations
@@ -34,27 +37,27 @@ from trainer.tracking.mlflow_run import (
     Point,
     RefusedError,
     RunGoneError,
-    ailment,
+    describe_failure,
     is_server,
     reason,
     shown_uri,
 )
 
-LOOK_EVERY_SECONDS = 2.0
+POLL_SECONDS = 2.0
 RETRY_SECONDS = (2.0, 5.0, 15.0, 30.0)  # after the first, second, third, and every later failure
 LINES_AT_ONCE = 200
 ORPHAN_SECONDS = 2.0  # for the last lines, when rank 0 has died
 CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner
 LOCK = ".tracker.lock"
 
-Tell = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]
 
 
 class Sender:
-    """Sends what the server lacks. Methods raise when the server is not well; nothing is lost then."""
+    """Sends what the server lacks. Methods raise exceptions if the server fails; nothing is lost then."""
 
-    def __init__(self, run_dir: Path, uri: str, patience: float, tell: Tell) -> None:
-        self.run_dir, self.uri, self.tell = run_dir, uri, tell
+    def __init__(self, run_dir: Path, uri: str, patience: float, report: Report) -> None:
+        self.run_dir, self.uri, self.report = run_dir, uri, report
         self.facts = Facts.load(run_dir)
         self.cursor = Cursor.load(run_dir, shown_uri(uri), self.facts)
         self._patience = patience
@@ -63,7 +66,7 @@ class Sender:
         self._run: MlflowRun | None = None
 
     def open(self, running: bool) -> MlflowRun:
-        """The run on the server; one that the server has lost is begun again and sent anew."""
+        """The run on the server, which is created if it does not exist. Raises RunGoneError if it is lost."""
         if self._run is None:
             run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
             run.open(running)
@@ -72,27 +75,25 @@ class Sender:
                 self.cursor.status = ""
             self.cursor.save(self.run_dir)
             self._run = run
-            self.tell({"say": f"Tracked at {run.page}"})
+            self.report({"log": f"Tracked at {run.page}"})
         return self._run
 
     def send(self, running: bool = True) -> None:
-        """Bring over all new figures and samples."""
-        self._unless_gone(lambda: self._send(running))
+        """Send all new figures and samples."""
+        self._recreate_if_lost(lambda: self._send(running))
 
     def finish(self, outcome: str | None) -> None:
-        """Bring over the rest: figures, the end of the run, plots and files."""
-        self._unless_gone(lambda: self._finish(outcome))
+        """Send the rest: figures, the end of the run, plots and files."""
+        self._recreate_if_lost(lambda: self._finish(outcome))
 
-    def _unless_gone(self, work: Callable[[], None]) -> None:
-        """Do the work; when the server has lost the run, begin it again there and send all of it."""
+    def _recreate_if_lost(self, work: Callable[[], None]) -> None:
+        """Do the work; if the server has lost the run, create it again and send all of it."""
         try:
             work()
         except RunGoneError:
-            self.tell(
-                {"say": "The tracker no longer has this run: it is begun again there, from its first step."}
-            )
+            self.report({"log": "The tracker has lost this run. It is created again, with all steps."})
             self._run = None
-            self.cursor.forget()
+            self.cursor.clear()
             self._figures = 0
             self._tails = [NewLines(tail.path) for tail in self._tails]
             work()
@@ -102,10 +103,10 @@ class Sender:
         for tail in self._tails:
             while lines := tail.read(LINES_AT_ONCE):
                 self._send_lines(run, lines)
-                tail.taken()
+                tail.commit()
                 if tail.path.name == files.METRICS:
                     self._figures += sum(len(files.figures_of(line)) for line in lines)
-                    self.tell({"figures": [self._figures, lines[-1]["time"]]})
+                    self.report({"figures": [self._figures, lines[-1]["time"]]})
         self._put_files(run, (self.run_dir / files.SAMPLES).glob("*"))
 
     def _finish(self, outcome: str | None) -> None:
@@ -115,15 +116,15 @@ class Sender:
             run.end(STATUS[outcome])
             self.cursor.status = STATUS[outcome]
             self.cursor.save(self.run_dir)
-        if outcome == "retryable":  # it goes on soon, and there is a hurry
+        if outcome == "retryable":  # the next attempt sends the files
             return
         try:
             from trainer.tracking.plots import make_plots
 
             make_plots(self.run_dir)
-        except Exception as error:  # pictures are the least of a run
-            self.tell({"say": f"The plots could not be made: {reason(error)}"})
-        self.tell({"sent": 0})
+        except Exception as error:  # a run without plots is still a run
+            self.report({"log": f"The plots could not be drawn: {reason(error)}"})
+        self.report({"sent": 0})
         self._put_files(run, (self.run_dir / name for name in files.KEPT_AT_THE_END))
         self._put_files(run, (self.run_dir / files.PLOTS).glob("*.png"))
 
@@ -138,10 +139,10 @@ class Sender:
             try:
                 run.log(batch)
             except RefusedError as error:
-                self.tell({"say": f"The tracker refuses figures of step {batch[0][3]}: {error}"})
+                self.report({"log": f"The tracker refuses figures of step {batch[0][3]}: {error}"})
             self.cursor.steps.update({name: step for name, _, _, step in batch})
             self.cursor.save(self.run_dir)
-            self.tell({"sent": len(batch)})
+            self.report({"sent": len(batch)})
 
     def _put_files(self, run: MlflowRun, paths: Iterator[Path]) -> None:
         for path in sorted(paths):
@@ -156,87 +157,86 @@ class Sender:
             try:
                 run.put(path, path.relative_to(self.run_dir).parent.as_posix().removeprefix("."))
             except RefusedError as error:
-                self.tell({"say": f"The tracker refuses {name}: {error}"})
+                self.report({"log": f"The tracker refuses {name}: {error}"})
             self.cursor.artifacts[name] = version
             self.cursor.save(self.run_dir)
-            self.tell({"sent": 0})
+            self.report({"sent": 0})
 
 
 # -- beside rank 0 -----------------------------------------------------------------------------------------
 
 
 def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
-    """Send until rank 0 says how the run ended; 0 when the server then has everything."""
+    """Send until rank 0 reports the outcome; returns 0 if the server then has everything."""
 
-    def tell(message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # rank 0 has died; the end of its own pipe says so too
+    def report(message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # rank 0 has died, which also closes standard input
             print(json.dumps(message), file=messages, flush=True)
 
     with contextlib.suppress(OSError):
         os.nice(10)
-    # Both reach rank 0 too, which still has an outcome to tell. Rank 0 blocks SIGTERM; children inherit that.
-    signal.signal(signal.SIGTERM, lambda *_: leave_within(ORPHAN_SECONDS))
+    # Rank 0 receives the same signals and still sends an outcome. Its blocked SIGTERM is inherited.
+    signal.signal(signal.SIGTERM, lambda *_: exit_after(ORPHAN_SECONDS))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    ear = Ear()
-    while not (held := _lock(run_dir)):  # the sender of an earlier attempt is about to leave
-        if ear.listen(LOOK_EVERY_SECONDS).ended:
+    rank_0 = OutcomeReader()
+    while not (held := _lock(run_dir)):  # the sender of an earlier attempt is about to exit
+        if rank_0.wait(POLL_SECONDS).ended:
             return 1
     with held:
-        sender = Sender(run_dir, uri, patience, tell)
+        sender = Sender(run_dir, uri, patience, report)
         failures = 0
         while True:
             try:
-                if ear.ended:
-                    sender.finish(ear.outcome)
+                if rank_0.ended:
+                    sender.finish(rank_0.outcome)
                     return 0
                 sender.send()
                 if failures:
-                    tell({"away": False, "say": f"The tracker at {shown_uri(uri)} is back."})
+                    report({"unavailable": False, "log": f"The tracker at {shown_uri(uri)} is back."})
                 failures = 0
-            except Exception as error:  # whatever ails the server, it is tried again
-                if ear.ended:
-                    tell({"away": True})
+            except Exception as error:  # any failure of the server is retried
+                if rank_0.ended:
+                    report({"unavailable": True})
                     return 1
                 if not failures:
-                    said = f"The tracker at {shown_uri(uri)} {ailment(error)}; "
-                    tell({"away": True, "say": said + "training goes on without it."})
+                    problem = f"The tracker at {shown_uri(uri)} {describe_failure(error)}"
+                    report({"unavailable": True, "log": f"{problem}; training continues without it."})
                 failures += 1
-            wait = RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else LOOK_EVERY_SECONDS
-            ear.listen(wait)
+            rank_0.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else POLL_SECONDS)
 
 
-class Ear:
-    """What rank 0 says: nothing, then the outcome; or nothing more at all."""
+class OutcomeReader:
+    """Reads the outcome from standard input. `ended`: rank 0 has sent it, or has died."""
 
     def __init__(self) -> None:
         self.ended = False
         self.outcome: str | None = None
-        self._heard = b""
+        self._received = b""
 
-    def listen(self, seconds: float) -> Ear:
-        """Wait for a word of rank 0, at most so long."""
+    def wait(self, seconds: float) -> OutcomeReader:
+        """Wait for input, at most `seconds`."""
         if self.ended or not select.select([sys.stdin.fileno()], [], [], seconds)[0]:
             return self
         data = os.read(sys.stdin.fileno(), 4096)
-        self._heard += data
-        if b"\n" in self._heard:
-            self.outcome = json.loads(self._heard)["outcome"]
+        self._received += data
+        if b"\n" in self._received:
+            self.outcome = json.loads(self._received)["outcome"]
         self.ended = not data or self.outcome is not None
         if self.ended:
-            leave_within(CLOSING_SECONDS if self.outcome else ORPHAN_SECONDS)
+            exit_after(CLOSING_SECONDS if self.outcome else ORPHAN_SECONDS)
         return self
 
 
-def leave_within(seconds: float) -> None:
-    """End this process then, whatever it waits for: it has no life of its own."""
-    leave = threading.Timer(seconds, os._exit, [1])
-    leave.daemon = True
-    leave.start()
+def exit_after(seconds: float) -> None:
+    """End this process after `seconds`, even if it waits for the server."""
+    timer = threading.Timer(seconds, os._exit, [1])
+    timer.daemon = True
+    timer.start()
 
 
 def _lock(run_dir: Path) -> IO[str] | None:
-    """The right to send for this run, to be used in a `with`; None while another process has it."""
+    """Lock the run for sending; None while another process has the lock."""
     return try_lock(run_dir / LOCK, 0)
 
 
@@ -245,22 +245,22 @@ def _lock(run_dir: Path) -> IO[str] | None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run-dir", type=Path, required=True, metavar="DIR", help="where the run's files are"
+        "--run-dir", type=Path, required=True, metavar="DIR", help="directory with the files of the run"
     )
     parser.add_argument(
-        "--tracker-uri", default="", metavar="URI", help="MLflow's (default: MLFLOW_TRACKING_URI)"
+        "--tracker-uri", default="", metavar="URI", help="address of MLflow (default: MLFLOW_TRACKING_URI)"
     )
     parser.add_argument(
         "--patience",
         type=number_from_zero,
         default=60.0,
         metavar="SECONDS",
-        help="for one answer (%(default)g)",
+        help="time-out of a request (%(default)g)",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """`track`: send what the server lacks of a run that has ended; again, it sends nothing twice."""
+    """`track`: send what the server lacks of a run that has ended. It may be repeated."""
     uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise ConfigError("No tracker address was given: add --tracker-uri http://HOST:5000.")
@@ -268,15 +268,15 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"{shown_uri(uri)!r} is no address of a server: it looks like http://HOST:5000.")
     sent = 0
 
-    def tell(message: dict[str, Any]) -> None:
+    def report(message: dict[str, Any]) -> None:
         nonlocal sent
         sent += message.get("sent", 0)
-        if "say" in message:
-            print(message["say"], flush=True)
+        if "log" in message:
+            print(message["log"], flush=True)
 
     with _held(args.run_dir):
         try:
-            sender = Sender(args.run_dir, uri, args.patience, tell)
+            sender = Sender(args.run_dir, uri, args.patience, report)
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{args.run_dir / files.FACTS} cannot be read ({reason(error)}): --run-dir takes "
@@ -285,10 +285,10 @@ def run(args: argparse.Namespace) -> int:
         outcome = _outcome(args.run_dir)
         try:
             sender.finish(outcome)
-        except Exception as error:  # the many ways of a server to be unwell
+        except Exception as error:  # any failure of the server
             print(
-                f"The tracker at {shown_uri(uri)} {ailment(error)}; it got {sent:,} "
-                f"figure{'' if sent == 1 else 's'}. Nothing is lost: type this again when it is there, "
+                f"The tracker at {shown_uri(uri)} {describe_failure(error)}; it got {sent:,} "
+                f"figure{'' if sent == 1 else 's'}. Nothing is lost: type this again when it answers, "
                 "or with another address.",
                 file=sys.stderr,
             )
@@ -305,13 +305,13 @@ def _held(run_dir: Path) -> Iterator[None]:
     except OSError as error:
         raise ConfigError(f"The run directory {run_dir} cannot be used: {error.strerror}.") from None
     if lock is None:
-        raise ConfigError(f"The run in {run_dir} is being sent already, by itself or by another `track`.")
+        raise ConfigError(f"Another process sends the run in {run_dir} already: rank 0 or another `track`.")
     with lock:
         yield
 
 
 def _outcome(run_dir: Path) -> str | None:
-    """How the run ended; None while it has not, or when nobody could write it down."""
+    """The outcome of the run; None if it has not ended or could not write it."""
     try:
         outcome = json.loads((run_dir / "outcome.json").read_text(encoding="utf-8"))["outcome"]
     except (OSError, ValueError, KeyError, TypeError):
@@ -322,7 +322,7 @@ def _outcome(run_dir: Path) -> str | None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    parser.add_argument("--messages", type=int, required=True, metavar="FD", help="where its messages go")
+    parser.add_argument("--messages", type=int, required=True, metavar="FD", help="pipe for messages")
     given = parser.parse_args()
     with open(given.messages, "w", encoding="utf-8") as pipe:
         os._exit(follow(given.run_dir, os.environ["MLFLOW_TRACKING_URI"], given.patience, pipe))

@@ -1,6 +1,6 @@
-"""What the host of rank 0 is doing, sampled every few seconds into system.jsonl.
+"""System metrics of the host of rank 0, sampled every few seconds to system.jsonl.
 
-The names are those of MLflow's own system metrics where it has one, so that its page groups and draws them.
+The names are those of MLflow's system metrics, so that its page groups and draws them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from trainer.tracking.files import JsonLines
 SAMPLE_SECONDS = 10.0
 LAST_SAMPLE_SECONDS = 0.2
 THROTTLE_COUNTS = "/sys/devices/system/cpu"  # cpu*/thermal_throttle/core_throttle_count
-NOT_TOLD = (OSError, RuntimeError, NotImplementedError, AttributeError, ValueError, psutil.Error)
+NOT_AVAILABLE = (OSError, RuntimeError, NotImplementedError, AttributeError, ValueError, psutil.Error)
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 
 class SystemSampler:
-    """A thread that samples until it is closed, and once more then."""
+    """A thread that samples periodically, and once more when it is closed."""
 
     def __init__(self, run_dir: Path, every_seconds: float = SAMPLE_SECONDS) -> None:
         self._run_dir, self._every = run_dir, every_seconds
@@ -32,12 +32,12 @@ class SystemSampler:
         self._closing = threading.Event()
         self._process = psutil.Process()
         self._network_before: Any = None
-        self.sample()  # percentages and traffic are those since the sample before
+        self.sample()  # percentages and traffic count from the previous sample
         self._thread = threading.Thread(target=self._work, name="system", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Take the last sample; a disk that does not answer is not waited for."""
+        """Take the last sample; waits a fraction of a second at most, as the disk may hang."""
         self._closing.set()
         self._thread.join(LAST_SAMPLE_SECONDS)
 
@@ -47,15 +47,15 @@ class SystemSampler:
         while not closing:
             closing = self._closing.wait(self._every)
             number += 1
-            with contextlib.suppress(OSError):  # a full disk ends the run elsewhere, with a sentence
+            with contextlib.suppress(OSError):  # a full disk is reported elsewhere
                 self._lines.write(number, self.sample(), time.time())
 
     def sample(self) -> dict[str, float]:
-        """The host now, as far as it can tell: percentages, megabytes, degrees."""
+        """The available metrics of the host: percentages, megabytes, degrees."""
         figures: dict[str, float] = {}
-        for look in (self._cpu, self._memory, self._disk, self._network, _heat):
-            with contextlib.suppress(*NOT_TOLD):
-                figures |= look()
+        for read in (self._cpu, self._memory, self._disk, self._network, _heat):
+            with contextlib.suppress(*NOT_AVAILABLE):
+                figures |= read()
         return {f"system/{name}": value for name, value in figures.items()}
 
     def _cpu(self) -> dict[str, float]:
@@ -79,7 +79,7 @@ class SystemSampler:
         return {"disk_usage_percentage": disk.percent, "disk_available_megabytes": disk.free / 1e6}
 
     def _network(self) -> dict[str, float]:
-        """Traffic of the whole host since the attempt began."""
+        """Traffic of the host since the start of the attempt."""
         now = psutil.net_io_counters()
         before = self._network_before = self._network_before or now
         return {
@@ -89,13 +89,13 @@ class SystemSampler:
 
 
 def _heat() -> dict[str, float]:
-    """Temperature, clock and throttling of the CPU, as far as this host can tell."""
+    """Temperature, clock and throttling of the CPU, as far as they are available."""
     figures: dict[str, float] = {}
     sensors: dict[str, Any] = getattr(psutil, "sensors_temperatures", dict)()  # Linux alone has it
     degrees = [reading.current for name in CPU_SENSORS for reading in sensors.get(name, ())]
     if degrees:
         figures["cpu_temperature_celsius"] = max(degrees)
-    with contextlib.suppress(*NOT_TOLD):
+    with contextlib.suppress(*NOT_AVAILABLE):
         if frequency := psutil.cpu_freq():
             figures["cpu_frequency_megahertz"] = frequency.current
     counts = list(Path(THROTTLE_COUNTS).glob("cpu*/thermal_throttle/core_throttle_count"))

@@ -30,7 +30,7 @@ def facts_of(
     host_facts: Sequence[Mapping[str, str]],
     more_tags: Mapping[str, str],
 ) -> Facts:
-    """The facts of a run whose model is built; by rank, the names of its hosts and what is known of them."""
+    """The facts of a run. `hosts` and `host_facts` are by rank."""
     tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()
     derived: dict[str, Any] = {
         **{f"model.{name}": value for name, value in dataclasses.asdict(plan.model).items()},

@@ -1,4 +1,4 @@
-"""The tracker on rank 0: figures are written to files, a separate process sends them to the server.
+"""The tracker on rank 0: writes figures to files; a separate process sends them to the server.
 
     tracker = Tracker(run_dir, resume_step, facts, uri, log)
     tracker.step(step, {"loss": 3.2, "tok_per_s": 1200.0})
@@ -26,27 +26,26 @@ from trainer.tracking.files import Facts, JsonLines
 from trainer.tracking.mlflow_run import is_server, shown_uri
 from trainer.tracking.system import SystemSampler
 
-# At the end of a run, when its ranks are released and its outcome is written, this process waits until the
-# server has everything: so long in all, and so long without a sign of progress.
+# At the end of a run, after its outcome is written, rank 0 waits until the server has everything: at most
+# this long, and this long without progress.
 CLOSING_SECONDS = 30.0
 STALLED_SECONDS = 10.0
-# At an end in a hurry, or when the server is known to be away.
+# If the attempt must end fast, or the server does not answer.
 HURRY_SECONDS = 1.0
-LAST_WORDS_SECONDS = 0.2
-# Before the process that died is started again: after the first death in a row, the second, every later one.
-RESTART_SECONDS = (1.0, 5.0, 15.0, 60.0)
-LAG_SECONDS = 60.0  # by which the tracker may be behind before that is reported
+LAST_MESSAGES_SECONDS = 0.2
+RESTART_SECONDS = (1.0, 5.0, 15.0, 60.0)  # before the sender restarts: by the number of crashes in a row
+LAG_SECONDS = 60.0  # a larger lag of the tracker is reported
 REMIND_SECONDS = 1800.0
-PATIENCE = 60.0  # for one answer of the server; nobody waits for it but the process that asks
+PATIENCE = 60.0  # time-out of a request; only the sender waits for it
 
 Log = Callable[[str], None]
 
 
 class Tracker:
-    """The figures, samples and host of a run, kept in its directory, and sent to `uri` unless it is empty."""
+    """Writes figures, samples and system metrics to the run directory; sends them unless `uri` is empty."""
 
     def __init__(self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log) -> None:
-        """Goes on after `resume_step`: later lines belong to steps that will be done again."""
+        """Drops the lines after `resume_step`, whose steps will be repeated."""
         self._run_dir = run_dir
         facts.save(run_dir)
         self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
@@ -62,37 +61,37 @@ class Tracker:
             self._sender = SenderProcess(run_dir, uri, self._lag, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Note the figures of a step or of an evaluation."""
+        """Write the figures of a step or of an evaluation."""
         before = self._metrics.figures
         self._metrics.write(step, values, time.time())
         if self._lag is not None:
             self._lag.wrote(self._metrics.figures - before)
 
     def sample(self, step: int, text: str) -> None:
-        """Keep a text that the model wrote after `step`."""
+        """Write a text that was generated after `step`."""
         folder = self._run_dir / files.SAMPLES
         folder.mkdir(exist_ok=True)
         write_whole(folder / f"step_{step:06d}.txt", (text.rstrip("\n") + "\n").encode())
 
     def close(self, outcome: str, hurry: bool = False) -> None:
-        """End the tracking: a second at most in a hurry, else as long as the server makes progress."""
+        """End the tracking. Waits for the server while it makes progress; with `hurry`, a second at most."""
         self._system.close()
         if self._sender is not None:
             self._sender.close(outcome, hurry or outcome == "retryable")
 
 
 class Lag:
-    """How far the tracker is behind metrics.jsonl, by its figures; reported while that lasts."""
+    """The number of figures by which the tracker is behind metrics.jsonl; reports a long lag."""
 
     def __init__(self, uri: str, written: int, log: Log) -> None:
-        self._where, self._log = f"The tracker at {shown_uri(uri)}", log
+        self._tracker, self._log = f"The tracker at {shown_uri(uri)}", log
         self._lock = threading.Lock()
         self._written, self._sent = written, 0
-        self._since = time.time()  # when the oldest figure that is not sent was written, or before
+        self._since = time.time()  # not later than the time of the oldest figure that is not sent
         self._reported: float | None = None
 
     def wrote(self, figures: int) -> None:
-        """So many figures were written; reports a lag that has become long, and again while it lasts."""
+        """Count written figures; report a lag above LAG_SECONDS, then every REMIND_SECONDS."""
         now = time.time()
         with self._lock:
             if self._sent >= self._written:
@@ -104,12 +103,12 @@ class Lag:
                 return
             self._reported = now
         self._log(
-            f"warning: {self._where} is {behind:,} figures behind, since {_clock(since)}. They are in "
-            f"{files.METRICS} and are sent when it takes them."
+            f"warning: {self._tracker} is {behind:,} figures behind, since {_clock(since)}. They are in "
+            f"{files.METRICS} and are sent when it answers."
         )
 
     def sent(self, figures: int, written_at: float) -> None:
-        """The tracker has the first so many figures of the file, the last of them of this time."""
+        """Set the number of figures that the tracker has, and the time of the last of them."""
         with self._lock:
             self._sent, self._since = figures, max(self._since, written_at)
             near = figures >= self._written or time.time() - self._since < LAG_SECONDS
@@ -117,35 +116,35 @@ class Lag:
             if caught_up:
                 self._reported = None
         if caught_up:
-            self._log(f"{self._where} has caught up with {files.METRICS}.")
+            self._log(f"{self._tracker} has caught up with {files.METRICS}.")
 
 
 class SenderProcess:
-    """The process that talks to the server (trainer.tracking.sender), and a thread that looks after it.
+    """Runs the sender process (trainer.tracking.sender) from a thread, and restarts it if it crashes.
 
-    Its messages come through a pipe of their own. What else it or a library writes goes to the log.
+    Its messages arrive through a separate pipe. Its other output goes to standard error.
     """
 
     def __init__(self, run_dir: Path, uri: str, lag: Lag, log: Log) -> None:
         self._run_dir, self._uri, self._lag, self._log = run_dir, uri, lag, log
-        self._away = False
-        self._deaths = 0  # in a row: without a figure sent between them
+        self._unavailable = False  # whether the server does not answer
+        self._crashes = 0  # in a row, without a figure sent between them
         self._progress = time.monotonic()
-        self._lock = threading.Lock()  # none is started once it is closing
+        self._lock = threading.Lock()  # held to start the process, which must not happen while closing
         self._closing = threading.Event()
         self._process: subprocess.Popen[str] | None = None
-        self._thread = threading.Thread(target=self._look_after, name="tracker", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="tracker", daemon=True)
         self._thread.start()
 
     def close(self, outcome: str, hurry: bool) -> None:
-        """Tell it how the run ended, and wait while the rest is sent; then the process is gone."""
+        """Send the outcome to the process, wait while it sends the rest, end it."""
         with self._lock:
             if self._closing.is_set():
                 return
             self._closing.set()
             process = self._process
         complete = process is not None and self._finish(process, outcome, hurry)
-        self._thread.join(LAST_WORDS_SECONDS)
+        self._thread.join(LAST_MESSAGES_SECONDS)
         if not complete:
             self._log(
                 f"The tracker at {shown_uri(self._uri)} lacks the end of this run; nothing is lost. When it "
@@ -154,24 +153,24 @@ class SenderProcess:
             )
 
     def _finish(self, process: subprocess.Popen[str], outcome: str, hurry: bool) -> bool:
-        """Whether the process, which is then gone, has sent everything."""
+        """Wait for the process, then kill it; returns whether it has sent everything."""
         with contextlib.suppress(OSError, ValueError):  # it may have died
             assert process.stdin is not None
             process.stdin.write(json.dumps({"outcome": outcome}) + "\n")
             process.stdin.close()
         began = self._progress = time.monotonic()
-        told = False
+        announced = False
         while process.poll() is None:
             now = time.monotonic()
             if now - began >= HURRY_SECONDS:
-                if hurry or self._away:
+                if hurry or self._unavailable:
                     break
                 if now - began >= CLOSING_SECONDS or now - self._progress >= STALLED_SECONDS:
                     break
-                if not told:
-                    told = True
+                if not announced:
+                    announced = True
                     self._log(
-                        f"The training is over; giving the tracker at {shown_uri(self._uri)} the rest "
+                        f"The training is over; sending the rest to the tracker at {shown_uri(self._uri)} "
                         f"(for {CLOSING_SECONDS:.0f} s at most)."
                     )
             time.sleep(0.02)
@@ -179,22 +178,22 @@ class SenderProcess:
         process.kill()
         return complete
 
-    def _look_after(self) -> None:
-        """Start the process, log its messages, and start it again if it dies during the run."""
+    def _supervise(self) -> None:
+        """Start the process, log its messages, and restart it if it ends during the run."""
         while not self._closing.is_set():
             try:
                 ended = self._run_once()
-            except OSError as error:  # the host is short of something
+            except OSError as error:
                 ended = f"could not be started ({error.strerror})"
             if self._closing.is_set():
                 return
-            wait = RESTART_SECONDS[min(self._deaths, len(RESTART_SECONDS) - 1)]
-            self._deaths += 1
-            self._log(f"warning: the process that sends to the tracker {ended}; it is started in {wait:g} s.")
+            wait = RESTART_SECONDS[min(self._crashes, len(RESTART_SECONDS) - 1)]
+            self._crashes += 1
+            self._log(f"warning: the process that sends to the tracker {ended}; it restarts in {wait:g} s.")
             self._closing.wait(wait)
 
     def _run_once(self) -> str:
-        """Run the process to its end, heeding its messages; returns how it ended. Raises OSError."""
+        """Run the process to its end and handle its messages; returns how it ended. Raises OSError."""
         reader, writer = os.pipe()
         with open(reader, encoding="utf-8", errors="replace") as messages:
             try:
@@ -205,7 +204,7 @@ class SenderProcess:
             finally:
                 os.close(writer)
             for line in messages:
-                self._heed(line)
+                self._handle(line)
         code = process.wait()
         with contextlib.suppress(OSError):
             assert process.stdin is not None
@@ -223,19 +222,19 @@ class SenderProcess:
             command, env=environment, stdin=subprocess.PIPE, stdout=2, text=True, pass_fds=[messages]
         )
 
-    def _heed(self, line: str) -> None:
-        """Act on a message; what is none goes to the log."""
+    def _handle(self, line: str) -> None:
+        """Handle a message of the sender; log anything else."""
         self._progress = time.monotonic()
         try:
             message = json.loads(line)
-            self._away = message.get("away", self._away)
-            if "say" in message:
-                self._log(message["say"])
+            self._unavailable = message.get("unavailable", self._unavailable)
+            if "log" in message:
+                self._log(message["log"])
             if "figures" in message:
-                self._deaths = 0
+                self._crashes = 0
                 self._lag.sent(*message["figures"])
         except (ValueError, TypeError, AttributeError):
-            self._log(f"The process that sends to the tracker wrote what is no message: {line.strip()[:200]}")
+            self._log(f"The process that sends to the tracker wrote no valid message: {line.strip()[:200]}")
 
 
 def _clock(at: float) -> str:
