@@ -1,4 +1,4 @@
-# nanofleet: the verbs of this repository. `make help` lists them.
+# nanofleet: the commands of this repository. `make help` lists them.
 .DEFAULT_GOAL := help
 SHELL := /bin/sh
 
@@ -18,7 +18,7 @@ help: ## show this list
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 .PHONY: venv
-venv: ## all that a controller needs, in .venv
+venv: ## install all that a controller needs into .venv
 	@scripts/bootstrap.sh venv
 
 .PHONY: lab-tools
@@ -30,7 +30,7 @@ demo: lab-tools venv ## two hosts on this machine, a corpus, a model training on
 	@python -m fleet demo --lab $(LAB) $(if $(CORPUS),--corpus "$(CORPUS)") $(ARGS)
 
 .PHONY: lab-up
-lab-up: lab-tools venv ## only the lab: two systemd hosts with sshd and ufw (LAB=name)
+lab-up: lab-tools venv ## start the lab alone: two systemd hosts with sshd and ufw (LAB=name)
 	@ansible-playbook lab.yml -e lab_state=up -e lab_name=$(LAB)
 
 .PHONY: lab-down
@@ -63,7 +63,7 @@ test-full: lab-tools lint ## everything
 	pytest -m lab
 
 .PHONY: test-faults
-test-faults: lab-tools venv ## break running trainings on a lab; what is said to it, and what becomes of them, goes to docs/faults.md
+test-faults: lab-tools venv ## plant faults in running trainings on a lab; messages and recovery go to docs/faults.md
 	NANOFLEET_FAULTS_PAGE=1 pytest -m faults
 
 .PHONY: lock

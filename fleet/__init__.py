@@ -14,4 +14,4 @@ CACHE = ROOT / ".cache"
 
 
 class FleetError(Exception):
-    """Something a person can mend: the message says what is wrong, where, and what to type next."""
+    """An error that a person can fix. Its message names the problem, the place and the next command."""

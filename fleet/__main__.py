@@ -61,7 +61,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--run-id", default="", metavar="ID", help="the run's name (default: demo-DATE-TIME)")
     one.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
     one.add_argument(
-        "-e", dest="extra", action="append", default=[], metavar="KNOB=VALUE", help="more knobs of a run"
+        "-e",
+        dest="extra",
+        action="append",
+        default=[],
+        metavar="SETTING=VALUE",
+        help="more settings of a run",
     )
     one.set_defaults(command=_demo, interrupted=_demo_interrupted)
 
@@ -76,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
             dest="extra",
             action="append",
             default=[],
-            metavar="KNOB=VALUE",
+            metavar="SETTING=VALUE",
             help="as for ansible-playbook",
         )
         one.add_argument(
@@ -133,7 +138,7 @@ def _interrupted(args: argparse.Namespace) -> str:
             f"Stop it:            ansible-playbook{where} stop.yml"
         )
     return (
-        "Left the run; it goes on.\n"
+        "Left the run; it continues.\n"
         f"Watch it again:  python -m fleet watch{where}\n"
         f"Stop it:         ansible-playbook{where} stop.yml"
     )
@@ -143,7 +148,7 @@ def _demo_interrupted(args: argparse.Namespace) -> str:
     what = demo.Demo(lab=args.lab)
     inventory_option = f" -i {shlex.quote(what.inventory)}" if args.lab != "lab" else ""
     return (
-        "Left the demo. What was built so far stays, and a run that had started goes on;\n"
+        "Left the demo. What was built so far stays, and a run that had started continues;\n"
         "make demo begins a new one.\n"
         f"Watch the run:   python -m fleet watch{inventory_option}\n"
         f"Stop the run:    ansible-playbook{inventory_option} stop.yml\n"

@@ -61,7 +61,7 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _has_text(path: Path) -> bool:
-    """Whether a file begins as text does; a packed one (.gz, .parquet) is left to the trainer to judge."""
+    """Whether a file begins as text does. The trainer checks packed files (.gz, .parquet)."""
     try:
         with open(path, "rb") as file:
             head = file.read(4096)

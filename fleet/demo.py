@@ -26,7 +26,7 @@ FREE_GB = 8
 """A lab's image and hosts with a venv each, the wheels, and the corpus."""
 
 _VOCAB_SIZE = 4096
-_KNOBS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
+_SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Demo:
 
     @property
     def option(self) -> str:
-        """What ansible-playbook must be told to find the lab; nothing for the default inventory."""
+        """The -i option with which ansible-playbook finds the lab; empty for the default inventory."""
         return "" if self.lab == "lab" else f"-i .lab/{self.lab}/inventory "
 
     @property
@@ -60,7 +60,7 @@ class Demo:
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
-    """The whole demo. Returns an exit code; raises FleetError for what a person must mend first."""
+    """The whole demo. Returns an exit code; raises FleetError for what a person must fix first."""
     started = time.monotonic()
     check_machine()
     sources = corpus.own_sources(demo.corpus) if demo.corpus else corpus.machine_sources()
@@ -77,8 +77,8 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
     screen.say(done_line("corpus", took, _corpus_summary(data)))
 
     run_id = demo.run_id or time.strftime("demo-%Y%m%d-%H%M%S")
-    knobs = {"data_dir": data, "depth": demo.depth, "steps": demo.steps, "run_id": run_id, **_KNOBS}
-    args = [word for name, value in knobs.items() for word in ("-e", f"{name}={value}")] + list(demo.extra)
+    settings = {"data_dir": data, "depth": demo.depth, "steps": demo.steps, "run_id": run_id, **_SETTINGS}
+    args = [word for name, value in settings.items() for word in ("-e", f"{name}={value}")] + list(demo.extra)
     lab = ["-e", "lab_state=up", "-e", f"lab_name={demo.lab}", "-e", f"lab_hosts={demo.hosts}"]
     for job in (
         Job("lab", "lab.yml", args=lab),
@@ -105,7 +105,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         follower,
         [
             ("took", f"{duration(total)}  ({took_what})"),
-            ("go on", f"the lab is up. Type: . .venv/bin/activate; ansible-playbook {demo.option}status.yml"),
+            ("next", f"The lab runs. Type: . .venv/bin/activate; ansible-playbook {demo.option}status.yml"),
             ("stop", f"Remove the lab. Type: {demo.down}"),
         ],
         title="python -m fleet demo",
@@ -136,9 +136,9 @@ def check_machine(system: str | None = None, free_bytes: int | None = None) -> N
 
 
 def become_password() -> str | None:
-    """What sudo needs to be told on this machine: nothing for root or where it asks for nothing.
+    """The sudo password of this machine; None for root or where sudo asks for none.
 
-    A sudo that asks is asked once, here; its answer stays in this process.
+    It is asked for once and stays in this process.
     """
     if os.geteuid() == 0:
         return None

@@ -119,7 +119,7 @@ class Stage:
 
 
 def message(result: object) -> str:
-    """All that a failed task said, as plain text: its message, then its output where it has some."""
+    """The message of a failed task and its output, as plain text."""
     if not isinstance(result, dict):
         return str(result or NO_REASON)
     if result.get("censored"):

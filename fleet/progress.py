@@ -24,7 +24,7 @@ from fleet.runview import RunView
 from fleet.text import curve, duration, number, spark
 
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
-"""Without a terminal: how often a view is said when it changes, and when only time has passed."""
+"""Without a terminal: how often a view is printed when it changes, and when only time has passed."""
 
 _TOLD = ("Frozen:", "Blame:", "Between:", "Stop:", "No rank")
 _ODD = ("Rebooted:", *_TOLD)
@@ -66,10 +66,10 @@ def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], l
     for failure in failures:
         hosts = groups.setdefault((failure.unreachable, failure.task, failure.message), [])
         hosts += [failure.host] if failure.host not in hosts else []
-    for (unreachable, task, said), hosts in groups.items():
+    for (unreachable, task, output), hosts in groups.items():
         what = "could not be reached at" if unreachable else "failed at"
         text.append(f"\n\n{', '.join(hosts)} {what}: {task}\n", style="bold")
-        text.append("\n".join(f"  {line}" for line in said.splitlines()))
+        text.append("\n".join(f"  {line}" for line in output.splitlines()))
     if not failures:
         text.append("\n\n").append("\n".join(f"  {line}" for line in tail))
     return text.append(f"\n\nThe whole output: {log}")
@@ -88,7 +88,7 @@ def run_plain(view: RunView) -> str:
 
 
 def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
-    """A run while it trains: progress, loss and its curve, and what status.yml says of its hosts."""
+    """A run while it trains: progress, loss and its curve, and what status.yml reports of its hosts."""
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
     head = Text.assemble((view.title, "bold"), (f"  {view.plan}", "dim"))
@@ -116,9 +116,9 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 
 
 def odd_lines(view: RunView) -> dict[str, str]:
-    """What of the screen somebody must hear who does not look at it: by what it says apart from its numbers.
+    """The lines of the screen that call for attention, by their text without numbers.
 
-    Who is blamed or lost, what a rank warns of, how each attempt ended.
+    They name the rank that delays the run, lost hosts, warnings, and how each attempt ended.
     """
     odd = [line for line in view.screen if line.startswith((*_TOLD, "Warning:")) or _ATTEMPT.match(line)]
     keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in odd]
@@ -164,7 +164,7 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
 
 
 class _Spinning:
-    """A view with a spinner before its first line, drawn anew at every refresh."""
+    """A view with a spinner before its first line, drawn again at every refresh."""
 
     def __init__(self, draw: Callable[[], RenderableType]) -> None:
         self.draw = draw
@@ -210,10 +210,10 @@ class Screen:
             self._live.start()
 
     def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
-        """What a view says where there is no terminal: when it changes, but at most once every few seconds.
+        """Print a view where there is no terminal: when it changes, but at most once every few seconds.
 
-        ``seconds``, the time so far, is appended, and the same view is said again now and then.
-        With ``now`` it is said at once.
+        ``seconds``, the time so far, is appended, and an unchanged view is printed again after a while.
+        With ``now`` it is printed at once.
         """
         last, when = self._last_plain
         quiet = time.monotonic() - when

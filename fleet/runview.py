@@ -5,10 +5,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_status as status
 from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_commands as commands
 
 from fleet.text import Point, number
+from trainer.health.status_record import RunStatusRecord
 
 ENDED = ("finished", "stopped", "retryable", "final")
 
@@ -106,14 +107,20 @@ class RunView:
         return {host: moment for host, moment in hosts.items() if host not in self.lost}
 
     @property
+    def returning(self) -> list[str]:
+        """Those of them that start the run again by themselves."""
+        hosts: list[str] = status.returning({host: self.states[host] for host in self.rebooted})
+        return hosts
+
+    @property
     def reboots(self) -> list[str]:
-        """A line for each of them, with what puts it back."""
+        """A line for each of them, with what starts its unit again."""
         lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
 
     @property
     def screen(self) -> list[str]:
-        """What status.yml says of the hosts and the run, below its title."""
+        """What status.yml reports of the hosts and the run, below its title."""
         order = [rank.host for rank in self.ranks] + list(self.states)
         states = {
             host: {"unreachable": True} if host in self.lost else self.states[host]
@@ -131,7 +138,7 @@ class RunView:
 
     @property
     def settled(self) -> bool:
-        """Whether a host says that the run has ended and nobody wants another attempt."""
+        """Whether a host reports that the run has ended and nobody wants another attempt."""
         return any((state.get("outcome") or {}).get("settled") for state in self.states.values())
 
     @property
@@ -160,14 +167,14 @@ class RunView:
         run_file = state.get("run_file") or {}
         hosts = run_file.get("hosts") or []
         self.plan = plan(run_file.get("config") or {}) or self.plan
-        beats = state.get("heartbeats") or []
-        own = [Rank(host, beat.get("rank"), beat.get("phase") or "", beat.get("step")) for beat in beats]
+        beats = [RunStatusRecord.load(beat) for beat in state.get("heartbeats") or []]
+        own = [Rank(host, beat.rank, beat.phase, beat.step) for beat in beats]
         if not own:
             own = [Rank(host, hosts.index(host) if host in hosts else None)]
         self.ranks = [rank for rank in self.ranks if rank.host != host] + own
         self.ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host))
         if own[0].rank == 0:
-            self._lead(host, state, beats[0] if beats else {})
+            self._lead(host, state, beats[0] if beats else None)
 
     def history(self, lines: Iterable[str]) -> None:
         """Take the run's metrics file into account: one JSON object a line."""
@@ -179,17 +186,18 @@ class RunView:
             if isinstance(entry, dict):
                 self._saw(entry)
 
-    def _lead(self, host: str, state: dict[str, Any], beat: dict[str, Any]) -> None:
+    def _lead(self, host: str, state: dict[str, Any], beat: RunStatusRecord | None) -> None:
         """What only the coordinator knows."""
         self.coordinator = host
         self.run_dir = state.get("run_dir") or self.run_dir
         self.checkpoint = state.get("checkpoint") or self.checkpoint
         outcome = state.get("outcome") or {}
-        for entry in (beat, state.get("metrics"), state.get("evaluation"), outcome):
+        known = beat.heartbeat() if beat else {}
+        for entry in (known, state.get("metrics"), state.get("evaluation"), outcome):
             self._saw(entry or {})
         for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
-            if beat.get(key) is not None:
-                setattr(self, key, beat[key])
+            if (value := getattr(beat, key, None)) is not None:
+                setattr(self, key, value)
         for key in ("step", "num_iterations", "seconds", "sample", "checkpoint"):
             if outcome.get(key) is not None:
                 setattr(self, key, outcome[key])
@@ -203,8 +211,8 @@ class RunView:
     def _verdict(self) -> tuple[str, Ending]:
         order = [self.coordinator, *sorted(self.endings)]
         known = [host for host in order if host in self.endings]
-        said = [host for host in known if self.endings[host].outcome]
-        host = (said or known or [""])[0]
+        reported = [host for host in known if self.endings[host].outcome]
+        host = (reported or known or [""])[0]
         return host, self.endings.get(host, Ending())
 
 

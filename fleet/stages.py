@@ -15,15 +15,15 @@ _TAIL_LINES = 20
 
 
 def run_playbook(screen: Screen, job: Job) -> bool:
-    """Run a playbook with its live line; what it said, and its failure if any, stay on the screen."""
+    """Run a playbook with its live line. Its messages and its failure stay on the screen."""
     started = time.monotonic()
-    said = 0
+    shown = 0
 
     def tick() -> None:
-        nonlocal said
-        for note in job.stage.notes[said:]:
+        nonlocal shown
+        for note in job.stage.notes[shown:]:
             screen.say(Text("\n".join(f"  {line}" for line in note.splitlines())))
-        said = len(job.stage.notes)
+        shown = len(job.stage.notes)
         screen.plain(lambda: stage_plain(job.stage), time.monotonic() - started)
 
     screen.show(lambda: stage_line(job.stage, time.monotonic() - started))

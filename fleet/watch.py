@@ -1,6 +1,6 @@
 """Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run.
 
-A host that was rebooted is put back by train.yml, as a person would do it.
+A host that was rebooted starts the run again by itself; else train.yml does it, as a person would.
 """
 
 import tempfile
@@ -82,7 +82,7 @@ class Follower:
             over = self.view.ended and not self._away
             if over and self._put_back and not self.view.settled and backs < _BACK_TRIES:
                 backs += 1
-                self._wait(_RETRY_SECONDS[1], "the run is up nowhere, nor ended by anybody; looking again")
+                self._wait(_RETRY_SECONDS[1], "the run is active on no host, but not ended; checking again")
                 continue
             backs = backs if over else 0
             silent = silent + 1 if over or self._reports == before else 0
@@ -106,6 +106,11 @@ class Follower:
         """What a person would type, once every host of the run answers."""
         hosts = self._away
         if not hosts or self.view.lost:
+            return
+        if hosts.keys() <= set(self.view.returning):
+            self._wait(
+                _RETRY_SECONDS[1], f"{', '.join(sorted(hosts))} starts the run again by itself; looking again"
+            )
             return
         self._put_back |= set(hosts.items())
         self.screen.say(Text("\n".join([*self.view.reboots, "Doing that now:"]), style="yellow"))
@@ -182,7 +187,7 @@ class Follower:
             raise _AskAnewError
 
     def _wait(self, seconds: int, doing: str) -> None:
-        """Says who was lost and what is done, and lets some seconds pass with the view still there."""
+        """Show which host was lost and what happens next, and wait some seconds."""
         self.trouble = f"{doing} in {seconds} s"
         self.screen.plain(lambda: "\n".join([*lost_lines(self.view), self.trouble]), now=True)
         self._show()

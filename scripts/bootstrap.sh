@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs what is missing, and says so before it does.
+# Reports what is missing, then installs it.
 #   scripts/bootstrap.sh lab    the system packages a lab needs (Debian, Ubuntu); sudo only if something is missing
 #   scripts/bootstrap.sh noble  the keys of Ubuntu's archive, which a lab of Ubuntu 24.04 hosts needs besides
 #   scripts/bootstrap.sh venv   .venv with all that a controller needs, pinned by constraints.txt, and a link by which
@@ -160,12 +160,12 @@ venv() {
     printf '%s\n' "$digest" >"$stamp"
 }
 
-[ $# -gt 0 ] || die "say what is needed: scripts/bootstrap.sh lab, noble or venv"
+[ $# -gt 0 ] || die "no part is named. Type: scripts/bootstrap.sh lab, noble or venv"
 for part in "$@"; do
     case $part in
         lab) lab ;;
         noble) noble ;;
         venv) venv ;;
-        *) die "there is no part called $part: say lab, noble or venv" ;;
+        *) die "unknown part $part. Parts: lab, noble, venv" ;;
     esac
 done

@@ -9,12 +9,12 @@ no network and no font of its own.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from html import escape
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.generated import ROOT, write
+
 ASSETS = ROOT / "docs" / "assets"
 INK, EDGE, MUTED = "#1e293b", "#64748b", "#475569"
 WHITE, GREY, BLUE, GREEN, AMBER, RED = "#ffffff", "#eef2f7", "#dbeafe", "#dcfce7", "#fef3c7", "#fee2e2"
@@ -217,24 +217,5 @@ def pictures() -> dict[Path, str]:
     return {ASSETS / f"{name}.svg": picture.svg() for name, picture in drawn.items()}
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="docs_diagrams.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, name what is not current")
-    args = parser.parse_args(argv)
-    stale = {
-        path: text
-        for path, text in pictures().items()
-        if not path.is_file() or path.read_text(encoding="utf-8") != text
-    }
-    for path, text in stale.items():
-        if args.check:
-            print(f"{path.relative_to(ROOT)} is not current: python -m scripts.docs_diagrams")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            print(f"{path.relative_to(ROOT)} written")
-    return 1 if args.check and stale else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write("docs_diagrams", __doc__ or "", pictures()))

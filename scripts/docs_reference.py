@@ -1,10 +1,11 @@
-"""Write the reference pages of the documentation from the sources.
+"""Write the reference pages of the documentation and of the roles' READMEs from the sources.
 
-    python -m scripts.docs_reference            # write docs/reference/*.md
+    python -m scripts.docs_reference            # write docs/reference/*.md and roles/*/README.md
     python -m scripts.docs_reference --check    # write nothing, name the pages that are not current
 
 Settings come from RunConfig, the argument specs of the roles and the list of settings that -e accepts;
-commands from the argument parsers; messages from the calls in the sources that make findings. The pages do
+commands from the argument parsers; messages from the calls in the sources that make findings. Of a README
+only what stands between its two markers is written; one without them gets a section at its end. The pages do
 not depend on the machine.
 """
 
@@ -22,9 +23,11 @@ from typing import Any
 
 import yaml
 
-ROOT = Path(__file__).resolve().parents[1]
+from scripts.generated import ROOT, write
+
 PAGES = ROOT / "docs" / "reference"
 MARK = "<!-- Written by scripts/docs_reference.py. Edit the sources, then run it again. -->"
+BEGIN, END = "<!-- From meta/argument_specs.yml by scripts/docs_reference.py: -->", "<!-- end -->"
 SECTIONS = {
     "identity": "Define the result of the run. They are fixed once the run has begun.",
     "horizon": "Define the length of the run. They may become longer on resume.",
@@ -34,6 +37,7 @@ GROUPS = {
     "fleet": "Fleet and hosts",
     "nanofleet": "Fleet and hosts",
     "runtime": "Installation",
+    "wheelhouse": "Installation",
     "tracker": "Tracker",
     "network": "Network",
     "launch": "Run units",
@@ -43,13 +47,17 @@ GROUPS = {
     "lab": "Lab",
     "reset": "Reset",
 }
-NUMBERS = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
-MESSAGE_MAKERS = ("finding", "warning", "Finding", "doctor_finding")
-MESSAGE_SOURCES = {
-    "settings_check": "Settings",
-    "preflight": "Preflight",
-    "network": "Network",
-    "doctor": "Doctor",
+TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+FINDING_MAKERS = ("finding", "warning", "doctor_finding")
+Options = Mapping[str, Mapping[str, Any]]
+Specs = Mapping[str, Mapping[str, Any]]
+MESSAGE_AREAS = {
+    "NF0": "Settings and inventory",
+    "NF1": "Hosts",
+    "NF2": "Network",
+    "NF3": "Installed environments",
+    "NF4": "Runs",
+    "NF5": "Doctor",
 }
 
 
@@ -97,24 +105,44 @@ def yaml_values(key: str) -> Any:
     raise SystemExit(f"No YAML file of playbooks/ or roles/*/vars defines {key}.")
 
 
-def role_options() -> dict[str, Mapping[str, Any]]:
-    """Every option of every role by its name."""
-    options: dict[str, Mapping[str, Any]] = {}
+def role_specs() -> Iterator[tuple[Path, Specs]]:
+    """Each role's folder, and its argument specs by entry point."""
     for path in sorted(ROOT.glob("roles/*/meta/argument_specs.yml")):
-        for spec in yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"].values():
-            options |= spec.get("options") or {}
-    return options
+        yield path.parents[1], yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
+
+
+def options_in(specs: Specs) -> Options:
+    """Every option of a role's entry points."""
+    return {name: option for spec in specs.values() for name, option in (spec.get("options") or {}).items()}
+
+
+def sentences(description: str | list[str]) -> str:
+    """A description, which is a text or a list of texts."""
+    return description if isinstance(description, str) else " ".join(description)
 
 
 def described(spec: Mapping[str, Any]) -> str:
     """An option's description and limits."""
-    text = spec.get("description", "")
-    text = text if isinstance(text, str) else " ".join(text)
+    text = sentences(spec.get("description", ""))
     if spec.get("choices"):
         text += " Choices: " + ", ".join(f"`{choice}`" for choice in spec["choices"]) + "."
     if "min" in spec or "max" in spec:
         text += f" Range: {spec.get('min', '')} to {spec.get('max', '')}."
     return cell(text)
+
+
+def option_table(noun: str, options: Options, required: str = "") -> list[str]:
+    """A table of options, or nothing. required: what a required option shows as its default."""
+    rows = [
+        (
+            f"`{name}`",
+            cell(option.get("type", "str")),
+            required if option.get("required") else code(option.get("default")),
+            described(option),
+        )
+        for name, option in options.items()
+    ]
+    return [*table((noun, "type", "default", "meaning"), rows), ""] if rows else []
 
 
 def settings_page() -> str:
@@ -130,32 +158,15 @@ def settings_page() -> str:
         ]
         lines += [f"### {section.capitalize()}", "", meaning, ""]
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
-    known, options = yaml_values("preflight_known_knobs"), role_options()
-    rows = [
-        (
-            f"`{name}`",
-            str(NUMBERS.get(spec["type"], spec["type"])),
-            code(spec.get("default")),
-            described(spec),
-        )
-        for name, spec in known.items()
-    ]
-    lines += ["## Settings of commands and hosts", ""]
-    lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
+    known = yaml_values("preflight_declared_settings")
+    named = {name: spec | {"type": TYPES.get(spec["type"], spec["type"])} for name, spec in known.items()}
+    lines += ["## Settings of commands and hosts", "", *option_table("setting", named)]
+    options = {name: option for _, specs in role_specs() for name, option in options_in(specs).items()}
     names = [name for name in yaml_values("preflight_settings") if name in options and name not in known]
     for title in dict.fromkeys(GROUPS.values()):
-        of_group = [name for name in names if GROUPS.get(name.partition("_")[0]) == title]
-        rows = [
-            (
-                f"`{name}`",
-                cell(options[name].get("type", "str")),
-                code(options[name].get("default")),
-                described(options[name]),
-            )
-            for name in of_group
-        ]
-        if rows:
-            lines += [f"## {title}", "", *table(("setting", "type", "default", "meaning"), rows), ""]
+        group = {name: options[name] for name in names if GROUPS.get(name.partition("_")[0]) == title}
+        if group:
+            lines += [f"## {title}", "", *option_table("setting", group)]
     return page(
         "Settings",
         "Set a setting for one command with `-e NAME=VALUE`, or for good in the inventory "
@@ -168,26 +179,45 @@ def settings_page() -> str:
 def roles_page() -> str:
     """docs/reference/roles.md."""
     lines: list[str] = []
-    for path in sorted(ROOT.glob("roles/*/meta/argument_specs.yml")):
-        specs = yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
-        lines += [f"## {path.parents[1].name}", ""]
+    for role, specs in role_specs():
         entries = ((f"`{name}`", cell(spec.get("short_description", ""))) for name, spec in specs.items())
-        lines += [*table(("entry point", "what it does"), entries), ""]
-        options: dict[str, Mapping[str, Any]] = {}
-        for spec in specs.values():
-            options |= spec.get("options") or {}
-        rows = [
-            (f"`{name}`", cell(option.get("type", "str")), code(option.get("default")), described(option))
-            for name, option in options.items()
-        ]
-        if rows:
-            lines += [*table(("variable", "type", "default", "meaning"), rows), ""]
+        lines += [f"## {role.name}", "", *table(("entry point", "what it does"), entries), ""]
+        lines += option_table("variable", options_in(specs))
     return page(
         "Roles",
         "Each role gives a host one capability. The playbooks set these variables from the "
         "[settings](settings.md); set them yourself where you use a role in a playbook of your own.",
         lines,
     )
+
+
+def readme(role: Path, specs: Specs) -> str:
+    """A role's README with its section as the argument specs have it now."""
+    before, _, rest = (role / "README.md").read_text(encoding="utf-8").partition(BEGIN)
+    body = "\n".join([BEGIN, "", *readme_tables(specs, "| entry point |" not in before), END])
+    if not rest:
+        return f"{before.rstrip()}\n\n## Variables\n\n{body}\n"
+    return before + body + rest.partition(END)[2]
+
+
+def readme_tables(specs: Specs, with_entries: bool) -> Iterator[str]:
+    """Entry points, then every option once with the entry points that take it, if not all of them do."""
+    if with_entries:
+        entries = ((f"`{name}`", cell(spec["short_description"])) for name, spec in specs.items())
+        yield from [*table(("entry point", "what it does"), entries), ""]
+    rows = []
+    for name in options_in(specs):
+        takers = {
+            entry: spec["options"][name] for entry, spec in specs.items() if name in spec.get("options", {})
+        }
+        option = next(iter(takers.values()))
+        only = "" if len(takers) == len(specs) else f" ({', '.join(f'`{entry}`' for entry in takers)})"
+        kind = f"{option['type']} of {option['elements']}" if option.get("elements") else option["type"]
+        kind += f": {', '.join(map(str, option['choices']))}" if option.get("choices") else ""
+        default = "required" if option.get("required") else code(option.get("default")) or '`""`'
+        rows.append((f"`{name}`", kind, cell(default), cell(sentences(option["description"])) + only))
+    if rows:
+        yield from [*table(("variable", "type", "default", "meaning"), rows), ""]
 
 
 def modules_page() -> str:
@@ -203,17 +233,7 @@ def modules_page() -> str:
         texts = [texts] if isinstance(texts, str) else texts
         lines += [f"## {about['module']}", "", f"{cell(about['short_description'])}.", ""]
         lines += [*(f"- {cell(text)}" for text in texts), ""]
-        rows = [
-            (
-                f"`{name}`",
-                cell(option.get("type", "str")),
-                "required" if option.get("required") else code(option.get("default")),
-                described(option),
-            )
-            for name, option in (about.get("options") or {}).items()
-        ]
-        if rows:
-            lines += [*table(("option", "type", "default", "meaning"), rows), ""]
+        lines += option_table("option", about.get("options") or {}, required="required")
     return page(
         "Modules",
         "The Ansible modules of the project: what has state on a host and no existing module covers.",
@@ -350,11 +370,8 @@ def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):
-        parts = (
-            placeholder(part.value) if isinstance(part, ast.FormattedValue) else text_of(part, names)[0]
-            for part in node.values
-        )
-        return ["".join(parts)]
+        values = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
+        return ["".join((text_of(value, names) or [placeholder(value)])[0] for value in values)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
         left = text_of(node.left, names) or [placeholder(node.left)]
         right = text_of(node.right, names) or [placeholder(node.right)]
@@ -367,40 +384,35 @@ def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
 
 
 def assignments(body: Iterable[ast.AST]) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, name and texts of each assignment of a text to a name."""
+    """Line, name and texts of each assignment to a name; no texts where the value is not one."""
     for node in body:
-        if isinstance(node, ast.Assign) and len(node.targets) == 1:
-            target, value = node.targets[0], node.value
-            pairs = [(target, value)]
-            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-                pairs = list(zip(target.elts, value.elts, strict=False))
-            for name, text in pairs:
-                if isinstance(name, ast.Name) and (texts := text_of(text, {})):
-                    yield node.lineno, name.id, texts
+        if not isinstance(node, ast.For | ast.Assign):
+            continue
+        target = node.target if isinstance(node, ast.For) else node.targets[0]
+        value = node.iter if isinstance(node, ast.For) else node.value
+        pairs = [(target, value)]
+        if isinstance(node, ast.Assign) and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+            pairs = list(zip(target.elts, value.elts, strict=False))
+        for target, value in pairs:
+            texts = text_of(value, {})
+            for name in (each for each in ast.walk(target) if isinstance(each, ast.Name)):
+                yield node.lineno, name.id, texts if name is target else []
 
 
 def default_severity(tree: ast.Module) -> str:
-    """The severity that a file's own maker of findings gives where a call gives none."""
-    for function in (node for node in tree.body if isinstance(node, ast.FunctionDef)):
-        if function.name in MESSAGE_MAKERS:
-            for node in (each for each in ast.walk(function) if isinstance(each, ast.Dict)):
-                for key, value in zip(node.keys, node.values, strict=True):
-                    if (
-                        isinstance(key, ast.Constant)
-                        and key.value == "severity"
-                        and isinstance(value, ast.Constant)
-                    ):
-                        return str(value.value)
-    # Or the file has a maker of its own: finding = partial(doctor_finding, severity="warning").
-    for call in (node.value for node in tree.body if isinstance(node, ast.Assign)):
-        for keyword in call.keywords if isinstance(call, ast.Call) else ():
-            if keyword.arg == "severity" and isinstance(keyword.value, ast.Constant):
-                return str(keyword.value.value)
-    return "refusal"
+    """The severity of a finding where the call gives none."""
+    for node in tree.body:
+        # finding = partial(doctor_finding, severity="warning")
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            for word in node.value.keywords:
+                if word.arg == "severity" and isinstance(word.value, ast.Constant):
+                    return str(word.value.value)
+    imported = [each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names]
+    return "error" if "doctor_finding" in imported else "refusal"
 
 
-def messages_in(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Severity, problem and remedy of each finding that a file makes."""
+def messages_in(path: Path) -> Iterator[tuple[str, str, str, str]]:
+    """Code, problem, remedy and severity of each finding that a file makes."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     constants = {name: texts for _, name, texts in assignments(tree.body)}
     severity = default_severity(tree)
@@ -409,56 +421,41 @@ def messages_in(path: Path) -> Iterator[tuple[str, str, str]]:
         calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
         before = 0
         for call in sorted(calls, key=lambda each: each.lineno):
-            maker = getattr(call.func, "id", getattr(call.func, "attr", ""))
-            if maker not in MESSAGE_MAKERS or function.name in MESSAGE_MAKERS:
+            maker = getattr(call.func, "id", "")
+            if maker not in FINDING_MAKERS or function.name in FINDING_MAKERS:
                 continue
-            # A name may be assigned anew for each finding: what was assigned since the last one counts.
+            # A name may be assigned once for each finding: the values since the last finding count.
             names = constants | {name: texts for line, name, texts in made if line <= call.lineno}
-            since = {name for line, name, _ in made if before < line <= call.lineno}
-            for name in since:
-                names[name] = [
-                    text
-                    for line, each, texts in made
-                    if each == name and before < line <= call.lineno
-                    for text in texts
-                ]
+            since = [(name, texts) for line, name, texts in made if before < line <= call.lineno]
+            for name in {name for name, _ in since}:
+                names[name] = [text for each, texts in since if each == name for text in texts]
             before = call.lineno
-            arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-            found = [text_of(argument, names) for argument in arguments]
-            sentences = [
-                each
-                for each in found
-                if any(
-                    " " in text and len(text) > 15 and not text.startswith(("-e <", "inventory <"))
-                    for text in each
-                )
-            ]
-            warns = maker == "warning" or severity == "warning" or ["warning"] in found
-            if sentences:
-                remedy = sentences[1][0] if len(sentences) > 1 else ""
-                for problem in sentences[0]:
-                    words = re.findall(r"[A-Za-z]+", re.sub("<[^>]*>", "", problem))
-                    if len(words) > 2 and problem.endswith((".", ">")):
-                        yield "warning" if warns else "refusal", problem, remedy
+            code, _host, problem, remedy = call.args[:4]
+            others = [*call.args[4:], *(word.value for word in call.keywords)]
+            warns = maker == "warning" or ["warning"] in [text_of(each, {}) for each in others]
+            typed = (text_of(remedy, names) or [placeholder(remedy)])[0]
+            for number in text_of(code, names):
+                for text in text_of(problem, names) or [placeholder(problem)]:
+                    yield number, text, typed, "warning" if warns else severity
+
+
+def messages() -> list[tuple[str, str, str, str]]:
+    """Code, problem, remedy and severity of each finding, in the order of the codes."""
+    return sorted({each for path in ROOT.glob("plugins/**/*.py") for each in messages_in(path)})
 
 
 def messages_page() -> str:
     """docs/reference/messages.md."""
-    files = [*ROOT.glob("roles/*/*_plugins/*.py"), *ROOT.glob("plugins/**/*.py")]
-    lines: list[str] = []
-    for word, title in MESSAGE_SOURCES.items():
-        own = [path for path in files if word in str(path.relative_to(ROOT))]
-        rows = sorted(
-            {each for path in own for each in messages_in(path)}, key=lambda each: (each[1], each[2], each[0])
-        )
-        if rows:
-            shown = ((cell(problem), cell(remedy), severity) for severity, problem, remedy in rows)
-            lines += [f"## {title}", "", *table(("message", "what to type", "severity"), shown), ""]
+    rows, lines = messages(), list[str]()
+    for area, title in MESSAGE_AREAS.items():
+        shown = (map(cell, row) for row in rows if row[0].startswith(area))
+        lines += [f"## {title}", "", *table(("code", "message", "what to type", "severity"), shown), ""]
     return page(
         "Messages",
-        "The findings of the preflight check, of the network check and of `doctor.yml`, as the sources word "
-        "them. A part in angle brackets is filled in at run time. A refusal stops the command before a host "
-        "is changed; a warning stops nothing.",
+        "The findings of the checks before and during `setup.yml` and `train.yml`, and of `doctor.yml`. A "
+        "code keeps its meaning in later releases. A part in angle brackets is filled in at run time. A "
+        "refusal stops the command before a host is changed. An error of `doctor.yml` prevents training. A "
+        "warning stops nothing.",
         lines,
     )
 
@@ -474,26 +471,9 @@ def pages() -> dict[Path, str]:
         "exit-codes.md": exit_codes_page,
         "messages.md": messages_page,
     }
-    return {PAGES / name: make() for name, make in made.items()}
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="docs_reference.py", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="write nothing, name what is not current")
-    args = parser.parse_args(argv)
-    stale = 0
-    for path, text in pages().items():
-        if path.is_file() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale += 1
-        if args.check:
-            print(f"{path.relative_to(ROOT)} is not current: python -m scripts.docs_reference")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-            print(f"{path.relative_to(ROOT)} written")
-    return 1 if args.check and stale else 0
+    readmes = {role / "README.md": readme(role, specs) for role, specs in role_specs()}
+    return {PAGES / name: make() for name, make in made.items()} | readmes
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write("docs_reference", __doc__ or "", pages()))

@@ -3,10 +3,10 @@
     make lock                                       after constraints.txt has changed
     TORCH_INDEX_URL=FOLDER_OR_URL make lock         where torch's CPU build comes from elsewhere
 
-uv asks the package index that it is configured for, and downloads nothing from one that publishes hashes.
-torch's CPU build is on PyTorch's own index alone: its hashes are taken, for each Python and machine that has
-a wheel there, from TORCH_INDEX_URL, else the folder PIP_FIND_LINKS, else PyTorch's index. Those without one
-are named here and in the file, and setup.yml trusts their first download with a warning.
+uv reads the hashes from the configured package index and downloads nothing if the index publishes them. Only
+PyTorch's own index has the CPU build of torch: its hashes, for each Python and machine with a wheel, come
+from TORCH_INDEX_URL, else from the folder PIP_FIND_LINKS, else from PyTorch's index. Builds without a hash
+are printed and listed in the file; setup.yml trusts their first download, with a warning.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LockError(Exception):
 
 
 def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
-    """uv's lock of these requirement lines, without their dependencies. Or LockError with uv's reason."""
+    """Compile these requirement lines with uv, without their dependencies. Raises LockError."""
     command = [
         sys.executable,
         "-m",
@@ -61,7 +61,7 @@ def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
 
 
 def torch_hashes(version: str, index: str, python: str, machine: str) -> list[str]:
-    """The sha256 of the CPU build for a kind of host, of a folder's file or as the index says; or none."""
+    """The sha256 of the CPU build for a Python and machine, from a folder or an index; may be empty."""
     if Path(index).is_dir():
         name = f"torch-{version}+cpu-cp{python.replace('.', '')}-*_{machine}.whl"
         return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(index).glob(name))]
@@ -74,7 +74,7 @@ def torch_hashes(version: str, index: str, python: str, machine: str) -> list[st
 
 
 def torch_builds(version: str, index: str) -> tuple[str, list[str]]:
-    """Entries of the CPU build for each kind of host that has a wheel there, and the kinds that have none."""
+    """Lock entries of the CPU build for each Python and machine, and those that have no wheel."""
     entries, missing = "", []
     for machine in MACHINES:
         for python in PYTHONS:

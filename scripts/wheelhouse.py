@@ -4,7 +4,7 @@
     python scripts/wheelhouse.py --python 3.12 --machine x86_64 --torch cuda
 
 Type it on a machine with a network, in the same checkout and after `make venv`; copy what it has made into
-.wheelhouse/ of the controller, and set up with `-e runtime_offline=true`. What is there already is not
+.wheelhouse/ of the controller, and set up with `-e wheelhouse_offline=true`. What is there already is not
 fetched again.
 """
 
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     for extra, project in SETS.items():
         # The tracker has no torch, and so its kind is that of a CPU host.
         torch = {"torch": args.torch, "index": index} if project else {"torch": "cpu", "index": CPU_INDEX}
-        kind = runtime_kind({"python": args.python, "machine": args.machine, **torch})
+        kind = runtime_kind({"python": args.python, "machine": args.machine}, **torch)["name"]
         wanted: dict[str, Any] = {
             "source": str(ROOT),
             "dest": str(args.out.resolve() / kind / extra),

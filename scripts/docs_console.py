@@ -1,0 +1,126 @@
+"""Record the console blocks of the documentation on a lab.
+
+    make demo && python -m scripts.docs_console     # inventory/lab; a depth-2 run is started and stopped
+    python -m scripts.docs_console --write          # records nothing, writes the pages from docs/recorded
+
+docs/recorded/NAME.txt holds what a command printed: of a playbook the report at its end, without the list of
+tasks. A page shows it between `<!-- recorded: NAME -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import yaml
+
+from scripts.generated import ROOT, stale, update
+
+DOCS = ROOT / "docs"
+RECORDED = DOCS / "recorded"
+RUN = "first"
+COMMANDS = {
+    "doctor": "ansible-playbook doctor.yml",
+    "train": f"ansible-playbook train.yml -e depth=4 -e steps=500 -e run_id={RUN}",
+    "status": "ansible-playbook status.yml",
+    "logs": "ansible-playbook logs.yml -e log_lines=6",
+    "stop": "ansible-playbook stop.yml",
+}
+"""By name, in the order in which they are run."""
+ADDED = {"train": " -e sequence_len=256 -e total_batch_size=2048 -e launch_stall_seconds=60"}
+"""What a lab on two cores needs besides."""
+HOSTS = ("tower", "laptop")
+ADDRESSES = ("192.168.1.10", "192.168.1.11")
+BLOCK = re.compile(r"<!-- recorded: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
+MESSAGE = re.compile(r"^ +msg: (?:\|-?\n((?: {8}.*\n|\n)+)|(.+(?:\n {8}.*)*))", re.MULTILINE)
+
+
+class RecordError(Exception):
+    """A command that could not be recorded."""
+
+
+def report(output: str) -> str:
+    """The last message of a playbook's output, without Ansible's indentation."""
+    found = MESSAGE.findall(output)
+    if not found:
+        raise RecordError(f"The playbook printed no report:\n{output[-2000:]}")
+    literal, folded = found[-1]
+    return textwrap.dedent(literal).strip() if literal else " ".join(folded.split()).strip("'\"")
+
+
+def renamed(text: str, hosts: dict[str, str]) -> str:
+    """The text with the names and addresses of the tutorial. `hosts`: address by name, in rank order."""
+    for (name, address), host, other in zip(hosts.items(), HOSTS, ADDRESSES, strict=True):
+        text = (
+            text.replace(name.ljust(len(host)), host.ljust(len(name)))
+            .replace(name, host)
+            .replace(address, other)
+        )
+    return re.sub(r" -i \S+", "", text)
+
+
+def record(inventory: Path) -> None:
+    """Run the commands on two set-up hosts and write docs/recorded."""
+    listed = yaml.safe_load((inventory / "hosts.yml").read_text(encoding="utf-8"))
+    hosts = {
+        name: of_host["ansible_host"]
+        for group in ("coordinator", "workers")
+        for name, of_host in listed[group]["hosts"].items()
+    }
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    where = f"two hosts in containers on one machine with {os.cpu_count()} cores"
+    header = f"Recorded on {time.strftime('%Y-%m-%d')} at commit `{commit}`: {where}."
+    RECORDED.mkdir(exist_ok=True)
+    for name, command in COMMANDS.items():
+        print(f"$ {command}", flush=True)
+        done = subprocess.run(
+            [*(command + ADDED.get(name, "")).split(), "-i", str(inventory)],
+            cwd=ROOT, capture_output=True, text=True, check=False, env={**os.environ, "ANSIBLE_NOCOLOR": "1"},
+        )  # fmt: skip
+        if done.returncode:
+            raise RecordError(f"{command} failed with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
+        printed = renamed(report(done.stdout), hosts)
+        (RECORDED / f"{name}.txt").write_text(f"{header}\n$ {command}\n{printed}\n", encoding="utf-8")
+
+
+def block(name: str) -> str:
+    """The part of a page that shows a record."""
+    header, console = (RECORDED / f"{name}.txt").read_text(encoding="utf-8").split("\n", 1)
+    return f"<!-- recorded: {name} -->\n```console\n{console}```\n\n{header}\n<!-- end -->"
+
+
+def pages() -> dict[Path, str]:
+    """Every page with its blocks as they were recorded."""
+    texts = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
+    return {page: BLOCK.sub(lambda match: block(match[1]), text) for page, text in texts.items()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="docs_console.py", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument(
+        "--inventory", type=Path, default=ROOT / "inventory" / "lab", help="of two set-up hosts (%(default)s)"
+    )
+    parser.add_argument(
+        "--write", action="store_true", help="record nothing, write the pages from the records"
+    )
+    args = parser.parse_args(argv)
+    try:
+        if not args.write:
+            record(args.inventory)
+    except (RecordError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    update(stale(pages()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Write the measured figures into the pages, from docs/recorded/bench.json.
+
+    make bench                       measures, and writes docs/recorded/bench.json
+    python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
+
+A phrase of PHRASES occurs once in its page; its figures are replaced there. A page shows the table of all
+cases between `<!-- figures -->` and `<!-- end -->`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from scripts.generated import ROOT, write
+
+RECORD = ROOT / "docs" / "recorded" / "bench.json"
+TABLE = re.compile(r"<!-- figures -->\n.*?<!-- end -->", re.DOTALL)
+STEPS = 5000
+PHRASES = {
+    "README.md": (
+        "float32) in {exact.step_seconds:.1f} s a step: {exact.factor:.1f} times as fast as one host",
+        "and {over_dense:.1f} times as fast as plain all-reduce",
+        "(`sync=dense`, {dense.step_seconds:.1f} s); 5,000 such steps take about {exact.hours:.0f} hours.",
+        "(`sync=fast`) a step takes {bfloat16.step_seconds:.1f} s,",
+        "and 5,000 take about {bfloat16.hours:.0f} hours.",
+    ),
+    "docs/faq.md": (
+        "take about {exact.hours:.0f} hours with `exact` in float32",
+        "and {bfloat16.hours:.0f} hours with `fast` in bfloat16",
+        "sends {dense.payload_mb:.0f} MB in `dense`, {exact.payload_mb:.0f} MB in `exact`,",
+        "{fast.payload_mb:.0f} MB in `fast` and {local.payload_mb} MB in `local`",
+        "at 4,096 tokens gave {dense.factor:.2f} times one host, `exact` {exact.factor:.2f} times,",
+    ),
+    "docs/performance.md": (
+        "one `make bench`, recorded on {date} (commit `{commit}`)",
+        "a step: {one_float32.step_seconds:.2f} s ({one_float32.tok_per_s:.0f} tok/s) in float32,",
+        "{one_bfloat16.step_seconds:.2f} s ({one_bfloat16.tok_per_s:.0f} tok/s) in bfloat16,",
+        "5,000 steps of 4,096 tokens take {exact.hours:.1f} hours on the two hosts,",
+        "{dense.hours:.1f} hours with `dense` and {exact.baseline_hours:.1f} hours on one host;",
+        "with `fast` in bfloat16 {bfloat16.hours:.1f} hours.",
+    ),
+}
+
+
+def case(figures: dict[str, Any]) -> SimpleNamespace:
+    """The figures of a benchmark case as attributes, with the hours of STEPS steps."""
+    hours = figures["step_seconds"] * STEPS / 3600
+    return SimpleNamespace(
+        **figures, hours=hours, baseline_hours=figures.get("baseline_seconds", 0.0) * STEPS / 3600
+    )
+
+
+def values(record: dict[str, Any]) -> dict[str, Any]:
+    """What the templates show, by name. Raises KeyError for a case that was not measured."""
+    cases = {(row["sync"], row["dtype"], row["tokens"]): case(row) for row in record["two_hosts"]}
+    one = {f"one_{row['dtype']}": case(row) for row in record["one_process"]}
+    named = {name: cases[name, "float32", 4096] for name in ("dense", "exact", "fast")}
+    return {
+        **{key: record[key] for key in ("date", "commit")},
+        **named,
+        **one,
+        "bfloat16": cases["fast", "bfloat16", 4096],
+        "local": cases["local", "float32", 8192],
+        "over_dense": named["dense"].step_seconds / named["exact"].step_seconds,
+    }
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    head = ("sync, format", "tokens a step", "step, s", "predicted, s", "single-host baseline, s", "factor")
+    lines = [f"| {' | '.join([*head, 'MB sent per rank'])} |", "|---" * 7 + "|"]
+    for row in rows:
+        link = "" if row["link_mbit"] == 1000 else f", {row['link_mbit']} Mbit/s"
+        other = row["baseline_tokens"] != row["tokens"]
+        cells = (
+            f"`{row['sync']}`, {row['dtype']}{link}",
+            f"{row['tokens']:,}",
+            f"{row['step_seconds']:.2f}",
+            f"{row['predicted_seconds']:.2f}",
+            f"{row['baseline_seconds']:.2f}" + (f" ({row['baseline_tokens']:,} tokens)" if other else ""),
+            f"{row['factor']:.2f}x" + (" by tokens" if other else ""),
+            f"{row['payload_mb']:g}",
+        )
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
+    """The page with the figures of a phrase. Raises ValueError if the phrase does not occur once."""
+    words = re.split(r"\{[^}]*\}", phrase)
+    pattern = r"([\w.-]+)".join(re.escape(part).replace(r"\ ", r"\s+") for part in words)
+    found = list(re.finditer(pattern, page))
+    if len(found) != 1:
+        raise ValueError(f"{phrase!r} occurs {len(found)} times; scripts/docs_figures.py expects it once.")
+    figures = [figure.format(**shown) for figure in re.findall(r"\{[^}]*\}", phrase)]
+    for group in range(len(figures), 0, -1):
+        start, end = found[0].span(group)
+        page = page[:start] + figures[group - 1] + page[end:]
+    return page
+
+
+def pages() -> dict[Path, str]:
+    """The pages with their figures."""
+    record = json.loads(RECORD.read_text(encoding="utf-8"))
+    shown, texts = values(record), {}
+    for name, phrases in PHRASES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        for phrase in phrases:
+            text = filled(text, phrase, shown)
+        texts[ROOT / name] = TABLE.sub(f"<!-- figures -->\n{table(record['two_hosts'])}\n<!-- end -->", text)
+    return texts
+
+
+def main(argv: list[str] | None = None) -> int:
+    return write("docs_figures", __doc__ or "", pages(), argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
