@@ -1,11 +1,11 @@
-"""A run killed twice in the middle and resumed, beside the same run left alone: is it the same run?
+"""Compares a run that is killed twice and resumed with the same run without interruption.
 
     python -m benchmarks.interrupted --data-dir .cache/demo/data --out artifacts/interrupted
 
-Both have two ranks on this machine, depth 4 and 300 steps unless asked otherwise. SIGKILL hits all
-processes of the second run at two steps drawn from --seed; each time it is started again as it was. Prints
-the figures of both ends and draws both curves into OUT/interrupted.png. Exit code 1 if one step's loss or
-one bit of the weights differs.
+Both have two ranks on this machine; the defaults are depth 4 and 300 steps. All processes of the second run
+receive SIGKILL at two steps drawn from --seed; each time it is started again. Prints the final figures of
+both and plots their losses to OUT/interrupted.png. The exit code is 1 if a loss or a bit of the weights
+differs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ POLL_SECONDS = 0.2
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs, figures and picture")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="of the run (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="of the model (%(default)s)")
@@ -70,8 +70,8 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A run whose processes, ranks first, are killed at the end if they still live."""
-    knobs = {
+    """Start a run; kills its processes at the end of the block if they still run, ranks first."""
+    settings = {
         "run-id": "interrupted",
         "tracker": "none",
         "depth": args.depth,
@@ -83,7 +83,7 @@ def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Pop
         "eval-every": 100,
         "dtype": "float32",
     }
-    run = ranks.start(args.ranks, args.data_dir, run_dir, knobs)
+    run = ranks.start(args.ranks, args.data_dir, run_dir, settings)
     try:
         yield run
     finally:
@@ -119,7 +119,7 @@ def end_of(run_dir: Path, steps: int) -> tuple[list[float], float, list[str]]:
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]
     meta = json.loads((run_dir / f"checkpoints/step_{steps:06d}/meta.json").read_text())
-    hashes = [meta["sha256"][name] for name in ("model.pt", "optim.pt")]
+    hashes = [meta["sha256"][name] for name in ("model.safetensors", "optim.pt")]
     return [line["loss"] for line in lines if "loss" in line], meta["val_bpb"], hashes
 
 
@@ -129,7 +129,7 @@ def draw_curves(path: Path, alone: list[float], killed: list[float], kills: list
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(range(1, len(alone) + 1), alone, linewidth=4, color="0.8", label="left alone")
+    axes.plot(range(1, len(alone) + 1), alone, linewidth=4, color="0.8", label="uninterrupted")
     axes.plot(
         range(1, len(killed) + 1), killed, linewidth=1, color="tab:blue", label="killed twice and resumed"
     )

@@ -1,17 +1,18 @@
-"""The project's speed on one machine: a lab of two hosts of one core each, and the machine itself.
+"""Benchmarks on one machine: the machine itself, and a lab of two hosts with one core each.
 
-    make bench                              everything; what was measured before is kept
-    make bench ARGS="--quick"               one host, and exact against solo at 4,096 tokens
-    make bench ARGS="--only exact-4096"     the stages whose names begin so (and --again: measured anew)
-    make bench ARGS="--list"                the stages, and about how long each takes
+    make bench                              all cases; existing results are kept
+    make bench ARGS="--quick"               one host, and exact and its baseline at 4,096 tokens
+    make bench ARGS="--only exact-4096"     the cases whose names start with this (--again: measure again)
+    make bench ARGS="--list"                the cases, and about how long each takes
 
-Depth 8, rows of 1,024 tokens. Says how long it will take, measures stage after stage by `bench.yml`, keeps
-the figures of each in OUT/GROUP/stages as they come, and writes OUT/bars.md, bars.json and a report a group.
-Nothing else should run on the machine: the tables say what share of their cores the processes had.
+Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes its
+figures to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group. No other load
+should run on the machine: the tables show what share of their cores the processes had.
 
-Two hosts of one machine slow each other down, as two machines would not: they share its memory bus and its
-clock. So solo is measured while the other host trains by itself, which takes from it what the other host of
-a fleet does; `idle/` stages are solo with the other host at rest, and the tables have both.
+Two hosts of one machine slow each other down, because they share its memory bus and its clock. Separate
+machines do not. So the single-host baseline is measured while the other host trains on its own, which slows
+it down as much as the second rank of a fleet does. `idle/` cases are the baseline with an idle second host;
+the tables have both.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.stages import (
+from benchmarks.cases import (
     A_THIRD,
     DEPTH,
     GROUPS,
-    HOST_STAGES,
+    HOST_CASES,
     HOST_STEPS,
     IDLE,
+    IDLE_BASELINES,
     LENGTH,
     QUICK,
-    SOLO,
     VOCAB_SIZE,
     Group,
     core_rate,
@@ -52,7 +53,7 @@ from benchmarks.stages import (
     plain,
     steps_of,
 )
-from benchmarks.targets import host_table, speed_beside_solo, targets_table
+from benchmarks.targets import host_table, relative_gemm_rate, targets_table
 from fleet import corpus
 from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
@@ -61,14 +62,14 @@ from trainer.config import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
-STEADY = 0.10  # by which a host's matrix products may be faster or slower in a stage than in its solo's
+STEADY = 0.10  # accepted difference between the GEMM rates of a case and of its baseline
 NEIGHBOUR = "nanofleet-neighbour.service"
-AGAIN = 2  # times that a stage is measured anew, at most, in which they were not
+REPEATS = 2  # of a case with a larger difference, at most
 
 
 @dataclass
 class Job:
-    """What the command line asks for."""
+    """The requested measurements and the output folder."""
 
     args: argparse.Namespace
     out: Path
@@ -83,17 +84,17 @@ class Job:
             return name in QUICK
         return not self.args.only or any(name.startswith(start) for start in self.args.only)
 
-    def file(self, group: str, stage: str) -> Path:
-        folder = self.out / group / (IDLE if stage.startswith(IDLE) else "")
-        return folder / "stages" / f"{plain(stage)}.json"
+    def file(self, group: str, case: str) -> Path:
+        folder = self.out / group / (IDLE if case.startswith(IDLE) else "")
+        return folder / "stages" / f"{plain(case)}.json"
 
-    def measured(self, group: str, stage: str) -> bool:
-        """Whether its figures are there, and of this version."""
-        file = self.file(group, stage)
+    def measured(self, group: str, case: str) -> bool:
+        """Whether a result of this version exists."""
+        file = self.file(group, case)
         return file.exists() and json.loads(file.read_text()).get("schema") == SCHEMA
 
-    def left(self, group: str, stages: Sequence[str]) -> list[str]:
-        names = [name.format(slow=f"{self.args.lab}-2") for name in stages]
+    def left(self, group: str, cases: Sequence[str]) -> list[str]:
+        names = [name.format(slow=f"{self.args.lab}-2") for name in cases]
         return [
             name
             for name in names
@@ -103,47 +104,45 @@ class Job:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", nargs="+", default=[], metavar="STAGE", help="stages that begin so")
-    parser.add_argument("--quick", action="store_true", help="the most telling ones alone")
-    parser.add_argument("--again", action="store_true", help="also those that were measured before")
-    parser.add_argument(
-        "--list", action="store_true", help="say what would be measured, and how long it takes"
-    )
-    parser.add_argument("--report", action="store_true", help="write the tables of what there is, and end")
-    parser.add_argument("--lab", default="bench", metavar="NAME", help="of the lab (%(default)s)")
-    parser.add_argument("--keep-lab", action="store_true", help="leave the lab up at the end")
+    parser.add_argument("--only", nargs="+", default=[], metavar="CASE", help="cases that start with this")
+    parser.add_argument("--quick", action="store_true", help="the most important cases only")
+    parser.add_argument("--again", action="store_true", help="measure existing results again")
+    parser.add_argument("--list", action="store_true", help="print the cases and their expected duration")
+    parser.add_argument("--report", action="store_true", help="only write the tables of existing results")
+    parser.add_argument("--lab", default="bench", metavar="NAME", help="name of the lab (%(default)s)")
+    parser.add_argument("--keep-lab", action="store_true", help="do not remove the lab at the end")
     parser.add_argument(
         "--out", type=Path, default=ROOT / "artifacts/bench", metavar="DIR", help="(%(default)s)"
     )
     args = parser.parse_args(argv)
-    known = [*HOST_STAGES, *(stage for group in GROUPS for stage in group.stages)]
-    known = list(dict.fromkeys(stage.format(slow=f"{args.lab}-2") for stage in known))
+    known = [*HOST_CASES, *(case for group in GROUPS for case in group.cases)]
+    known = list(dict.fromkeys(case.format(slow=f"{args.lab}-2") for case in known))
     for start in args.only:
-        if not any(stage.startswith(start) for stage in known):
-            parser.error(f"no stage begins with {start}: they are {', '.join(known)}")
+        if not any(case.startswith(start) for case in known):
+            parser.error(f"no case begins with {start}: they are {', '.join(known)}")
     job = Job(args, args.out.resolve())
     if args.report:
         return conclude(job)
 
-    host = job.left("host", HOST_STAGES)
-    todo = [(group, job.left(group.name, group.stages)) for group in GROUPS]
-    todo = [(group, stages) for group, stages in todo if stages]
-    names = host + [stage for _, stages in todo for stage in stages]
+    host = job.left("host", HOST_CASES)
+    todo = [(group, job.left(group.name, group.cases)) for group in GROUPS]
+    todo = [(group, cases) for group, cases in todo if cases]
+    names = host + [case for _, cases in todo for case in cases]
     rate = core_rate()
     seconds = sum(expected(name, rate) for name in names) + (180 if todo else 0)
     for name in names:
         print(f"  {name:34} about {expected(name, rate) / 60:4.1f} min")
-    print(f"{len(names)} stages to measure, about {seconds / 60:.0f} min; results in {job.out}", flush=True)
+    print(f"{len(names)} cases to measure, about {seconds / 60:.0f} min; results in {job.out}", flush=True)
     if args.list or not names:
         return 0 if args.list else conclude(job)
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the finally blocks
     data = prepare()
-    for stage in host:
-        measure_host(job, stage, data)
+    for case in host:
+        measure_host(job, case, data)
     try:
-        for group, stages in todo:
-            measure_group(job, group, stages, data)
+        for group, cases in todo:
+            measure_group(job, group, cases, data)
     finally:
         if todo and not args.keep_lab:
             playbook(job, "lab.yml", {"lab_state": "down"}, quiet=True)
@@ -154,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare() -> Path:
-    """Text of this machine, with the vocabulary that the sizes of depth 8 are given for."""
+    """Prepare text of this machine, with the vocabulary size of the documented figures."""
     data = ROOT / ".cache/bench/data"
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     command += [f"--source={source}" for source in corpus.machine_sources()]
@@ -164,22 +163,22 @@ def prepare() -> Path:
     return data
 
 
-def measure_host(job: Job, stage: str, data: Path) -> None:
-    """One process on this machine, with all its cores."""
-    out = job.file("host", stage)
+def measure_host(job: Job, case: str, data: Path) -> None:
+    """Measure one process on this machine, with all cores."""
+    out = job.file("host", case)
     out.parent.mkdir(parents=True, exist_ok=True)
-    print(f"{time.strftime('%H:%M:%S')} {stage}", flush=True)
+    print(f"{time.strftime('%H:%M:%S')} {case}", flush=True)
     command = [sys.executable, "-m", "trainer", "bench", "--depth", str(DEPTH), "--rows", "2"]
-    command += ["--data-dir", str(data), "--dtype", stage.removeprefix("host-"), "--out", str(out)]
+    command += ["--data-dir", str(data), "--dtype", case.removeprefix("host-"), "--out", str(out)]
     if run([*command, "--steps", str(HOST_STEPS)], check=False):
-        job.missing.append(stage)
+        job.missing.append(case)
 
 
-def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None:
-    """Bring the lab to the group's state and measure."""
-    print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(stages)}", flush=True)
-    for stage in group.takes:
-        source, target = job.file(GROUPS[0].name, stage), job.file(group.name, plain(stage))
+def measure_group(job: Job, group: Group, cases: list[str], data: Path) -> None:
+    """Set up the lab for the group and measure its cases."""
+    print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(cases)}", flush=True)
+    for case in group.takes:
+        source, target = job.file(GROUPS[0].name, case), job.file(group.name, plain(case))
         if source.exists():
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(source, target)
@@ -188,26 +187,28 @@ def measure_group(job: Job, group: Group, stages: list[str], data: Path) -> None
     check_shaped(job, group.link)
     limit_second(job, A_THIRD if group.slow_second else 1.0)
     try:
-        measure_stages(job, group, stages, data)
-        for _ in range(AGAIN):
-            odd = unsteady(job, group, stages)
+        measure_cases(job, group, cases, data)
+        for _ in range(REPEATS):
+            odd = unsteady(job, group, cases)
             if not odd:
                 break
             for name, speed in odd.items():
-                print(f"{name}: products ran at {percent(speed)} of solo's rate; measured again", flush=True)
-            measure_stages(job, group, list(odd), data)
+                print(
+                    f"{name}: its GEMM rate is {percent(speed)} of the baseline's; measured again", flush=True
+                )
+            measure_cases(job, group, list(odd), data)
     finally:
         limit_second(job, 1.0)
-    job.missing += [stage for stage in stages if not job.measured(group.name, stage)]
+    job.missing += [case for case in cases if not job.measured(group.name, case)]
 
 
-def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) -> None:
-    """By bench.yml, those alike that follow each other together; over what older figures there are."""
-    for _, alike in itertools.groupby(stages, kind_of):
+def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> None:
+    """Measure cases with bench.yml, consecutive ones of the same kind together; replaces older results."""
+    for _, alike in itertools.groupby(cases, kind_of):
         some = list(alike)
-        files = [job.file(group.name, stage) for stage in some]
-        knobs = {
-            "bench_stages": ",".join(plain(stage) for stage in some),
+        files = [job.file(group.name, case) for case in some]
+        settings = {
+            "bench_stages": ",".join(plain(case) for case in some),
             "bench_steps": steps_of(some[0]),
             "bench_out": files[0].parents[1],
             "bench_link_mbit": LINK_MBIT[group.link],
@@ -219,16 +220,16 @@ def measure_stages(job: Job, group: Group, stages: Sequence[str], data: Path) ->
             "doctor": "never",
         }
         with neighbour(job, some[-1], files) if has_neighbour(some[0]) else nullcontext():
-            playbook(job, "bench.yml", knobs)
+            playbook(job, "bench.yml", settings)
 
 
 @contextmanager
-def neighbour(job: Job, stage: str, files: Sequence[Path]) -> Iterator[None]:
-    """Meanwhile the second host trains by itself as the stage does, on made-up rows.
+def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
+    """Let the second host train on its own in the block, with the tokens and dtype of the case.
 
-    Figures in `files` are removed if it ended before: solo would have been beside a host at rest.
+    Deletes the results `files` if that training ends too early, because the second host was idle then.
     """
-    tokens, dtype = stage.split("-")[1:3]
+    tokens, dtype = case.split("-")[1:3]
     host = ["podman", "exec", f"{job.args.lab}-2"]
     start = ["systemd-run", "--quiet", "--collect", f"--unit={NEIGHBOUR}", "--property=User=nanofleet"]
     start += ["--property=RuntimeMaxSec=2h", "--setenv=OMP_NUM_THREADS=1", "/opt/nanofleet/venv/bin/python"]
@@ -239,25 +240,25 @@ def neighbour(job: Job, stage: str, files: Sequence[Path]) -> Iterator[None]:
         if run([*host, "systemctl", "--quiet", "is-active", NEIGHBOUR], environment(job), check=False):
             for file in files:
                 file.unlink(missing_ok=True)
-            said = f"podman exec {host[-1]} journalctl -u {NEIGHBOUR} -n 20"
-            raise SystemExit(f"{stage}: the training on {host[-1]} ended meanwhile. What it said: {said}")
+            log = f"podman exec {host[-1]} journalctl -u {NEIGHBOUR} -n 20"
+            raise SystemExit(f"{case}: the training on {host[-1]} ended too early. Its log: {log}")
     finally:
         run([*host, "systemctl", "stop", NEIGHBOUR], environment(job), check=False)
 
 
-def unsteady(job: Job, group: Group, stages: Sequence[str]) -> dict[str, float]:
-    """The fleet's stages in which the machine was not as fast as beside solo, and how fast it was."""
+def unsteady(job: Job, group: Group, cases: Sequence[str]) -> dict[str, float]:
+    """The cases whose GEMM rate differs from that of their baseline, and the ratio of both rates."""
     results, _ = load(job.out / group.name / "stages")
     speeds = {
-        stage: speed_beside_solo(results[stage], results.values(), group.slow_second)
-        for stage in stages
-        if stage in results
+        case: relative_gemm_rate(results[case], results.values(), group.slow_second)
+        for case in cases
+        if case in results
     }
-    return {stage: speed for stage, speed in speeds.items() if speed and abs(speed - 1) > STEADY}
+    return {case: speed for case, speed in speeds.items() if speed and abs(speed - 1) > STEADY}
 
 
 def set_up(job: Job, data: Path) -> None:
-    """setup.yml, unless these hosts have had it for this code and these data."""
+    """Run setup.yml, unless it has run on these hosts for this code and these data."""
     manifest = hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
     state = f"{code_digest()} {manifest} {' '.join(containers(job))}\n"
     stamp = job.lab_dir / "bench-set-up"
@@ -268,7 +269,7 @@ def set_up(job: Job, data: Path) -> None:
 
 
 def containers(job: Job) -> list[str]:
-    """The ids of the lab's hosts: other ones after one was made anew."""
+    """The container ids of the lab's hosts; they change when a host is created again."""
     command = ["podman", "inspect", "--format", "{{.Id}}", f"{job.args.lab}-1", f"{job.args.lab}-2"]
     return subprocess.run(
         command, env=environment(job), stdout=subprocess.PIPE, text=True, check=True
@@ -276,7 +277,7 @@ def containers(job: Job) -> list[str]:
 
 
 def check_shaped(job: Job, link: str) -> None:
-    """Both hosts must hold back what they send, so that both directions of the link have its rate."""
+    """Check that both hosts limit their send rate, so that both directions of the link have its rate."""
     wanted = link.replace("gbit", "Gbit").replace("mbit", "Mbit")
     for host in (f"{job.args.lab}-1", f"{job.args.lab}-2"):
         shown = subprocess.run(
@@ -292,21 +293,21 @@ def check_shaped(job: Job, link: str) -> None:
 
 
 def limit_second(job: Job, cores: float) -> None:
-    """Give the second host so much of its core."""
+    """Limit the second host to this share of its core."""
     quota = round(cores * 100_000)
     command = ["podman", "update", "--cpu-period", "100000", "--cpu-quota", str(quota), f"{job.args.lab}-2"]
     subprocess.run(command, env=environment(job), stdout=subprocess.DEVNULL, check=True)
 
 
-def playbook(job: Job, name: str, knobs: dict[str, Any], quiet: bool = False) -> int:
-    extra = [f"-e{key}={value}" for key, value in knobs.items()]
+def playbook(job: Job, name: str, settings: dict[str, Any], quiet: bool = False) -> int:
+    extra = [f"-e{key}={value}" for key, value in settings.items()]
     lab = [f"-elab_name={job.args.lab}"] if name == "lab.yml" else []
-    lab += ["-elab_hosts=2", "-elab_cores=1"] if name == "lab.yml" and knobs["lab_state"] == "up" else []
+    lab += ["-elab_hosts=2", "-elab_cores=1"] if name == "lab.yml" and settings["lab_state"] == "up" else []
     return run(["ansible-playbook", name, *lab, *extra], environment(job), quiet, check=name != "bench.yml")
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The lab's inventory and its private settings of podman."""
+    """The environment with the lab's inventory and its podman configuration."""
     own = {
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_INVENTORY": str(job.lab_dir / "inventory"),
@@ -320,7 +321,7 @@ def environment(job: Job) -> dict[str, str]:
 def run(
     command: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False, check: bool = True
 ) -> int:
-    """Run a command here; one that is quiet is shown when it fails."""
+    """Run a command; the output of a quiet one is shown if it fails."""
     stream = subprocess.PIPE if quiet else None
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=None, text=True, check=False)
     if done.returncode and check:
@@ -332,7 +333,7 @@ def run(
 
 
 def conclude(job: Job) -> int:
-    """Write what there is; 1 if something that was asked for could not be measured."""
+    """Write the tables; returns 1 if a requested case could not be measured."""
     lines = [machine(), ""]
     host, _ = load(job.out / "host/stages")
     if host:
@@ -344,13 +345,13 @@ def conclude(job: Job) -> int:
         if results:
             report = [sys.executable, "-m", "trainer.bench.report", str(folder), "--out", str(folder.parent)]
             run([*report, "--link-mbit", str(LINK_MBIT[group.link])], quiet=True)
-            idle, _ = load(job.file(group.name, SOLO[0]).parent)
+            idle, _ = load(job.file(group.name, IDLE_BASELINES[0]).parent)
             ratios = ratios_idle(results, idle)
             for row in compare(results, LINK_MBIT[group.link]):
-                row["ratio_idle"] = ratios.get(row["stage"])
-                rows[f"{group.name}/{row['stage']}"] = row
-                beside = speed_beside_solo(results[row["stage"]], results.values(), group.slow_second)
-                row["speed_beside_solo"] = beside
+                row["ratio_idle"] = ratios.get(row["case"])
+                rows[f"{group.name}/{row['case']}"] = row
+                beside = relative_gemm_rate(results[row["case"]], results.values(), group.slow_second)
+                row["relative_gemm_rate"] = beside
     lines += [targets_table(rows), ""]
     for group in GROUPS:
         path = job.out / group.name / "bench.md"
@@ -358,18 +359,18 @@ def conclude(job: Job) -> int:
             lines += [f"### {group.name}", "", path.read_text()]
     text = "\n".join(lines)
     job.out.mkdir(parents=True, exist_ok=True)
-    (job.out / "bars.md").write_text(text + "\n")
-    (job.out / "bars.json").write_text(json.dumps({"host": host, "rows": rows}, indent=1) + "\n")
+    (job.out / "targets.md").write_text(text + "\n")
+    (job.out / "targets.json").write_text(json.dumps({"host": host, "rows": rows}, indent=1) + "\n")
     print(text)
     if job.missing:
-        print(f"Not measured: {', '.join(job.missing)}. Type the same again: what there is, is kept.")
+        print(f"Not measured: {', '.join(job.missing)}. Type the same again; existing results are kept.")
     return 1 if job.missing else 0
 
 
 def ratios_idle(results: dict[str, Any], idle: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast as a solo beside a host at rest each of the fleet's stages is."""
+    """The ratio of each case of the fleet to a baseline beside an idle host."""
     fleet = {name: result for name, result in results.items() if result["world_size"] > 1}
-    return {row["stage"]: row["ratio"] for row in compare(fleet | idle) if "ratio" in row}
+    return {row["case"]: row["ratio"] for row in compare(fleet | idle) if "ratio" in row}
 
 
 def machine() -> str:

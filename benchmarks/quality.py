@@ -1,12 +1,13 @@
-"""Do the sync modes learn alike? The same run in every mode, and once more in `dense` with other slices.
+"""Compares the validation losses of all sync modes: the same run in each, and twice in `dense`.
 
     python -m benchmarks.quality --data-dir .cache/demo/data --out artifacts/quality
 
-Depth 4 and 2,000 steps unless asked otherwise, all on this machine, `--jobs` runs at a time; two ranks each,
-but `solo`. The validation losses of the two dense runs, which differ in the order of addition alone, are the
-noise floor: a mode is held to twice that, `local` to 0.03 nat. Each run is an ordinary run directory: broken
-off, the same command goes on, and `--summary` draws what there is so far. Writes OUT/quality.json and
-OUT/quality.png. Exit code 1 if a mode misses its bar.
+The defaults are depth 4 and 2,000 steps. All runs are on this machine, `--jobs` at a time, with two ranks
+except for the baseline. The two dense runs have different batch splits, so they differ only in the order of
+additions; the difference of their losses is the noise floor. The target of a mode is twice that, of `local`
+0.03 nat. Each run has an ordinary run directory: after an interruption the same command resumes, and
+`--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The exit code is 1 if a
+mode misses its target.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import ranks
 
-SAY_EVERY_SECONDS = 30.0
+REPORT_SECONDS = 30.0
 FLOORS = 2.0  # a mode may be this many noise floors away from dense
 LOCAL_NATS = 0.03
 EVALUATIONS = 25  # of a run
@@ -33,7 +34,7 @@ SETTLED = 0.5  # of the run, after which differences count
 
 
 class Kind(NamedTuple):
-    """A run: its ranks, the rows of a step that each takes (in parts of all), and its knobs."""
+    """A run: its ranks, the rows of a step that each takes (in parts of all), and its settings."""
 
     ranks: int
     parts: tuple[int, ...]
@@ -41,19 +42,19 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "solo": Kind(1, (4,), "dense"),
+    "single-host baseline": Kind(1, (4,), "dense"),
     "dense": Kind(2, (2, 2), "dense"),
-    "dense, other slices": Kind(2, (1, 3), "dense"),
+    "dense, uneven split": Kind(2, (1, 3), "dense"),
     "exact": Kind(2, (2, 2), "exact"),
     "fast": Kind(2, (2, 2), "fast"),
     "local": Kind(2, (2, 2), "local"),
 }
-FLOOR = ("dense", "dense, other slices")
+FLOOR = ("dense", "dense, uneven split")
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs, figures and picture")
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="of each run (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="of the model (%(default)s)")
@@ -70,7 +71,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="RUN", help="these runs"
     )
-    parser.add_argument("--summary", action="store_true", help="train nothing; say what there is")
+    parser.add_argument("--summary", action="store_true", help="do not train; evaluate existing runs")
     args = parser.parse_args(argv)
     if args.rows % 4:
         parser.error(f"--rows is {args.rows}: it must be a multiple of 4")
@@ -84,10 +85,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """All runs that have not finished, `--jobs` at a time; says now and then how far they are."""
+    """Train all unfinished runs, `--jobs` at a time; prints their progress."""
     waiting = [name for name in args.only if not finished(folder(args, name))]
     running: dict[str, subprocess.Popen[bytes]] = {}
-    say_at = time.monotonic()
+    report_at = time.monotonic()
     while waiting or running:
         while waiting and len(running) < args.jobs:
             name = waiting.pop(0)
@@ -98,8 +99,8 @@ def train(args: argparse.Namespace) -> None:
                 del running[name]
                 if run.returncode:
                     print(f"{name} ended with {run.returncode}: see {folder(args, name)}.log", flush=True)
-        if time.monotonic() >= say_at:
-            say_at = time.monotonic() + SAY_EVERY_SECONDS
+        if time.monotonic() >= report_at:
+            report_at = time.monotonic() + REPORT_SECONDS
             print("; ".join(where(args, name) for name in running), flush=True)
 
 
@@ -108,10 +109,10 @@ def folder(args: argparse.Namespace, name: str) -> Path:
 
 
 def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
-    """The ranks of a run under torchrun, one thread each."""
+    """Start the ranks of a run, one thread each."""
     kind, run_dir = KINDS[name], folder(args, name)
     shares = [part * args.rows // sum(kind.parts) for part in kind.parts]
-    knobs: dict[str, object] = {
+    settings: dict[str, object] = {
         "run-id": run_dir.name,
         "tracker": "none",
         "sync": kind.sync,
@@ -130,8 +131,8 @@ def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
         "threads": 1,
     }
     if kind.ranks > 1:
-        knobs["shares"] = ",".join(map(str, shares))
-    return ranks.start(kind.ranks, args.data_dir, run_dir, knobs)
+        settings["shares"] = ",".join(map(str, shares))
+    return ranks.start(kind.ranks, args.data_dir, run_dir, settings)
 
 
 def finished(run_dir: Path) -> bool:
@@ -152,7 +153,7 @@ def where(args: argparse.Namespace, name: str) -> str:
 
 
 class Curve(NamedTuple):
-    """What metrics.jsonl tells: loss, seconds and bytes of each step, and validation losses by step."""
+    """The figures in metrics.jsonl: loss, seconds and bytes of each step, and validation losses by step."""
 
     losses: list[float]
     seconds: list[float]
@@ -163,7 +164,7 @@ class Curve(NamedTuple):
     def read(cls, run_dir: Path) -> Curve:
         path = run_dir / "metrics.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        steps = {line["step"]: line for line in lines if "loss" in line}  # the last word on a step counts
+        steps = {line["step"]: line for line in lines if "loss" in line}  # the last line of a step counts
         return cls(
             [line["loss"] for line in steps.values()],
             [line["step_seconds"] for line in steps.values()],
@@ -181,7 +182,7 @@ def difference(one: Curve, other: Curve, until: int) -> float:
 
 
 def spread(one: Curve, other: Curve, until: int) -> float:
-    """The same without signs: how far apart they are at a time."""
+    """The mean absolute difference of validation losses over the same steps."""
     steps = [
         step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
     ]
@@ -203,14 +204,14 @@ def summarize(args: argparse.Namespace) -> int:
     for name, curve in curves.items():
         away = difference(curve, dense, until)
         apart = spread(curve, dense, until)
-        bar = {"local": LOCAL_NATS}.get(name, math.nan if name in FLOOR else FLOORS * floor)
-        held = (away if name == "local" else apart) <= bar if not math.isnan(bar) else None
+        target = {"local": LOCAL_NATS}.get(name, math.nan if name in FLOOR else FLOORS * floor)
+        met = (away if name == "local" else apart) <= target if not math.isnan(target) else None
         table[name] = {
             "val_loss": curve.evaluations[until],
             "difference": away,
             "mean_absolute_difference": apart,
-            "bar": None if math.isnan(bar) else bar,
-            "held": held,
+            "target": None if math.isnan(target) else target,
+            "met": met,
             "equal_losses": curve.losses[:until] == dense.losses[:until],
             "seconds": sum(curve.seconds[:until]),
             "bytes_per_step": statistics.mean(curve.sent[:until]),
@@ -223,18 +224,18 @@ def summarize(args: argparse.Namespace) -> int:
     print(f"after {until:,} of {args.steps:,} steps of {tokens:,} tokens; noise floor {floor:.5f} nat")
     for name, row in table.items():
         verdict = (
-            "" if row["held"] is None else f", bar {row['bar']:.5f}: {'held' if row['held'] else 'MISSED'}"
+            "" if row["met"] is None else f", target {row['target']:.5f}: {'met' if row['met'] else 'MISSED'}"
         )
         same = ", the same losses at every step" if row["equal_losses"] and name != "dense" else ""
         print(
             f"{name:20} val loss {row['val_loss']:.4f}, from dense {row['difference']:+.5f} "
             f"(apart {row['mean_absolute_difference']:.5f}){verdict}{same}"
         )
-    return 0 if all(row["held"] is not False for row in table.values()) else 1
+    return 0 if all(row["met"] is not False for row in table.values()) else 1
 
 
 def draw(path: Path, curves: dict[str, Curve], tokens: int, steps: int) -> None:
-    """Validation loss against seconds of training and against tokens, side by side."""
+    """Plot validation loss over training time and over tokens."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

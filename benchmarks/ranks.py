@@ -1,4 +1,4 @@
-"""A training by ranks of this machine, one thread each, as the benchmarks start it."""
+"""Starts the ranks of a run on this machine, one thread each, for the benchmarks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def start(ranks: int, data_dir: Path, run_dir: Path, knobs: Mapping[str, object]) -> subprocess.Popen[bytes]:
-    """torchrun with a run's ranks; what they say goes to RUN_DIR.log. Each of knobs becomes --NAME VALUE."""
+def start(
+    ranks: int, data_dir: Path, run_dir: Path, settings: Mapping[str, object]
+) -> subprocess.Popen[bytes]:
+    """Start torchrun; its output goes to RUN_DIR.log. Each setting becomes an option --NAME VALUE."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -22,7 +24,7 @@ def start(ranks: int, data_dir: Path, run_dir: Path, knobs: Mapping[str, object]
         "--master-addr=127.0.0.1", f"--master-port={port}",
         "-m", "trainer", "train", "--data-dir", str(data_dir.resolve()), "--run-dir", str(run_dir.resolve()),
     ]  # fmt: skip
-    command += [text for knob, value in knobs.items() for text in (f"--{knob}", str(value))]
+    command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with open(f"{run_dir}.log", "ab") as log:
         return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)

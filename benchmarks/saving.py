@@ -1,11 +1,11 @@
-"""What a checkpoint costs the training that goes on beside its writing.
+"""Measures the time that a checkpoint takes from the training, which continues while it is written.
 
     python -m benchmarks.saving --data-dir data --out artifacts/saving
 
-One process trains depth 8 (unless asked otherwise) and saves every few steps. The wall time from step to
-step is taken from metrics.jsonl; what a save costs is the time from one save to the next, less as many median
-steps as lie between. Prints the median step, the cost of a save, and what share of the training that is at
-the default of a save in 30 minutes.
+One process trains depth 8 by default and saves every few steps. metrics.jsonl has the wall time of each step.
+The cost of a save is the time from one save to the next, less the median step times the steps between them.
+Prints the median step, the cost of a save, and its share of the training at the default of one save every 30
+minutes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FIRST = 3  # steps that still warm up
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="what prepare wrote")
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run")
     parser.add_argument("--depth", type=int, default=8, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--every", type=int, default=8, metavar="N", help="steps between saves (%(default)s)")
@@ -54,12 +54,12 @@ def main(argv: list[str] | None = None) -> int:
         for saved in range(args.every, args.every * (args.saves + 1), args.every)
     ]
     cost = statistics.median(costs)
-    held = [float(text) for text in re.findall(r"which waited ([0-9.]+) s", done.stdout)]
+    waits = [float(text) for text in re.findall(r"which waited ([0-9.]+) s", done.stdout)]
     writing = [float(text) for text in re.findall(r"in ([0-9.]+) s beside", done.stdout)]
     files = [path for path in (args.out / f"checkpoints/step_{steps:06d}").rglob("*") if path.is_file()]
     size = sum(path.stat().st_size for path in files) / 1e9
     print(f"checkpoint {size:.2f} GB, median step {median:.2f} s ({min(quiet):.2f} to {max(quiet):.2f})")
-    print(f"training waits {statistics.median(held):.2f} s for the copy")
+    print(f"training waits {statistics.median(waits):.2f} s for the copy")
     print(f"writing takes {statistics.median(writing):.1f} s beside it")
     print(
         f"a save costs {cost:.2f} s in all ({', '.join(f'{c:.2f}' for c in costs)}): "

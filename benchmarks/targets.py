@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.bench.text import markdown, percent
 
-HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # of it a host has to reach; in bfloat16 with AMX
+HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # target share of the roofline limit; bfloat16 with AMX
 MOST_MEMORY = 4.5e9
 
 
@@ -18,7 +18,7 @@ class Target:
     """The target of a case: ratio to the baseline, share of its bound, MB that a host sends per step."""
 
     group: str
-    stage: str
+    case: str
     ratio: float | None = None
     bound: float | None = None
     payload: float | None = None
@@ -41,9 +41,9 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
         rank = result["ranks"][0]
         required = HOST_LIMIT[rank["compute_dtype"]]
         met = result["share_of_limit"] >= required and rank["peak_rss"] < MOST_MEMORY
-        said = f"{percent(required)}: {'met' if met else 'missed'}"
+        verdict = f"{percent(required)}: {'met' if met else 'missed'}"
         if rank["compute_dtype"] == "bfloat16" and not has_amx():
-            said = f"{percent(required)} with AMX, which this processor lacks"
+            verdict = f"{percent(required)} with AMX, which this processor lacks"
         table.append(
             [
                 f"{name.removeprefix('host-')}, {rank['threads']} threads",
@@ -51,7 +51,7 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
                 f"{result['tok_per_s']:,.0f}",
                 f"{rank['limit_seconds']:.2f}",
                 percent(result["share_of_limit"]),
-                said,
+                verdict,
                 f"{rank['peak_rss'] / 1e9:.2f}",
                 percent(rank["cpu_share"]),
             ]
@@ -60,17 +60,17 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
 
 
 def has_amx() -> bool:
-    """Whether this machine multiplies bfloat16 by tiles; the hosts of the lab are on it too."""
+    """Whether the processor has AMX tiles for bfloat16 GEMMs. The hosts of the lab run on it too."""
     return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
 def targets_table(rows: dict[str, dict[str, Any]]) -> str:
     head = ["target", "measured", "required", "", "beside an idle host", "bound by"]
-    table = [[*head, "solo reaches of its limit", "products, of solo's rate"]]
+    table = [[*head, "baseline, of its limit", "GEMM rate, of the baseline's"]]
     for target in TARGETS:
-        row = rows.get(f"{target.group}/{target.stage}")
+        row = rows.get(f"{target.group}/{target.case}")
         figures = (
-            ("to solo", "ratio", target.ratio, "{:.2f}x"),
+            ("to baseline", "ratio", target.ratio, "{:.2f}x"),
             ("of its bound", "share_of_bound", target.bound, "{:.0%}"),
             ("MB a step", "payload", target.payload, "{:.1f}"),
         )
@@ -80,11 +80,11 @@ def targets_table(rows: dict[str, dict[str, Any]]) -> str:
             value = (row or {}).get(key)
             if value is not None and key == "payload":
                 value /= 1e6
-            names = ("solo_share_of_limit", "speed_beside_solo", "ratio_idle")
-            solo, beside, idle = ((row or {}).get(name) for name in names)
+            names = ("baseline_share_of_limit", "relative_gemm_rate", "ratio_idle")
+            baseline, gemm_rate, idle = ((row or {}).get(name) for name in names)
             table.append(
                 [
-                    f"{target.group}, {target.stage}, {what}",
+                    f"{target.group}, {target.case}, {what}",
                     shape.format(value) if value is not None else "not measured",
                     f"{'at most' if key == 'payload' else 'at least'} {shape.format(required)}",
                     verdict(
@@ -92,47 +92,47 @@ def targets_table(rows: dict[str, dict[str, Any]]) -> str:
                         value,
                         required,
                         shape,
-                        solo,
-                        "bfloat16" if "bfloat16" in target.stage else "float32",
+                        baseline,
+                        "bfloat16" if "bfloat16" in target.case else "float32",
                     ),
                     shape.format(idle) if key == "ratio" and idle else "",
                     (row or {}).get("bound_by", ""),
-                    f"{100 * solo:.1f} %" if solo else "",
-                    percent(beside) if beside else "",
+                    f"{100 * baseline:.1f} %" if baseline else "",
+                    percent(gemm_rate) if gemm_rate else "",
                 ]
             )
     return markdown(table)
 
 
 def verdict(
-    key: str, value: float | None, required: float, shape: str, solo: float | None, dtype: str
+    key: str, value: float | None, required: float, shape: str, baseline: float | None, dtype: str
 ) -> str:
     """Met, or missed by how much. A ratio to a baseline that misses its target does not count."""
     if value is None:
         return ""
     if not (value <= required if key == "payload" else value >= required):
         return f"missed by {shape.format(abs(value - required))}"
-    if key == "ratio" and (solo or 0) < HOST_LIMIT[dtype]:
-        return f"reached; counts with solo at {percent(HOST_LIMIT[dtype])} of its limit"
+    if key == "ratio" and (baseline or 0) < HOST_LIMIT[dtype]:
+        return f"reached; counts if the baseline reaches {percent(HOST_LIMIT[dtype])} of its limit"
     return "met"
 
 
-def speed_beside_solo(
+def relative_gemm_rate(
     result: dict[str, Any], results: Iterable[dict[str, Any]], slow_second: bool = False
 ) -> float | None:
-    """The rate of matrix products in a fleet's stage over that in its solo's; None without a solo.
+    """The GEMM rate in a case divided by that of its baseline; None without a baseline.
 
-    Of the slower rank, or of rank 0 where the second host is limited. How well the fleet works has no part in
-    it, only how fast the machine was; by the best of each stage's rates, since ranks measure at the same time
-    and on one machine often get into each other's way.
+    It shows whether the machine was equally fast in both measurements. The rate is the best one measured,
+    because ranks of one machine that measure at the same time slow each other down; that of the slower rank,
+    or of rank 0 if the second host is limited.
     """
     ranks = result["ranks"][:1] if slow_second else result["ranks"]
     rate = min(_best(rank) for rank in ranks)
     tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
-    for solo in results:
-        alike = solo["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
-        if solo["world_size"] == 1 < result["world_size"] and solo["tokens"] == tokens and alike:
-            return rate / _best(solo["ranks"][0])
+    for other in results:
+        same_dtype = other["ranks"][0]["compute_dtype"] == ranks[0]["compute_dtype"]
+        if other["world_size"] == 1 < result["world_size"] and other["tokens"] == tokens and same_dtype:
+            return rate / _best(other["ranks"][0])
     return None
 
 

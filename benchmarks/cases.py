@@ -1,0 +1,118 @@
+"""The benchmark cases of `make bench`: their names, the state of the lab they need, their expected duration.
+
+The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml, or idle/ and such a name. Cases
+of the kind `solo` are single-host baselines.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from trainer.bench import WARM_STEPS
+
+DEPTH, LENGTH, VOCAB_SIZE = 8, 1024, 32_768
+A_THIRD = 0.33  # of a core, for the slow host of the uneven pair
+CASE_SECONDS = 45.0  # to start a case, measure its limits and remove it
+
+
+@dataclass(frozen=True)
+class Group:
+    """Cases measured on one state of the lab, in this order. `takes` are baselines of the first group."""
+
+    name: str
+    link: str
+    cases: tuple[str, ...]
+    takes: tuple[str, ...] = ()
+    slow_second: bool = False
+
+
+IDLE = "idle/"  # a baseline while the other host is idle
+IDLE_BASELINES = (f"{IDLE}solo-4096-float32", f"{IDLE}solo-16384-float32")
+GROUPS = (
+    Group(
+        "1gbit",
+        "1gbit",
+        (
+            IDLE_BASELINES[0],
+            "solo-2048-float32",
+            "solo-4096-float32",
+            "exact-4096-float32",
+            "dense-4096-float32",
+            "fast-4096-float32",
+            "solo-2048-bfloat16",
+            "solo-4096-bfloat16",
+            "fast-4096-bfloat16",
+            "solo-8192-bfloat16",
+            "solo-16384-bfloat16",
+            "fast-16384-bfloat16",
+            IDLE_BASELINES[1],
+            "solo-8192-float32",
+            "solo-16384-float32",
+            "exact-16384-float32",
+        ),
+    ),
+    Group(
+        "100mbit", "100mbit", ("local-8192-float32", "solo-4096-float32")
+    ),  # the baseline again, an hour later
+    Group(
+        "uneven",
+        "1gbit",
+        ("solo-4096-float32-on-{slow}", "exact-16384-float32-auto", "exact-16384-float32-8.8"),
+        IDLE_BASELINES,
+        slow_second=True,
+    ),
+)
+HOST_CASES = ("host-float32", "host-bfloat16")
+QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
+FEWEST, FEW, MANY = 2, 4, 5  # steps of a case, by how long one takes
+HOST_STEPS = 12
+LOCAL_STEPS = 30  # a round of H 30
+
+
+def plain(case: str) -> str:
+    """The name for bench.yml, which does not know the load of the other host."""
+    return case.removeprefix(IDLE)
+
+
+def has_neighbour(case: str) -> bool:
+    """Whether the other host trains on its own while the case is measured."""
+    return case.startswith("solo") and "-on-" not in case
+
+
+def kind_of(case: str) -> tuple[int, str, str]:
+    """Cases with the same kind are measured together: steps, folder, and dtype of the neighbour."""
+    folder = IDLE if case.startswith(IDLE) else ""
+    return steps_of(case), folder, case.rpartition("-")[2] if has_neighbour(case) else ""
+
+
+def steps_of(case: str) -> int:
+    if case.startswith("local"):
+        return LOCAL_STEPS
+    if case.startswith("host"):
+        return HOST_STEPS
+    if "-on-" in case or case.endswith("8.8"):
+        return FEWEST
+    return FEW if "16384" in case or "8192" in case else MANY
+
+
+def core_rate() -> float:
+    """FLOP/s of one core in float32."""
+    import torch
+
+    from trainer.host.gemm import gemm_rates
+
+    return gemm_rates([torch.float32])[torch.float32]
+
+
+def expected(case: str, rate: float) -> float:
+    """Estimated seconds of a case: each rank on one core, at three quarters of the rate of that core."""
+    tokens = int(match[0]) if (match := re.search(r"\d{4,}", case)) else 2048
+    cores = 1 if plain(case).startswith("solo") else 2
+    speed = 0.75 * rate * (2 if "bfloat16" in case else 1) * (A_THIRD if "-on-" in case else 1)
+    if case.endswith("8.8"):
+        speed *= 2 / 3
+    step = (273.7e6 * tokens + 322e9) / (cores * speed)
+    if "4096" in case and cores == 2 and not case.startswith("exact"):
+        step += 3  # the wire
+    return CASE_SECONDS + step * (steps_of(case) + WARM_STEPS)
