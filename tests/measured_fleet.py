@@ -9,6 +9,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_hosts as hosts
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_links as links
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_paths as paths
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import make_rule
 
 ROLE = Path(__file__).resolve().parents[1] / "roles" / "doctor"
 
@@ -18,11 +19,12 @@ OPTIONS = {
     "min_free_gib": 1.0, "max_skew_s": 5.0, "trainer": "d1",
 }  # fmt: skip
 ADDRESSES = {"tower": "10.0.0.1", "laptop": "10.0.0.2", "attic": "10.0.0.3"}
-DROP = {
-    "text": "iptables -A INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
-    "remedy": "sudo iptables -D INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
-    "chain": "INPUT", "protocol": "tcp", "source": "10.0.0.1/32", "ports": "20000:20999", "length": "",
-}  # fmt: skip
+DROP = make_rule(
+    "iptables", "INPUT", "drop", "iptables -A INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
+    remedy="sudo iptables -D INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
+    protocol="tcp", source="10.0.0.1/32", ports="20000:20999",
+)  # fmt: skip
+UFW = make_rule("ufw", "INPUT", "policy", "ufw")
 Measured = dict[str, dict[str, Any]]
 
 
@@ -57,7 +59,7 @@ def fleet(*names: str) -> Measured:
             },
             "marks": {"/etc/hosts": f"{name} 1", "boot": f"b-{name}"},
             "ports": listens, "held": [], "active": [],
-            "firewall": None, "ways": {}, "rates": {}, "data": {"findings": [], "manifest_sha256": "m"},
+            "firewall": None, "paths": {}, "rates": {}, "data": {"findings": [], "manifest_sha256": "m"},
             "installed": {"torch": "2.13.0+cpu", "trainer": "d1", "environment": "e1", "python": "3.11.2"},
             "rehearsal": {
                 "hosts": list(names), "error": "", "gemm_gflops": {"float32": 200.0, "bfloat16": 900.0},
@@ -65,7 +67,7 @@ def fleet(*names: str) -> Measured:
             },
         }  # fmt: skip
     for host, peer in itertools.permutations(names, 2):
-        found[host]["ways"][peer] = {
+        found[host]["paths"][peer] = {
             "route": {"interface": "eth0", "source": ADDRESSES[host]}, "up": True,
             "ports": [{**a_port(**{k: each[k] for k in ("port", "role")}), **each, "seen": ADDRESSES[host]}
                       for each in found[peer]["ports"]],
@@ -81,7 +83,7 @@ def fleet(*names: str) -> Measured:
 
 
 def shut(measured: Measured, host: str, peer: str, state: str, role: str = "gloo", **more: Any) -> None:
-    for port in measured[host]["ways"][peer]["ports"]:
+    for port in measured[host]["paths"][peer]["ports"]:
         if port["role"] == role:
             port.update(state=state, seen="", **more)
 
@@ -98,5 +100,5 @@ def all_findings(measured: Measured, hostvars: dict[str, Any] | None = None) -> 
 def only(measured: Measured, hostvars: dict[str, Any] | None = None) -> dict[str, str]:
     found = all_findings(measured, hostvars)
     assert len(found) == 1, found
-    assert set(found[0]) == {"kind", "host", "peer", "severity", "problem", "remedy"}
+    assert set(found[0]) == {"code", "host", "peer", "severity", "problem", "remedy"}
     return found[0]

@@ -13,6 +13,7 @@ from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
 
 ROOT = Path(__file__).resolve().parents[1]
 ROLE = ROOT / "roles" / "runtime"
+WHEELHOUSE = ROOT / "roles" / "wheelhouse"
 
 
 def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] = (), body: str = "") -> Path:

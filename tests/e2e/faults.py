@@ -32,7 +32,7 @@ class Fault:
     host: int  # which of the two hosts it is planted on
     plant: str  # a shell line there, as root; {me} and {peer} are the hosts' addresses
     mend: str
-    kind: str
+    code: str
     says: tuple[str, ...]  # words of the verdict line
     blames: int = 0  # the host the verdict names; 0: where it was planted
     severity: str = "error"
@@ -47,7 +47,7 @@ FAULTS = (
         "Gloo's range blocked one way (iptables DROP)", 2,
         "iptables -I INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
         "iptables -D INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
-        "blocked-ports", ("gets no answer", "20000-20999", "other way is open", "iptables"),
+        "NF528", ("gets no answer", "20000-20999", "other direction is open", "iptables"),
         remedy="sudo iptables -D INPUT",
     ),
     Fault(
@@ -56,53 +56,53 @@ FAULTS = (
         " && ufw prepend reject from {peer} to any port 20000:20999 proto tcp",
         "ufw delete reject from {peer} to any port 20000:20999 proto tcp"
         " && ufw prepend allow from {peer} to any port 20000:20999 proto tcp comment nanofleet",
-        "blocked-ports", ("is refused", "20000-20999", "ufw reject"), remedy="sudo ufw delete reject",
+        "NF528", ("is refused", "20000-20999", "ufw reject"), remedy="sudo ufw delete reject",
     ),
     Fault(
         "no ufw rule lets the peer in", 2,
         "ufw delete allow from {peer} to any port 20000:20999 proto tcp",
         "ufw prepend allow from {peer} to any port 20000:20999 proto tcp comment nanofleet",
-        "blocked-ports", ("gets no answer", "has no rule that lets"), remedy="setup.yml",
+        "NF528", ("gets no answer", "has no rule that lets"), remedy="setup.yml",
     ),
     Fault(
         "the store's port blocked", 1,
         "iptables -I INPUT -p tcp --dport 29500 -j DROP",
         "iptables -D INPUT -p tcp --dport 29500 -j DROP",
-        "blocked-store", ("gets no answer", "store's port 29500"), remedy="sudo iptables -D INPUT",
+        "NF527", ("gets no answer", "store's port 29500"), remedy="sudo iptables -D INPUT",
     ),
     Fault(
         "outgoing connections blocked", 2,
         "iptables -I OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DROP",
         "iptables -D OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DROP",
-        "blocked-ports", ("gets no answer", "OUTPUT"), remedy="sudo iptables -D OUTPUT",
+        "NF528", ("gets no answer", "OUTPUT"), remedy="sudo iptables -D OUTPUT",
     ),
     Fault(
         "ports led to another machine (DNAT)", 1,
         "iptables -t nat -I OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DNAT --to-destination {me}",
         "iptables -t nat -D OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DNAT --to-destination {me}",
-        "misrouted", ("reaches", "instead"), blames=2, remedy="ip -br address",
+        "NF522", ("reaches", "instead"), blames=2, remedy="ip -br address",
     ),
     Fault(
         "wrong interface forced (fleet_interface: docker0)", 2,
         "ip link add docker0 type bridge && ip address add 172.17.0.1/16 dev docker0"
         " && ip link set docker0 up",
         "ip link delete docker0",
-        "wrong-interface", ("docker0", "eth0"), remedy="fleet_interface",
+        "NF521", ("docker0", "eth0"), remedy="fleet_interface",
         inventory={"fleet_interface": "docker0"},
     ),
     Fault(
         "the host's own name resolves to loopback", 2,
         "cp /etc/hosts /tmp/hosts && sed 's/^{me}.*/127.0.1.1 '$(hostname)/ /tmp/hosts > /etc/hosts",
         "cat /tmp/hosts > /etc/hosts && rm /tmp/hosts",
-        "loopback-name", ("127.0.1.1",), severity="warning", remedy="/etc/hosts",
-        note="a warning: runs are told the interface and are not affected",
+        "NF505", ("127.0.1.1",), severity="warning", remedy="/etc/hosts",
+        note="a warning: runs get the interface and are not affected",
     ),
     Fault(
         "the store's port held by another process", 1,
         "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500"
         " && timeout 30 sh -c 'until ss -Htln | grep -q :29500; do sleep 0.2; done'",
         "systemctl stop squatter",
-        "held-port", ("29500", "http.server", "squatter.service"),
+        "NF507", ("29500", "http.server", "squatter.service"),
         remedy="sudo systemctl stop squatter.service",
     ),
     Fault(
@@ -110,20 +110,20 @@ FAULTS = (
         f"cd {STATE}/data/shards && f=$(ls | head -1) && cp -a $f /tmp/$f"
         " && printf X | dd of=$f bs=1 seek=100 conv=notrunc status=none",
         f"cd {STATE}/data/shards && f=$(ls | head -1) && cp -a /tmp/$f $f && rm /tmp/$f",
-        "data", ("was altered",), remedy="setup.yml",
+        "NF509", ("was altered",), remedy="setup.yml",
     ),
     Fault(
         "a shard missing", 2,
         f"cd {STATE}/data/shards && mv $(ls | head -1) /tmp/",
         f"mv /tmp/shard_* {STATE}/data/shards/",
-        "data", ("is missing",), remedy="setup.yml",
+        "NF509", ("is missing",), remedy="setup.yml",
     ),
     Fault(
         "another version of torch", 2,
         f"f={TORCH} && cp -a $f /tmp/METADATA"
         " && sed 's/^Version: .*/Version: 2.11.0/' /tmp/METADATA > $f",
         f"f={TORCH} && cp -a /tmp/METADATA $f && rm /tmp/METADATA",
-        "versions", ("torch 2.11.0",), remedy="setup.yml",
+        "NF511", ("torch 2.11.0",), remedy="setup.yml",
         note="the package's metadata are changed, as no second build is at hand",
     ),
     Fault(
@@ -131,7 +131,7 @@ FAULTS = (
         f"cp -a {PYTHON_START} /tmp/start.py"
         f" && printf '{SHIM}' >> {PYTHON_START}",
         f"cp -a /tmp/start.py {PYTHON_START} && rm /tmp/start.py",
-        "clock", ("s ahead of the controller's",), remedy="timedatectl",
+        "NF503", ("s ahead of the controller's",), remedy="timedatectl",
         note="by a shim in the host's Python: a lab host's clock is the machine's",
     ),
     Fault(
@@ -139,26 +139,26 @@ FAULTS = (
         f"mount -t tmpfs -o size=4m tmpfs {STATE}/runs"
         f" && dd if=/dev/zero of={STATE}/runs/ballast bs=1M count=4 status=none",
         f"umount {STATE}/runs",
-        "disk", ("has 0.0 GiB free", f"{STATE}/runs"), remedy="du -xh",
+        "NF504", ("has 0.0 GiB free", f"{STATE}/runs"), remedy="du -xh",
     ),
     Fault(
         "an MTU black hole: packets above 1300 bytes vanish", 2,
         "iptables -I INPUT -s {peer} -p tcp -m length --length 1301:65535 -j DROP",
         "iptables -D INPUT -s {peer} -p tcp -m length --length 1301:65535 -j DROP",
-        "mtu", ("Packets of 1500 bytes", "those of 1300 arrive"), remedy="sudo iptables -D INPUT",
+        "NF531", ("Packets of 1500 bytes", "those of 1300 arrive"), remedy="sudo iptables -D INPUT",
     ),
     Fault(
         "a slow link (100 Mbit/s one way)", 1,
         "tc qdisc add dev eth0 root tbf rate 100mbit burst 256kb latency 50ms",
         "tc qdisc del dev eth0 root",
-        "slow-link", ("Mbit/s",), severity="warning", remedy="tc qdisc",
+        "NF541", ("Mbit/s",), severity="warning", remedy="tc qdisc",
     ),
     Fault(
         "a host asleep (link down, then paused)", 2,
         "podman exec {name} ip link set eth0 down && podman pause {name}",
         "podman unpause {name} && podman exec {name} ip link set eth0 up"
         " && podman exec {name} ip route add default via {gateway}",
-        "unreachable", ("Cannot be reached", "Nor does it answer"), remedy="ssh", outside=True,
+        "NF101", ("Cannot be reached", "Nor does it answer"), remedy="ssh", outside=True,
     ),
 )  # fmt: skip
 
@@ -223,8 +223,8 @@ class Said:
     seconds: float
     load: float
 
-    def findings(self, kind: str) -> list[dict[str, str]]:
-        return [each for each in self.report["findings"] if each["kind"] == kind]
+    def findings(self, code: str) -> list[dict[str, str]]:
+        return [each for each in self.report["findings"] if each["code"] == code]
 
 
 def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: Any) -> Said:
@@ -233,13 +233,13 @@ def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: 
     outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **knobs)
     seconds = time.monotonic() - started
     assert outcome.changed() == 0, outcome.stdout
-    text = next(iter(outcome.results("Say what was found").values()))["msg"]
+    text = next(iter(outcome.results("Report what was found").values()))["msg"]
     return Said(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
 
 
 def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], str] = str) -> str:
     """docs/doctor.md's table, of what was really said."""
-    lines = ["| planted | on | doctor said | seconds |", "|---|---|---|---|"]
+    lines = ["| planted | on | doctor reported | seconds |", "|---|---|---|---|"]
     for fault, said in rows:
         told = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
         # The machine's own load is no part of the fault.

@@ -61,11 +61,11 @@ def test_ranks_log_in_and_nobody_sees_the_password(three: Three, dataset: Path) 
     journal = three.inside(1, "journalctl --no-pager --output=cat")
     for where, text in (("playbooks", said), ("log", log), ("journal", journal)):
         assert PASSWORD not in text, where
-    found = three.inside(
-        1, f"grep -rlF {PASSWORD} /var/lib/nanofleet /opt/nanofleet/fleet.json /etc || true"
-    ).split()
-    assert found == ["/var/lib/nanofleet/mlflow/login.env", "/var/lib/nanofleet/runs/login/unit.env"]
-    assert three.inside(1, f"stat -c '%a' {' '.join(found)}").split() == ["600", "600"]
+    files = "/var/lib/nanofleet /etc $(find /opt/nanofleet -maxdepth 1 -type f)"
+    found = three.inside(1, f"grep -rlF {PASSWORD} {files} || true").split()
+    assert found == ["/var/lib/nanofleet/mlflow/login.env", "/opt/nanofleet/tracker-login.env"]
+    modes = three.inside(1, f"stat -c '%a %U' {' '.join(found)}").splitlines()
+    assert modes == ["600 root", "600 root"]
 
 
 def test_another_password_replaces_it_and_without_a_login_all_is_as_before(

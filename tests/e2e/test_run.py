@@ -7,7 +7,8 @@ import json
 import os
 import re
 import subprocess
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -84,6 +85,8 @@ def test_a_finished_run_says_so(fleet: Fleet) -> None:
     again = fleet.play("train.yml", run_id="e2e", steps=20, **TINY)
     assert again.changed() == 0
     assert "finished" in again.stdout
+    for host in HOSTS:
+        assert fleet.on(host, "ls /etc/nanofleet 2>/dev/null || true") == "", "nothing returns at a boot"
 
 
 def test_another_configuration_under_the_same_run_id_is_refused(fleet: Fleet) -> None:
@@ -166,9 +169,45 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     stopped = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/outcome.json"))
     assert (stopped["outcome"], stopped["step"] > 0) == ("stopped", True), stopped
     resumed = " ".join(fleet.play("train.yml", run_id="left").stdout.split())
-    assert f"Resuming the run left on {HOSTS[1]} alone (left to it by sync=auto)" in resumed
+    assert f"Resuming the run left on {HOSTS[1]} alone (chosen by sync=auto)" in resumed
     assert f"checkpoint of step {stopped['step']:,}" in resumed
     fleet.play("stop.yml", run_id="left", stop_now=True)
+
+
+def test_hosts_that_boot_return_to_their_run(fleet: Fleet) -> None:
+    """Both lose power, and nobody types anything; then the run is stopped, and does not return."""
+    fleet.play("train.yml", run_id="boots", steps=4000, eval_every=0, save_every=5, **TINY)
+    containers = {**os.environ, "CONTAINERS_CONF": str(ROOT / ".lab" / LAB / "containers.conf")}
+
+    def power(*words: str) -> None:
+        subprocess.run(["podman", *words, *HOSTS], check=True, env=containers, capture_output=True)
+
+    def booted() -> bool:
+        ping = ["ansible", "fleet", "-i", str(fleet.inventory), "-m", "ping"]
+        done = subprocess.run(ping, cwd=ROOT, env={**os.environ, **ENVIRONMENT}, capture_output=True)
+        return done.returncode == 0
+
+    def wait(what: Callable[[], bool], seconds: float = 180) -> None:
+        end = time.monotonic() + seconds
+        while not what():
+            assert time.monotonic() < end
+            time.sleep(2)
+
+    for host in HOSTS:
+        entry = fleet.on(host, "stat -c '%U %a' /etc/nanofleet/boots.sh")
+        entry += " " + fleet.on(host, "systemctl is-enabled nanofleet@boots")
+        assert entry.split() == ["root", "700", "enabled"]
+    wait(lambda: len(metrics(fleet, "boots")) > 6)
+    power("kill")
+    power("start")
+    wait(booted)
+    before = len(metrics(fleet, "boots"))
+    wait(lambda: len(metrics(fleet, "boots")) > before + 2)
+    fleet.play("stop.yml", run_id="boots")
+    for host in HOSTS:
+        left = "ls -d /etc/nanofleet /etc/systemd/system/nanofleet@* 2>/dev/null || true"
+        assert fleet.on(host, left) == ""
+    fleet.on(HOSTS[0], f"rm -r {RUN}/boots")
 
 
 def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
@@ -198,7 +237,7 @@ def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     said = (
         Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
     )
-    assert re.search(rf"^ *{HOSTS[1]} +Cannot be reached at ", said, re.MULTILINE), said
+    assert re.search(rf"^ *NF101 +{HOSTS[1]} +Cannot be reached at ", said, re.MULTILINE), said
     assert "Traceback" not in said
 
 

@@ -122,7 +122,7 @@ def test_a_run_is_closed_to_the_world_and_open_to_whoever_logs_in(
     )
     assert hosts.on(HOSTS[0], f"find {RUN} -perm /o=rwx ! -type l") == ""
     hosts.play("fetch.yml", run_id=run, fetch_to=tmp_path)
-    assert list(tmp_path.glob(f"{run}/{HOSTS[0]}/checkpoints/step_*/model.pt"))
+    assert list(tmp_path.glob(f"{run}/{HOSTS[0]}/checkpoints/step_*/model.safetensors"))
 
 
 def test_a_run_directory_that_is_removed_on_a_worker_is_named_and_put_back(hosts: Fleet, run: str) -> None:

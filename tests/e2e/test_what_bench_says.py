@@ -22,7 +22,7 @@ STAGES = f"solo-1024-on-{HOSTS[1]},solo-512-on-{HOSTS[0]},exact-1024,dense-1024"
 def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) -> None:
     before = {host: fleet.on(host, "ls /var/lib/nanofleet/runs") for host in HOSTS}
     said = fleet.play("bench.yml", bench_stages=STAGES, bench_out=tmp_path, **TINY).stdout
-    rows = {row["stage"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
+    rows = {row["case"]: row for row in json.loads((tmp_path / "bench.json").read_text())["rows"]}
     assert set(rows) == set(STAGES.split(","))
     for mode in ("exact", "dense"):
         row = rows[f"{mode}-1024"]

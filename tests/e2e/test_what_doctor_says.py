@@ -20,7 +20,7 @@ from .lab import ROOT, Fleet
 pytestmark = pytest.mark.lab
 
 # Faults that do not hide each other: one look finds them all.
-TOGETHER = ("data", "held-port", "loopback-name", "blocked-ports")
+TOGETHER = ("NF509", "NF507", "NF505", "NF528")
 UFW_RULE_GONE = next(fault for fault in FAULTS if fault.name.startswith("no ufw rule"))
 TINY = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "steps": 3, "total_batch_size": 1024,
@@ -37,7 +37,7 @@ def lab(fleet: Fleet, dataset: Path) -> Lab:
 
 def check(said: Said, fault: Fault, lab: Lab) -> None:
     host = lab.names[(fault.blames or fault.host) - 1]
-    found = said.findings(fault.kind)
+    found = said.findings(fault.code)
     assert [each["host"] for each in found] == [host], f"{fault.name}: {said.text}"
     (finding,) = found
     assert finding["severity"] == fault.severity
@@ -80,7 +80,7 @@ def test_good_hosts_get_a_matrix_and_nothing_is_left(lab: Lab, dataset: Path, tm
 
 
 def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path, tmp_path: Path) -> None:
-    faults = [next(fault for fault in FAULTS if fault.kind == kind) for kind in TOGETHER]
+    faults = [next(fault for fault in FAULTS if fault.code == code) for code in TOGETHER]
     with ExitStack() as planted:
         for fault in faults:
             planted.enter_context(lab.planted(fault))
@@ -93,7 +93,7 @@ def test_faults_of_different_kinds_are_found_in_one_look(lab: Lab, dataset: Path
 def test_train_looks_at_a_changed_fleet_first(lab: Lab, dataset: Path) -> None:
     with lab.planted(UFW_RULE_GONE):
         refused = lab.fleet.play("train.yml", fails=True, run_id="unlooked", data_dir=dataset, **TINY)
-    assert "Looking at the ways between the hosts: " in refused.stdout
+    assert "Checking the paths between the hosts: " in refused.stdout
     assert "has no rule that lets" in refused.stdout
     assert not refused.results("Start the unit")
 
@@ -105,13 +105,13 @@ def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
     ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     knobs = {**TINY, "steps": 4000, "data_dir": dataset}
     started = lab.fleet.play("train.yml", run_id="alone", **knobs)
-    assert "Looking at the ways" not in started.stdout
+    assert "Checking the paths" not in started.stdout
     said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
     assert said.report["pairs"]
     assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
     assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
-    assert "nanofleet-alone.service is active and was left in peace" in said.text
+    assert "nanofleet-alone.service is active and was not disturbed" in said.text
     again = " ".join(lab.fleet.play("train.yml", run_id="alone", **knobs).stdout.split())
     assert "The run alone is active" in again, "it still runs"
     lab.fleet.play("stop.yml", run_id="alone", stop_now="true")

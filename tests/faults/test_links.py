@@ -123,5 +123,5 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
     assert "Lost rank" not in said.line
     assert "is frozen" not in said.log
     found = " ".join(doctor[0].split())
-    assert "vanish without a word" in found
+    assert "are lost without an error" in found
     assert f"The rule on {site.names[WORKER - 1]} is: iptables -A OUTPUT -d {peer}/32" in found

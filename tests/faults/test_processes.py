@@ -43,6 +43,8 @@ def run(site: Site) -> Iterator[str]:
 
 @pytest.mark.parametrize("host", [WORKER, COORDINATOR])
 def test_torchrun_killed(site: Site, run: str, host: int) -> None:
+    """On a host whose systemd has read its units again, as it does when a package is installed."""
+    site.inside(host, "systemctl daemon-reload")
     site.survives(
         run,
         f"SIGKILL of {'the coordinator' if host == COORDINATOR else 'a worker'}'s torchrun",
@@ -54,12 +56,16 @@ def test_torchrun_killed(site: Site, run: str, host: int) -> None:
 
 
 def test_a_rank_killed_by_the_kernel_for_want_of_memory(site: Site, run: str) -> None:
-    """The host's memory is limited to little more than is in use, then another process takes the rest."""
+    """The host's memory is limited to little more than is in use, then another process takes the rest.
+
+    The rank is made the kernel's first choice: with much page cache, the other process grows to be larger.
+    """
     old, new = "/sys/fs/cgroup/memory/memory.usage_in_bytes", "/sys/fs/cgroup/memory.current"
     used = int(site.inside(WORKER, f"cat {old} 2> /dev/null || cat {new}"))
 
     def plant() -> None:
         site.outside(f"podman update --memory {used + (64 << 20)} {{name}}", WORKER)
+        site.inside(WORKER, f"echo 1000 > /proc/{site.pid(WORKER, run)}/oom_score_adj")
         site.inside(WORKER, f'systemd-run --quiet --unit=hog --collect python3 -c "{HOG}"')
 
     def mend() -> None:
@@ -67,7 +73,7 @@ def test_a_rank_killed_by_the_kernel_for_want_of_memory(site: Site, run: str) ->
         site.outside("podman update --memory 1000g {name}", WORKER)
         (ROOT / "oom").unlink(missing_ok=True)  # podman's monitor writes it where the lab was started
 
-    site.survives(run, "a rank killed for want of memory", plant, "Lost rank 1", within=30, mend=mend)
+    site.survives(run, "a rank killed because memory ran out", plant, "Lost rank 1", within=30, mend=mend)
     attempts = site.inside(WORKER, f"tail -n 3 {STATE}/runs/{run}/attempts.jsonl")
     assert "Killed by SIGKILL: by hand, or by the kernel because memory ran out," in attempts
 
@@ -98,7 +104,7 @@ def test_the_tracker_is_killed_and_comes_back(site: Site, run: str) -> None:
         lambda: site.inside(
             COORDINATOR, "systemctl kill -s KILL nanofleet-tracker; systemctl stop nanofleet-tracker"
         ),
-        "training goes on without it",
+        "training continues without it",
         within=60,
         restarts=False,
     )

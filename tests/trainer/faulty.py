@@ -41,7 +41,8 @@ def plant(fault: str, step: int, seconds: float) -> None:
         if self.reporter.train_state.step + 1 != step:
             return loss
         if fault == "flip":
-            self.model.lm_head.weight.data.view(-1).view(torch.int32)[:1].bitwise_xor_(1)
+            bits = self.model.lm_head.weight.data.view(-1).view(torch.int32)
+            bits[:1].bitwise_xor_(1 << 12)  # not the last bit, which a later rounding may lose
             return loss
         if fault == "fail":
             raise KeyError("a fault of the trainer's own")
@@ -86,7 +87,7 @@ def plant_slow_disk(step: int, seconds: float) -> None:
 
     def write(path: Path, tensors: Any) -> None:
         sound(path, tensors)
-        if step in (0, int(path.parent.name[6:12])) and path.name == "model.pt":
+        if step in (0, int(path.parent.name[6:12])) and path.name == "model.safetensors":
             time.sleep(seconds)
 
     storage._write_tensors = write

@@ -50,6 +50,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     site: Site
     slow = 0.0  # seconds between blocks of this answer
+    send_at_most: int | None = None  # of this answer; None: as the site says
 
     def do_GET(self) -> None:
         site, path = self.site, self.path
@@ -103,7 +104,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         else:
             self.close_connection = True
         self.end_headers()
-        end = min(len(data), start + site.send_at_most) if site.send_at_most else len(data)
+        limit = site.send_at_most if self.send_at_most is None else self.send_at_most
+        end = min(len(data), start + limit) if limit else len(data)
         for begin in range(start, end, 65536):
             block = data[begin : min(end, begin + 65536)]
             self.wfile.write(block)

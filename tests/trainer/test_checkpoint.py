@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,7 @@ def test_the_newest_two_are_kept_and_come_back_bitwise(folder: Path) -> None:
     assert tokenizer.vocab_size == 300
 
 
-@pytest.mark.parametrize("file", ["model.pt", "optim.pt", "tokenizer/tokenizer.json", "meta.json"])
+@pytest.mark.parametrize("file", ["model.safetensors", "optim.pt", "tokenizer/tokenizer.json", "meta.json"])
 def test_a_damaged_one_is_named_and_the_one_before_taken(folder: Path, file: str) -> None:
     path = folder / "step_000030" / file
     data = bytearray(path.read_bytes())
@@ -80,7 +82,7 @@ def test_a_damaged_one_is_named_and_the_one_before_taken(folder: Path, file: str
 
 
 def test_none_whole_is_refused_and_none_at_all_is_a_start(folder: Path, tmp_path: Path) -> None:
-    for path in folder.glob("*/model.pt"):
+    for path in folder.glob("*/model.safetensors"):
         path.unlink()
     with pytest.raises(ConfigError, match="None of the 2 checkpoint"):
         storage.newest(folder, lambda text: None)
@@ -115,6 +117,25 @@ def test_a_full_disk_is_told_in_its_own_words() -> None:
     assert caught.value.errno == errno.ENOSPC
 
 
+def test_an_error_of_the_disk_in_safetensors_is_one_of_the_system(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="No such file or directory"):
+        storage.save_safetensors({"x": torch.ones(1000)}, tmp_path / "none" / "model.safetensors")
+    limited = """
+import resource, signal, sys, torch
+from pathlib import Path
+from trainer.checkpoint import storage
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))
+storage.save_safetensors({'x': torch.ones(1000)}, Path(sys.argv[1]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", limited, str(tmp_path / "model.safetensors")],
+        capture_output=True,
+        text=True,
+    )
+    assert "OSError: [Errno 27] File too large" in done.stderr
+
+
 def test_the_model_can_be_used_though_the_optimizers_state_is_damaged(folder: Path) -> None:
     (folder / "step_000030" / "optim.pt").write_bytes(b"damaged")
     assert storage.load_model(folder / "step_000030")[0].config == MODEL
@@ -127,13 +148,18 @@ def test_pickles_are_not_loaded(folder: Path) -> None:
         def __reduce__(self) -> tuple[object, tuple[str]]:
             return (print, ("loaded",))
 
-    path = folder / "step_000030" / "model.pt"
-    torch.save({"x": Evil()}, path)
-    meta = json.loads((path.parent / "meta.json").read_text())
-    meta["sha256"]["model.pt"] = storage.file_sha256(path)
-    (path.parent / "meta.json").write_text(json.dumps(meta))
-    with pytest.raises(DamagedCheckpointError, match=r"model\.pt cannot be read"):
-        storage.load(path.parent)
+    for name in ("model.safetensors", "optim.pt"):
+        path = folder / "step_000030" / name
+        sound = path.read_bytes()
+        torch.save({"x": Evil()}, path)
+        meta = json.loads((path.parent / "meta.json").read_text())
+        meta["sha256"][name] = storage.file_sha256(path)
+        (path.parent / "meta.json").write_text(json.dumps(meta))
+        with pytest.raises(DamagedCheckpointError, match=rf"{name} cannot be read"):
+            storage.load(path.parent)
+        path.write_bytes(sound)
+        meta["sha256"][name] = storage.file_sha256(path)
+        (path.parent / "meta.json").write_text(json.dumps(meta))
 
 
 def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) -> None:

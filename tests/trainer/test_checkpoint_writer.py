@@ -132,7 +132,7 @@ SLOW_DISK = f"write 6 {WRITE_SECONDS}"
 def wait_for_the_last_write(rank: Rank) -> None:
     """Until rank 0 has written a part of the checkpoint of step 6."""
     deadline = time.monotonic() + 60
-    while not (rank.run_dir / "checkpoints/.step_000006.tmp/model.pt").exists():
+    while not (rank.run_dir / "checkpoints/.step_000006.tmp/model.safetensors").exists():
         assert rank.process.poll() is None, rank.process.communicate()[0]
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -165,7 +165,7 @@ def test_a_stop_that_was_asked_for_stays_one_though_a_worker_is_lost(start: Star
     ranks[0].reach_step(2)
     (ranks[0].run_dir / "stop").touch()
     deadline = time.monotonic() + 30
-    while not list((ranks[0].run_dir / "checkpoints").glob(".step_*.tmp/model.pt")):
+    while not list((ranks[0].run_dir / "checkpoints").glob(".step_*.tmp/model.safetensors")):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     ranks[1].process.kill()

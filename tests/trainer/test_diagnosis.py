@@ -23,6 +23,7 @@ from trainer.health.diagnosis import (
 from trainer.health.report import RankEvidence, describe_delay, describe_loss
 from trainer.health.run_status import RunStatus
 from trainer.health.status_exchange import ReceivedStatus, StatusExchange
+from trainer.health.status_record import RunStatusRecord
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
@@ -30,7 +31,7 @@ from trainer.outcome import Retryable
 
 PAGE = Path(__file__).parents[2] / "docs" / "diagnosis.md"
 LAPTOP = Peer(1, "laptop", "10.0.0.2")
-WORDS = {"phase": "sync", "step": 811, "stage": "step", "phase_seconds": 94.0}
+STATUS = RunStatusRecord(phase="sync", step=811, stage="step", phase_seconds=94.0)
 DOCTOR = ": `ansible-playbook doctor.yml` finds the fault"
 SEEN = ", last seen in sync of step 812 94 s ago"
 
@@ -47,7 +48,7 @@ def impaired(evidence: str) -> str:
 
 
 FRESH = "its status arrived 4 s ago, but "
-CUT = "its health endpoint answers, but packets of full size do not arrive"
+CUT = "packets of full size do not arrive at its health endpoint"
 REFUSED = "the connection to its health endpoint is refused"
 SILENT = "its health endpoint takes the connection and does not answer"
 CLOSED = "its health endpoint cannot be reached"
@@ -85,9 +86,9 @@ def test_every_cell_has_its_verdict_and_sentence(
     status: str, endpoint: str, reachable: bool, verdict: str, sentence: str
 ) -> None:
     assert diagnose(Freshness(status), EndpointResult(endpoint), reachable) == verdict
-    words = WORDS if status != "none" or endpoint == "answers" else {}
+    received = STATUS if status != "none" or endpoint == "answers" else RunStatusRecord()
     age = 4.0 if status == "fresh" else 94.0
-    sighting = RankEvidence(LAPTOP, EndpointResult(endpoint), Freshness(status), words, age, reachable)
+    sighting = RankEvidence(LAPTOP, EndpointResult(endpoint), Freshness(status), received, age, reachable)
     assert describe_delay([sighting]) == sentence
 
 
@@ -115,7 +116,7 @@ def test_impaired_traffic_ends_a_run_later_than_death_but_does() -> None:
 
 
 def test_a_collective_that_failed_names_impaired_traffic() -> None:
-    sighting = RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.FRESH, WORDS, 4.0, True)
+    sighting = RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.FRESH, STATUS, 4.0, True)
     said = describe_loss([sighting], "Timed out.")
     assert said == f"Timed out. Traffic with rank 1 (laptop) is impaired ({FRESH}{SILENT}){DOCTOR}."
     gone = RankEvidence(Peer(2, "attic", "10.0.0.3"), EndpointResult.REFUSES)
@@ -161,7 +162,7 @@ def verdicts(watchdog: Watchdog) -> list[str]:
 
 def hear(watchdog: Watchdog, rank: int, seconds_ago: float) -> None:
     assert watchdog._exchange is not None
-    watchdog._exchange.received[rank] = ReceivedStatus({**WORDS, "count": 1}, time.monotonic() - seconds_ago)
+    watchdog._exchange.received[rank] = ReceivedStatus(STATUS, 1, time.monotonic() - seconds_ago)
 
 
 def test_a_rank_that_published_its_status_seconds_ago_is_not_called_frozen(

@@ -14,6 +14,7 @@ import pytest
 
 from trainer.health import endpoint as endpoint
 from trainer.health.endpoint import EndpointAddress, HealthEndpoint, query
+from trainer.health.status_record import RunStatusRecord
 
 BAD = {
     "empty object": b"{}\n",
@@ -31,8 +32,8 @@ BAD = {
 }
 
 
-def state(stacks: bool) -> dict[str, str]:
-    return {"phase": "sync", "stacks": "..." if stacks else ""}
+def state(stacks: bool) -> RunStatusRecord:
+    return RunStatusRecord(phase="sync", stacks="..." if stacks else "")
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +54,8 @@ def test_a_rank_answers_with_its_state() -> None:
     rank = HealthEndpoint("127.0.0.1", state)
     address = EndpointAddress.parse(str(rank.address))
     assert address == rank.address
-    assert query(address) == ("answers", {"phase": "sync", "stacks": ""})
-    assert query(address, stacks=True).status["stacks"] == "..."
+    assert query(address) == ("answers", RunStatusRecord(phase="sync"))
+    assert query(address, stacks=True).status.stacks == "..."
     assert query(address._replace(secret="0" * 16)).result == "refuses"
     rank.close()
     assert query(address).result == "refuses"
@@ -193,7 +194,7 @@ def test_a_short_answer_without_the_long_one_is_cut_short() -> None:
 def test_a_connection_that_is_closed_early_is_tried_again() -> None:
     """As an endpoint with too many connections closes one."""
     with process(lambda connection: None, proves_itself_and_answers) as address:
-        assert query(address) == ("answers", {"phase": "sync"})
+        assert query(address) == ("answers", RunStatusRecord(phase="sync"))
 
 
 @pytest.mark.parametrize("text", ["", "10.0.0.1 http secret", "10.0.0.1 99999 secret", "10.0.0.1 0 secret"])

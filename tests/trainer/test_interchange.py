@@ -122,7 +122,7 @@ def test_out_and_back_is_bitwise(ours: Path, tmp_path: Path, capsys: pytest.Capt
 def test_in_and_out_again_is_bitwise(base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
     said = capsys.readouterr().out
-    assert "optimizer's state is not taken over" in said
+    assert "optimizer state is not imported" in said
     assert "--depth 3 --aspect-ratio 16 --head-dim 16 --n-kv-head 1 --sequence-len 32 " in said
     assert export(tmp_path / "run" / "checkpoints" / "step_000005", tmp_path / "again") == 0
     assert bitwise(upstream.load_model(tmp_path / "again").weights, weights_of(5))
@@ -149,7 +149,10 @@ def test_weights_of_a_gpu_run_come_in_as_float32(
     upstream.save(base, "d3", 6, compiled, SHAPE, encoding)
     assert take_in(base, "--run-dir", tmp_path / "run") == 0
     said = capsys.readouterr().out
-    assert "transformer.wte.weight, value_embeds.0.weight, value_embeds.2.weight came as bfloat16" in said
+    assert (
+        "transformer.wte.weight, value_embeds.0.weight, value_embeds.2.weight were converted from bfloat16"
+        in said
+    )
     assert "the values are the same" in said
     state = storage.load(tmp_path / "run" / "checkpoints" / "step_000006")
     assert bitwise(state.model, {name: tensor.float() for name, tensor in weights.items()})
@@ -185,7 +188,7 @@ def test_exporting_again_changes_nothing_and_never_replaces_unasked(
     meta = other.with_name("step_000100") / "meta.json"
     meta.write_text(meta.read_text().replace('"step": 7', '"step": 100'))
     assert export(meta.parent, base) == 2
-    assert "holds something else: give another --model-tag, or --overwrite" in capsys.readouterr().err
+    assert "has other content: give another --model-tag, or --overwrite" in capsys.readouterr().err
     assert everything(base) == before
     assert export(meta.parent, base, "--model-tag", "d3-other") == 0
     assert before.items() <= everything(base).items()
@@ -272,7 +275,7 @@ def test_the_deepest_model_and_the_last_step_are_taken_unless_asked(
     ):
         with pytest.raises(ConfigError, match=said):
             find_pair(base, **asked)
-    with pytest.raises(ConfigError, match="not named like upstream's"):
+    with pytest.raises(ConfigError, match="not named like the checkpoints of nanochat"):
         find_pair(folder / "d3" / "meta_000005.json")
     with pytest.raises(ConfigError, match="There is no file or folder"):
         find_pair(tmp_path / "none")
@@ -286,7 +289,7 @@ def test_a_tokenizer_elsewhere_is_given_by_name(
     pair = tmp_path / "deep" / "down" / "the" / "tree" / "here"
     shutil.copytree(base / "base_checkpoints" / "d3", pair)
     assert take_in(pair, "--run-dir", tmp_path / "run") == 2
-    assert "say where the tokenizer is with --tokenizer FILE" in capsys.readouterr().err
+    assert "or the tokenizer with --tokenizer FILE" in capsys.readouterr().err
     pkl = base / "tokenizer" / "tokenizer.pkl"
     assert take_in(pair, "--run-dir", tmp_path / "run", "--tokenizer", pkl) == 0
 

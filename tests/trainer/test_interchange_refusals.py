@@ -70,7 +70,7 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
         (lambda folder: (folder / "meta_000005.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "meta_000005.json").write_text("[]"), "no model_config"),
         (edit_meta(lambda meta: meta.pop("model_config")), "no model_config"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has n_expert, unknown here"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has n_expert, which are unknown"),
         (edit_meta(lambda meta: meta["model_config"].pop("window_pattern")), "lacks window_pattern.*older"),
         (edit_meta(lambda meta: meta["model_config"].update(n_layer="3")), "'3' for n_layer, .*whole number"),
         (edit_meta(lambda meta: meta["model_config"].update(n_layer=True)), "True for n_layer"),
@@ -99,8 +99,8 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
             "holds smear_lambda as torch.int32",
         ),
         (edit_model(lambda weights: weights.update(evil=Evil())), "refuses it with weights_only=True"),
-        (edit_model(lambda weights: weights.update(note="hello")), "is no state dict"),
-        (lambda folder: torch.save([1, 2], folder / "model_000005.pt"), "is no state dict"),
+        (edit_model(lambda weights: weights.update(note="hello")), "is not a state dict"),
+        (lambda folder: torch.save([1, 2], folder / "model_000005.pt"), "is not a state dict"),
         (cut(0), "is damaged: EOFError, it ends too early"),
         (cut(0.5), "is damaged: RuntimeError, "),
         (cut(0.999), "is damaged|cannot be read"),
@@ -129,14 +129,15 @@ def test_a_damaged_checkpoint_of_ours_is_not_exported(
     data_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = step_dir(tmp_path / "ours", data_dir / "tokenizer")
-    (path / "model.pt").write_bytes((path / "model.pt").read_bytes()[:-100])
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
     assert export(path, tmp_path / "base") == 2
-    assert "model.pt is damaged" in capsys.readouterr().err
+    assert "model.safetensors is damaged" in capsys.readouterr().err
     assert export(tmp_path / "none", tmp_path / "base") == 2
     assert export(path, tmp_path / "base", "--model-tag", "../../up") == 2
     assert not (tmp_path / "base").exists()
     assert take_in(tmp_path) == 2
-    assert "Say where to" in capsys.readouterr().err
+    assert "There is no target" in capsys.readouterr().err
 
 
 def test_the_knobs_of_a_model_give_that_model() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainer.checkpoint.rank_state import load_rank_state, save_rank_state
 from trainer.config import ConfigError, RunConfig
-from trainer.distributed.process_group import Group, Pending
+from trainer.distributed.process_group import Collectives, Pending
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import ParameterState, build_optimizer
@@ -40,7 +40,7 @@ class Room:
         self.barrier = threading.Barrier(world_size, timeout=60)
 
 
-class RankThread(Group):
+class RankThread(Collectives):
     """A rank in a thread of its own."""
 
     def __init__(self, rank: int, world_size: int, room: Room) -> None:
@@ -454,5 +454,5 @@ def test_two_ranks_killed_and_resumed_end_as_those_left_alone(start: Start) -> N
         json.loads((ranks[0].run_dir / "checkpoints/step_000060/meta.json").read_text())
         for ranks in (alone, again)
     ]
-    assert ends[0]["sha256"]["model.pt"] == ends[1]["sha256"]["model.pt"]
+    assert ends[0]["sha256"]["model.safetensors"] == ends[1]["sha256"]["model.safetensors"]
     assert ends[0]["own_sha256"] == ends[1]["own_sha256"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from conftest import TINY, flags
 
-from trainer.host.logger import RunLogger
+from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 
 FIELDS = {"time", "rank", "host", "level", "event", "message"}
@@ -60,14 +60,14 @@ def run(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_for_a_person_every_line_carries_the_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    RunLogger(PLACE)("two\nlines", event="step", figures={"loss": 1.0})
+    RunLogger(PLACE).info("two\nlines", extra=fields("step", loss=1.0))
     assert capsys.readouterr().out == "[rank 1] two\n[rank 1] lines\n"
 
 
 def test_for_a_program_figures_are_fields(capsys: pytest.CaptureFixture[str]) -> None:
-    say = RunLogger(PLACE, as_json=True)
+    log = RunLogger(PLACE, as_json=True)
     odd = {"bad": float("nan"), "path": Path("/x"), "shares": (1, 2), "rank": 7}
-    say("step 3: nä\nmore", event="step", figures={"step": 3, "loss": 1.5, **odd})
+    log.info("step 3: nä\nmore", extra=fields("step", step=3, loss=1.5, **odd))
     out = capsys.readouterr().out
     assert out.isascii(), "any locale can write it"
     (line,) = said(out)
@@ -101,9 +101,9 @@ def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> 
         "[rank 1]   field  a",
         "[rank 1]   seed   1",
     ]
-    say = RunLogger(PLACE, as_json=True)
+    log = RunLogger(PLACE, as_json=True)
     for outcome in ("finished", "stopped", "retryable", "final"):
-        say.ended(outcome, "Why.")
+        log.ended(outcome, "Why.")
     lines = said(capsys.readouterr().out)
     assert [line["level"] for line in lines] == ["info", "info", "error", "error"]
     assert [line["outcome"] for line in lines] == ["finished", "stopped", "retryable", "final"]
@@ -113,8 +113,8 @@ def test_an_end_is_told_with_its_outcome(capsys: pytest.CaptureFixture[str]) -> 
 def test_a_reader_that_has_left_does_not_end_the_run() -> None:
     code = (
         "import sys; from trainer.host.logger import *; from trainer.host.rank_env import RankEnv\n"
-        "set_up_streams(); say = RunLogger(RankEnv())\n"
-        "[say('x' * 9999) for _ in range(50)]; print('alive', file=sys.stderr); flush_streams()"
+        "set_up_streams(); log = RunLogger(RankEnv())\n"
+        "[log.info('x' * 9999) for _ in range(50)]; print('alive', file=sys.stderr); flush_streams()"
     )
     command = f"{sys.executable} -c {json.dumps(code)} | true"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, env=environment())
@@ -126,7 +126,8 @@ def test_a_reader_that_has_left_does_not_end_the_run() -> None:
 def test_no_locale_stops_it(locale: str) -> None:
     code = (
         "import sys; from trainer.host.logger import *; from trainer.host.rank_env import RankEnv\n"
-        "set_up_streams(); RunLogger(RankEnv())('\\u00b7 \\u20ac \\udc80'); print('\\udc80', file=sys.stderr)"
+        "set_up_streams(); RunLogger(RankEnv()).info('\\u00b7 \\u20ac \\udc80')\n"
+        "print('\\udc80', file=sys.stderr)"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -23,7 +23,13 @@ def end_of(run_dir: Path) -> tuple[Any, ...]:
     """Hashes of the last weights, optimizer state and what ranks have of their own; losses of all steps."""
     meta = json.loads((run_dir / f"checkpoints/step_{STEPS:06d}/meta.json").read_text())
     own = meta.get("own_sha256")
-    return meta["sha256"]["model.pt"], meta["sha256"]["optim.pt"], own, meta["val_bpb"], losses(run_dir)
+    return (
+        meta["sha256"]["model.safetensors"],
+        meta["sha256"]["optim.pt"],
+        own,
+        meta["val_bpb"],
+        losses(run_dir),
+    )
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact", "local"])

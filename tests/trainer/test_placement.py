@@ -12,7 +12,7 @@ from conftest import Start, losses, train_here
 
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.loader import equal_split, proportional_split
-from trainer.distributed.process_group import Group, Peer
+from trainer.distributed.process_group import Collectives, Peer
 from trainer.distributed.step_sync import StepReport, StepSync
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
@@ -316,7 +316,7 @@ def test_tables_that_differ_are_told() -> None:
     with pytest.raises(Final, match=r"rank 0 has ab, rank 1 \(laptop\) has cd"):
         compare_placements(peers, ["ab", "cd"])
     assert rank_names([*peers, Peer(2, "laptop", "")]) == ["tower", "laptop/1", "laptop/2"]
-    agreement = StepSync(Group(RankEnv(), []), 4)
+    agreement = StepSync(Collectives(RankEnv(), []), 4)
     told = agreement.finish(agreement.start(StepReport(2.0, 0.5, 4, shares=(4,))))
     assert (told.loss_sum, told.seconds, told.shares, told.stop) == (2.0, [0.5], [4], False)
     with pytest.raises(Final, match="took 3 rows of a step of 4"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tqdm import tqdm
 
 from trainer.data import directory, prepare, progress
 from trainer.data.corpus import collect
@@ -103,7 +104,7 @@ def test_the_place_written_to_is_no_source(source: Path, capsys: pytest.CaptureF
     assert prepared(capsys, "--source", source, "--out", source / "data")["reused"] == "all"
     assert first["documents"] == 60
     assert run("--source", source / "data", "--out", source / "data") == 2
-    assert "give another place with --out" in capsys.readouterr().err
+    assert "Give another one with --out" in capsys.readouterr().err
 
 
 def test_rows_from_the_command_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +161,7 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(
 def test_progress_is_told_in_lines_with_rate_and_what_is_left(
     source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e-9)
     (source / "wide.txt").write_text("\N{SNOWMAN}" * 3000)  # 9,000 bytes
     shards = ("--shards", tmp_path / "data" / "shards", "--out", tmp_path / "other", "--vocab-size", 300)
     assert run("--source", source, "--out", tmp_path / "data", "--vocab-size", 300) == 0
@@ -172,7 +173,7 @@ def test_progress_is_told_in_lines_with_rate_and_what_is_left(
         "looking for text",
         "reading text",
         "writing shards",
-        "learning the tokenizer",
+        "training the tokenizer",
         "packing train rows",
         "packing val rows",
         "checking shards",
@@ -180,11 +181,11 @@ def test_progress_is_told_in_lines_with_rate_and_what_is_left(
     text = json.loads((tmp_path / "data" / "manifest.json").read_text())["text_bytes"]
     read = sum(path.stat().st_size for path in source.rglob("*") if path.is_file())
     for label, n_bytes in (("reading text", read), ("writing shards", text)):
-        assert f"{n_bytes / 1e6:,.1f} of" in last[label]
+        assert f" {tqdm.format_sizeof(n_bytes)}/" in last[label]
     for label, line in last.items():
-        assert re.search(r", [\d.,]+ (MB|files)/s, \d+ s", line), line
+        assert re.search(r" \[\d\d:\d\d.*, [\d.k?MG]+(B| files)/s\]", line), line
         if label != "looking for text":
-            assert "(100%)" in line
+            assert " 100% " in line
 
 
 @pytest.mark.parametrize("max_bytes", [0, 200_000])
@@ -193,8 +194,8 @@ def test_progress_of_compressed_text_never_passes_its_end(
 ) -> None:
     """It counts what all files have on disk, or the text where a part of that is asked for."""
     told: list[tuple[int, int]] = []
-    monkeypatch.setattr(progress, "LOG_SECONDS", 0.0)
-    monkeypatch.setattr(progress.Progress, "say", lambda self: told.append((self.done, self.total)))
+    monkeypatch.setattr(progress, "LOG_SECONDS", 1e-9)
+    monkeypatch.setattr(progress.Progress, "display", lambda self, *_: told.append((self.n, self.total)))
     for number in range(4):
         noise = random.Random(number).randbytes(40_000).hex().encode()
         (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(noise))
@@ -219,7 +220,7 @@ def test_progress_of_compressed_text_never_passes_its_end(
         (["--base-url", "nowhere", "--count", "2", "--out", "OUT"], "one of climbmix"),
         (["--base-url", "climbmix", "--count", "9", "--val-shard", "-2", "--out", "OUT"], "--val-shard"),
         (["--source", "SOURCE", "--count", "2", "--out", "OUT"], "for shards"),
-        (["--shards", "EMPTY", "--max-bytes", "9", "--out", "OUT"], "taken as they are"),
+        (["--shards", "EMPTY", "--max-bytes", "9", "--out", "OUT"], "shards are used unchanged"),
         (["--shards", "EMPTY", "--out", "OUT"], "no .parquet file"),
         (["--source", "SOURCE", "--tokenizer", "EMPTY", "--out", "OUT"], "There is no"),
         (["--out", "OUT"], "--source PATH"),

@@ -212,3 +212,30 @@ def test_an_announced_attempt_that_begins_is_one(tmp_path: Path) -> None:
     (tmp_path / "heartbeat-0.json").write_text(json.dumps({"pid": os.getpid(), "step": 7, "phase": "sync"}))
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
     assert [line["step"] for line in policy.history(tmp_path)] == [5, 7]
+
+
+def test_a_host_that_went_down_resumes_its_run_unless_it_is_over(tmp_path: Path) -> None:
+    """An orderly shutdown leaves `stopped`, unsettled; a power cut leaves no outcome."""
+    asks = ["again", "--run-dir", str(tmp_path), "--at", "boot"]
+    one = Attempt(tmp_path, RankEnv())
+    one.begin()
+    one.update(step=5)
+    (tmp_path / "heartbeat-0.json").write_text('{"loss": 5.0}')
+    assert main(asks) == 0, "a power cut"
+    ended = ["again", "--run-dir", str(tmp_path), "--at", "end"]
+    assert main(ended) == 0, "a failure that may be retried"
+    one.end("stopped", "Asked to end by SIGTERM.", settled=False)
+    assert main(ended) == 0
+    assert list(tmp_path.glob("outcome*")), "it only reads"
+    assert main(["again", "--run-dir", str(tmp_path)]) == 1, "systemctl stop, say"
+    assert main(asks) == 0
+    assert not list(tmp_path.glob("outcome*")), "else the unit's own condition would end it"
+    assert main(["again", "--run-dir", str(tmp_path)]) == 0
+    (tmp_path / "stop").touch()
+    assert main(asks) == 1, "stop.yml asked, then the power was cut"
+    (tmp_path / "stop").unlink()
+    for outcome in policy.SETTLED:
+        (tmp_path / "outcome.json").write_text(json.dumps({"outcome": outcome, "settled": True}))
+        assert main(ended) == 1
+        assert main(asks) == 1
+        assert (tmp_path / "outcome.json").exists()

@@ -26,7 +26,7 @@ MODULES = [
     "sync/dense.py",
     "eval/bits_per_byte.py",
 ]
-FILES = ("model.pt", "optim.pt")
+FILES = ("model.safetensors", "optim.pt")
 AT_ONCE = 10  # points that one process forks its attempts for
 
 

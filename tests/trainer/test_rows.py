@@ -227,7 +227,7 @@ def test_rows_with_one_bit_changed_are_packed_again(
     before = file.read_bytes()
     flip_a_bit(file, len(before) // 2)
     assert pack(data_dir, 16).packed
-    assert f"warning: {file} is not as it was packed" in capfd.readouterr().err
+    assert f"warning: {file} has changed since it was packed" in capfd.readouterr().err
     assert file.read_bytes() == before
     assert not pack(data_dir, 16).packed
 
@@ -243,7 +243,9 @@ def test_damaged_rows_that_cannot_be_packed_again_are_named_with_the_command(
 
     monkeypatch.setattr("trainer.data.rows.os.replace", read_only)
     command = f"python -m trainer prepare --rows --data-dir {data_dir} --sequence-len 16"
-    with pytest.raises(DataError, match=rf"train\.bin is not as it was packed .* {command} .*Read-only"):
+    with pytest.raises(
+        DataError, match=rf"train\.bin has changed since it was packed .* {command} .*Read-only"
+    ):
         pack(data_dir, 16)
 
 
@@ -254,7 +256,7 @@ def test_a_row_that_changes_after_its_file_was_opened_is_named_when_it_is_read(d
     before = data.train[numbers]
     flip_a_bit(file, 5 * 34 + 9)
     assert (data.train[np.array([3, 4, 0])][[0, 2]] == before[[0, 2]]).all()
-    with pytest.raises(RowsChangedError, match=rf"Row 5 of {file} is not what it was"):
+    with pytest.raises(RowsChangedError, match=rf"Row 5 of {file} has changed"):
         data.train[numbers]
     assert conclude(RowsChangedError("A row."))[0] == "retryable"
 
@@ -269,7 +271,7 @@ def test_damaged_rows_are_packed_again(data_dir: Path, damage: str) -> None:
         file.unlink()
     else:
         (info.path / "meta.json").write_text("{")
-    with pytest.raises(DataError, match="holds no whole rows"):
+    with pytest.raises(DataError, match="has no complete rows"):
         Rows(info.path)
     assert pack(data_dir, 16).packed
     assert len(Rows(info.path).split("train")) == info.train_rows

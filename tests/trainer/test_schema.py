@@ -36,6 +36,7 @@ from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
 
 SCHEMA_1 = Path(__file__).parents[1] / "fixtures" / "checkpoints" / "schema1"
+SCHEMA_2 = SCHEMA_1.with_name("schema2")
 EXPECTED = json.loads((SCHEMA_1 / "expected.json").read_text())
 TOLERANCE = 2e-4  # other processors and versions of torch add in another order
 
@@ -70,14 +71,12 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
     run_file = RunFile("dense", RunConfig.resumed(saved["config"], changes), ("host-1",))
     env, said = RankEnv(host="host-1"), []
 
-    class Heard(RunLogger):
-        def __call__(self, text: str, **more: Any) -> None:
-            said.append(text)
-
+    log = RunLogger(env)
+    log.addFilter(lambda record: said.append(record.getMessage()) or True)
     attempt = Attempt(run_dir, env)
     attempt.begin()
     try:
-        attempt.end("finished", train(run_file, data, run_dir, env, attempt, Heard(env)))
+        attempt.end("finished", train(run_file, data, run_dir, env, attempt, log))
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
     return attempt, said
@@ -86,13 +85,16 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
 # -- checkpoints of older releases -------------------------------------------------------------------------
 
 
-def test_a_dense_run_of_schema_1_resumes(data: Path, run_dir: Path) -> None:
+@pytest.mark.parametrize("schema", [SCHEMA_1, SCHEMA_2], ids=["1", "2"])
+def test_a_dense_run_of_an_older_schema_resumes(data: Path, tmp_path: Path, schema: Path) -> None:
+    run_dir = Path(shutil.copytree(schema / "dense", tmp_path / "dense"))
     _, said = resume(data, run_dir)
     assert "Resuming from the checkpoint of step 4." in said
     assert losses(run_dir) == pytest.approx(EXPECTED["dense"]["losses"], rel=TOLERANCE)
     assert json.loads((run_dir / "outcome.json").read_text())["val_bpb"] == pytest.approx(
         EXPECTED["dense"]["val_bpb"], rel=TOLERANCE
     )
+    assert (run_dir / "checkpoints" / "step_000008" / "model.safetensors").exists()
 
 
 @pytest.mark.processes
@@ -224,8 +226,8 @@ def test_a_schema_that_is_none_is_damage(run_dir: Path, schema: object) -> None:
 
 def test_a_new_setting_of_the_identity_raises_the_schema() -> None:
     """An older release would drop it, and train otherwise without a word."""
-    saved = json.loads((SCHEMA_1 / "dense" / "run.json").read_text())["config"]
-    assert SCHEMA > 2 or set(RunConfig.field_names(IDENTITY)) <= set(saved)
+    saved = json.loads((step_dir(SCHEMA_2 / "dense") / "meta.json").read_text())["config"]
+    assert SCHEMA > 3 or set(RunConfig.field_names(IDENTITY)) <= set(saved)
 
 
 # -- what is no damage either ------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ def test_what_is_no_folder_of_shards_is_a_sentence(upstream: Path, tmp_path: Pat
         find_shards(write_shards(tmp_path / "single", (5,)))
     data = tmp_path / "data"
     adopt(upstream, data)
-    with pytest.raises(DataError, match="another place with --out"):
+    with pytest.raises(DataError, match="Give another one with --out"):
         prepare_shards(data / "shards", data)
 
 

@@ -20,7 +20,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
 from trainer.distributed.consistency import Record, check_consistency, compare, explain
 from trainer.distributed.digest import ParameterCheck
-from trainer.distributed.process_group import Group, Peer, PeerLost, broadcast_sends
+from trainer.distributed.process_group import Collectives, Peer, PeerLost, broadcast_sends
 from trainer.distributed.rendezvous import join_store
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
@@ -121,7 +121,7 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
     plain.init_weights()
     synced.load_state_dict(plain.state_dict())
     optimizer, other = build_optimizer(plain, **RATES), build_optimizer(synced, **RATES)
-    sync = make_sync(mode, Group(RankEnv(), []), synced, other)
+    sync = make_sync(mode, Collectives(RankEnv(), []), synced, other)
     idx = torch.randint(300, (2, 33))
     for _ in range(3):
         optimizer.zero_grad()
@@ -152,7 +152,7 @@ def test_broadcast_sends_one_copy_to_everyone() -> None:
     assert [broadcast_sends(rank, 4) for rank in range(4)] == [2, 1, 0, 0]
 
 
-class OddGroup(Group):
+class OddGroup(Collectives):
     """Ranks of another number in `groups` hold other bytes, in the parameters from `first` on."""
 
     def __init__(self, groups: list[int], first: int) -> None:
@@ -206,7 +206,7 @@ def test_without_a_majority_all_are_named_and_nobody_is_accused(
 
 def test_a_lost_peer_is_named_by_its_address() -> None:
     peers = [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2"), Peer(2, "c", "10.0.0.3")]
-    group = Group(RankEnv(world_size=3), peers)
+    group = Collectives(RankEnv(world_size=3), peers)
     said = group._name_peer(
         "[/pytorch/gloo/pair.cc:537] Connection closed by peer [10.0.0.3]:20011. This may be"
     )
@@ -218,7 +218,7 @@ def test_a_lost_peer_is_named_by_its_address() -> None:
 
 def test_what_nccl_says_becomes_a_lost_peer_too() -> None:
     """Messages as NCCL and torch word them; no GPU was there to say them."""
-    group = Group(RankEnv(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
+    group = Collectives(RankEnv(world_size=2), [Peer(0, "a", "10.0.0.1"), Peer(1, "b", "10.0.0.2")])
     late = (
         "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7, OpType=ALLREDUCE) ran for"
     )

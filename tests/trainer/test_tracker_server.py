@@ -197,7 +197,7 @@ def test_killed_runs_and_killed_servers_leave_no_gap(server: Server, data_dir: P
     second = train(data_dir, run_dir, server.uri, log, **endless)
     until(lambda: sent(run_dir) > newest, "steps that the first attempt had not done arrive")
     server.stop()
-    until(lambda: "training goes on without it" in log.read_text(), "its absence is noticed")
+    until(lambda: "training continues without it" in log.read_text(), "its absence is noticed")
     reach(run_dir, sent(run_dir) + 50)
     missed = max(line["step"] for _, line in read_lines(run_dir / files.METRICS))
     server.start()
@@ -215,7 +215,7 @@ def test_after_the_run_it_is_sent_and_sent_again(server: Server, data_dir: Path,
     run = train(data_dir, run_dir, server.uri)
     said, _ = run.communicate(timeout=300)
     assert run.returncode == 0, said
-    assert "training goes on without it" in said
+    assert "training continues without it" in said
     server.start()
     assert track(run_dir, server.uri) == 0
     begun = check_equal(server.uri, run_dir)

@@ -160,7 +160,7 @@ def test_a_server_that_is_away_gets_it_afterwards(
     notes.close("finished")
     assert time.monotonic() - began < tracker.STALLED_SECONDS - 1, "it waits for no server that is away"
     assert len(said) == 2, said
-    assert "does not answer (Connection refused); training goes on without it" in said[0]
+    assert "does not answer (Connection refused); training continues without it" in said[0]
     assert f"python -m trainer track --run-dir {tmp_path}" in said[1]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3000
 
@@ -185,7 +185,7 @@ def test_a_server_that_comes_back_gets_what_it_missed(begin: Callable[..., Track
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
-    until(lambda: any("training goes on without it" in line for line in said), "it says that it is away")
+    until(lambda: any("training continues without it" in line for line in said), "it says that it is away")
     server = StandIn(server.port)
     server.experiments, server.runs = kept
     until(lambda: len(server.history("loss")) == 20, "the missed steps arrive")
@@ -246,7 +246,7 @@ def test_a_server_that_lost_the_run_gets_all_of_it_again(
     server.lose_everything()
     steps(notes, 11, 20)
     until(lambda: server.runs and len(server.history("loss")) == 20, "all steps are there again")
-    assert any("no longer has this run" in line for line in said)
+    assert any("has lost this run" in line for line in said)
     notes.close("finished")
     assert server.run["params"]["depth"] == "2"
 
@@ -314,7 +314,7 @@ def test_a_sender_that_died_is_started_again(
     sender.kill()
     steps(notes, 6, 9)
     until(lambda: len(server.history("loss")) == 9, "the later steps arrive")
-    assert any("was ended by signal 9; it is started in 0.1 s" in line for line in said)
+    assert any("was ended by signal 9; it restarts in 0.1 s" in line for line in said)
 
 
 def test_what_a_library_prints_ends_no_tracking(
@@ -343,8 +343,8 @@ def test_what_a_library_prints_ends_no_tracking(
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
     assert "a library greets" in capfd.readouterr().err
-    assert sum("wrote what is no message" in line for line in said) == 5, said
-    assert any(line.endswith("no message: what is this") for line in said)
+    assert sum("wrote no valid message" in line for line in said) == 5, said
+    assert any(line.endswith("no valid message: what is this") for line in said)
     assert not any("lacks" in line for line in said)
 
 
@@ -377,7 +377,7 @@ def test_a_lag_is_reported_with_its_length_and_its_end(
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
-    until(lambda: any("training goes on without it" in line for line in said), "it says that it is away")
+    until(lambda: any("training continues without it" in line for line in said), "it says that it is away")
     time.sleep(0.6)
     assert not any("behind" in line for line in said), "it is reported when there is something to be told"
     steps(notes, 21, 25)

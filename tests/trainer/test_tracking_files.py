@@ -42,9 +42,9 @@ def test_new_lines_come_in_portions_and_whole(tmp_path: Path) -> None:
         file.write('{"step": 5, "ti')
     assert [line["step"] for line in tail.read(3)] == [0, 1, 2]
     assert [line["step"] for line in tail.read(3)] == [0, 1, 2], "what was not taken comes again"
-    tail.taken()
+    tail.commit()
     assert [line["step"] for line in tail.read(3)] == [3, 4]
-    tail.taken()
+    tail.commit()
     assert tail.read(3) == []
     JsonLines(path, last_step=1)  # another file in its place
     assert [line["step"] for line in tail.read(3)] == [0, 1]

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from conftest import TINY, Rank, Start, flags, free_port, losses, train_here
 
 from trainer.__main__ import main
 from trainer.health.run_status import RunStatus
+from trainer.health.status_record import RankEnd, RunStatusRecord
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final
 
-FILES = ("model.pt", "optim.pt")
+FILES = ("model.safetensors", "optim.pt")
 
 
 def test_stopped_and_resumed_equals_uninterrupted(
@@ -197,3 +199,25 @@ def test_heartbeat_states_phase_and_keeps_time(tmp_path: Path) -> None:
     assert set(run_status.lap()) == {"data", "forward", "backward"}
     with pytest.raises(ValueError, match="not one of the phases"):
         run_status.enter("lunch")
+    with pytest.raises(AttributeError):
+        run_status.update(los=2.5)
+
+
+def test_heartbeat_and_message_are_read_as_one_record(tmp_path: Path) -> None:
+    """The plugins read the keys of the file."""
+    run_status = RunStatus(tmp_path, RankEnv(rank=1, world_size=2, host="attic"), "run")
+    run_status.enter("backward")
+    run_status.update(step=7, loss=2.5)
+    beat = json.loads((tmp_path / "heartbeat-1.json").read_text())
+    assert set(beat) == {
+        *("run_id", "rank", "world_size", "host", "pid", "phase", "entered", "step", "num_iterations"),
+        *("loss", "val_bpb", "tok_per_s", "tok_per_s_average", "step_seconds", "eta_seconds", "sync_share"),
+        *("shares", "checkpoint", "cpu", "temperature", "throttled", "stall_seconds", "blame", "warning"),
+        "time",
+    }
+    assert RunStatusRecord.load({**beat, "age": 3.0}).heartbeat() == beat
+    end = RankEnd("final", "The disk is full.", False)
+    sent = replace(run_status.record(), ended=end)
+    received = RunStatusRecord.load(json.loads(json.dumps(sent.message())))
+    assert received.message() == sent.message()
+    assert (received.ended, received.position, received.loss) == (end, "backward of step 8", None)

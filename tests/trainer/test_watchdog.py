@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 
 from trainer.distributed.consistency import Record, check_layout
-from trainer.distributed.process_group import Peer
+from trainer.distributed.process_group import Peer, PeerLost
 from trainer.health import sensors
 from trainer.health.attempt import Attempt
 from trainer.health.diagnosis import EndpointResult, Freshness, Verdict
 from trainer.health.report import RankEvidence, describe_delay, describe_loss
 from trainer.health.run_status import RunStatus
+from trainer.health.status_record import RunStatusRecord
 from trainer.health.watchdog import DelayReport, Watchdog, stall_seconds
 from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface, interface_of
@@ -29,44 +30,46 @@ TOWER, LAPTOP, ATTIC = (
 )
 
 
-def words(phase: str, seconds: float = 94, **others: Any) -> dict[str, Any]:
-    return {"phase": phase, "step": 811, "stage": "step", "phase_seconds": seconds, "cpu": 0.98, **others}
+def status(phase: str, seconds: float = 94, **others: Any) -> RunStatusRecord:
+    return RunStatusRecord(
+        phase=phase, phase_seconds=seconds, **{"step": 811, "stage": "step", "cpu": 0.98, **others}
+    )
 
 
-def answering(peer: Peer, state: dict[str, Any]) -> RankEvidence:
+def answering(peer: Peer, state: RunStatusRecord) -> RankEvidence:
     return RankEvidence(peer, EndpointResult.ANSWERS, Freshness.FRESH, state)
 
 
-WAITS = answering(TOWER, words("sync", waits=True, interface="eno1", up=True, received=12_300))
+WAITS = answering(TOWER, status("sync", waits=True, interface="eno1", up=True, received=12_300))
 
 
 @pytest.mark.parametrize(
     ("laptop", "sentence"),
     [
         (
-            answering(LAPTOP, words("backward")),
+            answering(LAPTOP, status("backward")),
             "rank 1 (laptop) has been in backward of step 812 for 94 s (slow: 98 % of a core)",
         ),
         (
-            answering(LAPTOP, words("backward", cpu=0.9, throttled=True, temperature=97.0)),
+            answering(LAPTOP, status("backward", cpu=0.9, throttled=True, temperature=97.0)),
             "rank 1 (laptop) has been in backward of step 812 for 94 s "
             "(slow: 90 % of a core, throttled, 97 °C)",
         ),
         (
-            answering(LAPTOP, words("data", cpu=0.0)),
+            answering(LAPTOP, status("data", cpu=0.0)),
             "rank 1 (laptop) has been in data of step 812 for 94 s (idle: 0 % of a core)",
         ),
         (
-            answering(LAPTOP, {**words("evaluate", 200, cpu=None), "stage": "evaluate"}),
+            answering(LAPTOP, status("evaluate", 200, cpu=None, stage="evaluate")),
             "rank 1 (laptop) has been in evaluate after step 811 for 200 s",
         ),
         (
-            RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.STALE, words("optimizer"), 94),
+            RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.STALE, status("optimizer"), 94),
             "rank 1 (laptop) is frozen (its host takes the connection, the process does not answer), last "
             "seen in optimizer of step 812 94 s ago",
         ),
         (
-            RankEvidence(LAPTOP, EndpointResult.UNREACHABLE, Freshness.STALE, words("forward"), 94),
+            RankEvidence(LAPTOP, EndpointResult.UNREACHABLE, Freshness.STALE, status("forward"), 94),
             "rank 1 (laptop) cannot be reached (its host does not answer at 10.0.0.2: down, asleep or cut "
             "off), last seen in forward of step 812 94 s ago",
         ),
@@ -82,7 +85,7 @@ def test_who_is_waited_for_comes_first(laptop: RankEvidence, sentence: str) -> N
 
 
 def test_ranks_that_all_wait_blame_the_network() -> None:
-    down = answering(LAPTOP, words("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
+    down = answering(LAPTOP, status("sync", 90, waits=True, interface="wlan0", up=False, received=0.0))
     assert describe_delay([WAITS, down]) == (
         "all ranks have waited in sync of step 812 for 90 s: the network between them is slow or "
         "interrupted; the run continues within two minutes after it is fixed "
@@ -94,7 +97,7 @@ def test_ranks_that_all_wait_blame_the_network() -> None:
 
 def test_ranks_that_wait_in_different_steps_blame_the_network_too() -> None:
     """As after a cut: one has had the other's last packets, the other not its."""
-    ahead = answering(LAPTOP, {**words("sync", 95, waits=True), "step": 812})
+    ahead = answering(LAPTOP, status("sync", 95, waits=True, step=812))
     assert describe_delay([WAITS, ahead]).startswith(
         "all ranks have waited in sync of step 812 and sync of step 813 for 94 s: the network"
     )
@@ -222,6 +225,31 @@ def test_a_stage_begins_with_its_step_and_the_file_beats_on(tmp_path: Path) -> N
         time.sleep(0.001)
     run_status.stop()
     assert after["phase"] == "forward"
+
+
+def test_a_wait_between_computations_is_time_of_sync(tmp_path: Path) -> None:
+    clock = Clock()
+    run_status = RunStatus(tmp_path, RankEnv(), "run", clock)
+    run_status.enter("optimizer")
+    for computing, waiting in ((1, 10), (2, 20)):
+        clock.now += computing
+        with run_status.waiting():
+            assert run_status.phase == "sync"
+            clock.now += waiting
+    clock.now += 4
+    run_status.enter("sync")
+    with run_status.waiting():
+        clock.now += 100
+    assert run_status.record().phase_seconds == 100
+    run_status.enter("evaluate")
+    with run_status.waiting():
+        clock.now += 1000
+    assert run_status.stage == ("evaluate", 0, 1000.0)
+    assert run_status.lap() == {"optimizer": 7, "sync": 130, "evaluate": 1000}
+    run_status.enter("optimizer")
+    with pytest.raises(PeerLost), run_status.waiting():
+        raise PeerLost("Lost rank 1 (laptop).")
+    assert run_status.record().position == "sync of step 1"
 
 
 def test_heat_where_linux_tells_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ def test_stages_are_measured_in_the_order_asked(tmp_path: Path) -> None:
     shutil.copy(ROLE / "tasks/turn.yml", tasks)
     (tasks / "stage.yml").write_text(STAGE)
     left = [{"name": name, "hosts": hosts} for name, hosts in STAGES.items()]
-    variables = {"__bench_left": left, "ansible_python_interpreter": sys.executable}
+    variables = {"__bench_planned": {"left": left}, "ansible_python_interpreter": sys.executable}
     play = {"hosts": "all", "gather_facts": False, "vars": variables, "roles": ["bench"]}
     (tmp_path / "play.yml").write_text(yaml.safe_dump([play]))
     settings = tmp_path / "ansible.cfg"

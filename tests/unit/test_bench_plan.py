@@ -12,7 +12,7 @@ from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils import bench_plan as filters
 
 from benchmarks import lab, targets
-from benchmarks.stages import GROUPS, Group
+from benchmarks.cases import GROUPS, Group
 from trainer.bench import SCHEMA, report
 from trainer.config import SYNC_MODES
 
@@ -62,7 +62,7 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
 
     def measured(**other: Any) -> list[str]:
         file.write_text(json.dumps({**told, **other}))
-        return list(filters.bench_measured([stage], [str(file)]))
+        return list(filters.bench_measured([stage], [file]))
 
     assert measured() == ["solo-4096"]
     assert measured(steps=6) == ["solo-4096"]
@@ -70,7 +70,7 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
     for other in (*others, {"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}):
         assert measured(**other) == []
     file.write_text('{"schema":')
-    assert filters.bench_measured([stage], [str(file)]) == []
+    assert filters.bench_measured([stage], [file]) == []
     assert filters.bench_measured([stage], []) == []
 
 
@@ -152,14 +152,14 @@ def test_ratio_and_bound_of_a_pair() -> None:
         "solo-4096": measured(4096, 12.0),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }
-    row = {one["stage"]: one for one in report.compare(results, link_mbit=1000)}["exact-4096"]
+    row = {one["case"]: one for one in report.compare(results, link_mbit=1000)}["exact-4096"]
     assert row["ratio"] == pytest.approx(1.5)
     assert row["bound"] == pytest.approx(12 / 7)  # the wire takes 1.8 s, a rank's share 7
     assert row["share_of_bound"] == pytest.approx(7 / 8)
     assert row["bound_by"] == "the processor"
     assert row["reduce_seconds"] == pytest.approx(1.8)
     assert row["link_seconds"] == pytest.approx(1.44)
-    assert row["solo_share_of_limit"] == 0.9
+    assert row["baseline_share_of_limit"] == 0.9
 
 
 def test_a_slow_link_bounds() -> None:
@@ -169,7 +169,7 @@ def test_a_slow_link_bounds() -> None:
         "solo-4096": measured(4096, 12.0),
         "exact-4096": measured(4096, 18.0, ranks=2, sync="exact", of_rank=slow),
     }
-    row = {one["stage"]: one for one in report.compare(results)}["exact-4096"]
+    row = {one["case"]: one for one in report.compare(results)}["exact-4096"]
     assert row["bound_by"] == "the link"
     assert row["bound"] == pytest.approx(12 / (180 / 11))
     assert row["link_seconds"] is None
@@ -180,7 +180,7 @@ def test_local_is_held_against_a_ranks_own_step_by_its_mean() -> None:
         "solo-4096": measured(4096, 12.0),
         "local-8192": measured(8192, 11.0, ranks=2, sync="local", mean=12.5),
     }
-    row = {one["stage"]: one for one in report.compare(results)}["local-8192"]
+    row = {one["case"]: one for one in report.compare(results)}["local-8192"]
     assert row["step_seconds"] == 12.5
     assert row["ratio"] == pytest.approx(2 * 12 / 12.5)
 
@@ -191,7 +191,7 @@ def test_uneven_shares_that_were_not_measured_alone_are_scaled() -> None:
         "solo-16384": measured(16384, 48.0),
         "exact-16384": measured(16384, 40.0, ranks=2, sync="exact", shares=[12, 4]),
     }
-    row = {one["stage"]: one for one in report.compare(results)}["exact-16384"]
+    row = {one["case"]: one for one in report.compare(results)}["exact-16384"]
     assert row["bound"] == pytest.approx(48 / 36)
 
 
@@ -200,7 +200,7 @@ def test_without_a_solo_there_is_no_ratio_and_formats_do_not_mix() -> None:
         "solo-4096": measured(4096, 6.0, of_rank={"compute_dtype": "bfloat16"}),
         "exact-4096": measured(4096, 8.0, ranks=2, sync="exact"),
     }
-    row = {one["stage"]: one for one in report.compare(results)}["exact-4096"]
+    row = {one["case"]: one for one in report.compare(results)}["exact-4096"]
     assert "ratio" not in row
 
 
@@ -246,7 +246,7 @@ def test_figures_of_another_version_are_left_out(tmp_path: Path, capsys: pytest.
 
 
 def test_bars_say_by_how_much_they_are_missed() -> None:
-    row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.88}
+    row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.88}
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
     assert "missed by 0.05x" in lines[2]
     assert "met" in lines[3]
@@ -255,11 +255,11 @@ def test_bars_say_by_how_much_they_are_missed() -> None:
 
 
 def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
-    row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "solo_share_of_limit": 0.80}
+    row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.80}
     lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
-    assert "| reached; counts with solo at 83 % of its limit |" in lines[2]
+    assert "| reached; counts if the baseline reaches 83 % of its limit |" in lines[2]
     assert " met " in lines[3], "a share of the bound is no ratio"
-    row["solo_share_of_limit"] = 0.84
+    row["baseline_share_of_limit"] = 0.84
     assert " met " in targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
 
 
@@ -273,13 +273,13 @@ def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
 def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
     solos = [measured(2048, 7.0), measured(4096, 12.0)]
     pair = measured(4096, 8.0, ranks=2, sync="exact")
-    assert targets.speed_beside_solo(at(0.7e11, pair), solos) == pytest.approx(0.7)
-    assert targets.speed_beside_solo(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
-    assert targets.speed_beside_solo(at(2e11, pair), solos) == 1.0, "by the slower rank"
-    assert targets.speed_beside_solo(at(2e11, pair), solos, slow_second=True) == 2.0
-    assert targets.speed_beside_solo(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
-    assert targets.speed_beside_solo(pair, solos[:1]) is None
-    assert targets.speed_beside_solo(solos[1], solos) is None
+    assert targets.relative_gemm_rate(at(0.7e11, pair), solos) == pytest.approx(0.7)
+    assert targets.relative_gemm_rate(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
+    assert targets.relative_gemm_rate(at(2e11, pair), solos) == 1.0, "by the slower rank"
+    assert targets.relative_gemm_rate(at(2e11, pair), solos, slow_second=True) == 2.0
+    assert targets.relative_gemm_rate(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
+    assert targets.relative_gemm_rate(pair, solos[:1]) is None
+    assert targets.relative_gemm_rate(solos[1], solos) is None
 
 
 def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
@@ -301,14 +301,13 @@ def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
 
     for name in ("playbook", "set_up", "check_shaped", "limit_second"):
         monkeypatch.setattr(lab, name, lambda *_, **__: 0)
-    monkeypatch.setattr(lab, "measure_stages", measure)
+    monkeypatch.setattr(lab, "measure_cases", measure)
     job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
     stages = ["solo-4096-float32", *rates]
     lab.measure_group(job, GROUPS[0], stages, tmp_path)
     assert asked == [tuple(stages), tuple(rates), tuple(rates)]
-    assert (
-        "exact-4096-float32: products ran at 70 % of solo's rate; measured again" in capsys.readouterr().out
-    )
+    out = capsys.readouterr().out
+    assert "exact-4096-float32: its GEMM rate is 70 % of the baseline's; measured again" in out
 
 
 class Lab:
@@ -342,7 +341,7 @@ def test_solo_is_measured_while_the_other_host_trains_by_itself(
     job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
     stages = ["idle/solo-4096-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32"]
     stages += ["dense-4096-float32", "solo-4096-bfloat16", "solo-4096-float32-on-bench-2"]
-    lab.measure_stages(job, GROUPS[0], stages, tmp_path)
+    lab.measure_cases(job, GROUPS[0], stages, tmp_path)
     assert commands.did == [
         "idle: solo-4096-float32 x 5",
         "begin neighbour float32",
@@ -364,8 +363,8 @@ def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: p
     for file in figures:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("{}")
-    with pytest.raises(SystemExit, match=r"the training on bench-2 ended meanwhile.*journalctl"):
-        lab.measure_stages(job, GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
+    with pytest.raises(SystemExit, match=r"the training on bench-2 ended too early.*journalctl"):
+        lab.measure_cases(job, GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
     assert commands.did[-1] == "end neighbour"
     assert not any(file.exists() for file in figures), "they are not what their names say"
 
@@ -374,7 +373,7 @@ def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
     results = {"solo-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
     assert lab.ratios_idle(results, {"solo-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
     assert lab.ratios_idle(results, {}) == {}
-    row = {"ratio": 1.6, "ratio_idle": 1.5, "solo_share_of_limit": 0.9, "speed_beside_solo": 0.9}
+    row = {"ratio": 1.6, "ratio_idle": 1.5, "baseline_share_of_limit": 0.9, "relative_gemm_rate": 0.9}
     line = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
     cells = [cell.strip() for cell in line.split("|")]
     assert cells[2:6] == ["1.60x", "at least 1.70x", "missed by 0.10x", "1.50x"]
@@ -394,11 +393,11 @@ def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixt
     with pytest.raises(SystemExit) as end:
         lab.main(["--list", "--only", "exakt"])
     assert end.value.code == 2
-    assert "no stage begins with exakt: they are host-float32, " in capsys.readouterr().err
+    assert "no case begins with exakt: they are host-float32, " in capsys.readouterr().err
 
 
 def test_every_bar_is_measured_by_a_stage() -> None:
-    stages = {(group.name, stage) for group in GROUPS for stage in group.stages}
-    assert all((target.group, target.stage) in stages for target in targets.TARGETS)
-    first = set(GROUPS[0].stages)
+    stages = {(group.name, stage) for group in GROUPS for stage in group.cases}
+    assert all((target.group, target.case) in stages for target in targets.TARGETS)
+    first = set(GROUPS[0].cases)
     assert all(stage in first for group in GROUPS for stage in group.takes)

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tarfile
+import tempfile
 import tomllib
 from functools import cache
 from pathlib import Path
@@ -16,7 +17,10 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.nanofleet.fleet.plugins.module_utils.project_folder import project_folder
+from ansible_collections.nanofleet.fleet.plugins.module_utils.project_folder import (
+    cache_folder,
+    project_folder,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTIONS = ROOT / ".ansible" / "collections"
@@ -90,6 +94,10 @@ def _modules() -> list[str]:
     return sorted({path.stem for folder in folders for path in folder.glob("*.py")})
 
 
+def _lookups() -> list[str]:
+    return sorted(path.stem for path in (ROOT / "plugins" / "lookup").glob("*.py"))
+
+
 def _filters() -> list[str]:
     """The filters of every plugin, as the files name them."""
     return sorted(
@@ -105,7 +113,7 @@ def _filters() -> list[str]:
 @cache
 def documented(kind: str) -> dict[str, dict[str, Any]]:
     """What ansible-doc knows of every plugin of a kind, by its short name."""
-    names = _modules() if kind == "module" else _filters()
+    names = {"module": _modules, "filter": _filters, "lookup": _lookups}[kind]()
     done = subprocess.run(
         ["ansible-doc", "--json", "--type", kind, *(f"nanofleet.fleet.{name}" for name in names)],
         cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, check=False,
@@ -179,6 +187,15 @@ def test_every_filter_is_documented(name: str) -> None:
     assert shown["return"]["_value"]["type"]
 
 
+@pytest.mark.parametrize("name", _lookups())
+def test_every_lookup_is_documented(name: str) -> None:
+    shown = documented("lookup")[name]
+    assert shown["doc"]["short_description"]
+    assert shown["doc"]["description"]
+    assert f"lookup('nanofleet.fleet.{name}'" in shown["examples"]
+    assert shown["return"]["_raw"]["type"]
+
+
 # -- the archive ---------------------------------------------------------------------------------------------
 
 
@@ -208,14 +225,44 @@ def test_the_archive_holds_what_runs_and_nothing_else(archive: Path) -> None:
         "README.md", "LICENSE", "meta/runtime.yml", "constraints.txt", "pyproject.toml",
         "requirements/hashes.txt", "playbooks/setup.yml", "playbooks/train.yml",
         "playbooks/group_vars/all.yml", "roles/launch/tasks/main.yml", "roles/lab/files/lab-host",
-        "plugins/modules/run_state.py", "plugins/filter/launch.py", "plugins/filter/launch_status.yml",
+        "plugins/modules/run_state.py", "plugins/filter/fleet.py", "plugins/filter/run_status.yml",
         "plugins/action/follow_log.py", "trainer/config.py", "fleet/__main__.py",
+        "meta/execution-environment.yml", "requirements/controller.txt", "requirements/bindep.txt",
     }  # fmt: skip
     assert not wanted - names
     tops = {name.split("/")[0] for name in names}
     assert not tops & {"tests", "molecule", "benchmarks", "data", "runs", "artifacts", "dist", "build"}
     assert not {top for top in tops if top.startswith(".")}
     assert not {name for name in names if name.endswith(".pyc") or "__pycache__" in name}
+
+
+def test_the_execution_environment_holds_the_archive_and_what_a_controller_needs(
+    archive: Path, tmp_path: Path
+) -> None:
+    """ansible-builder checks the definition and writes the build context; the image is not built."""
+    definition = yaml.safe_load((ROOT / "execution-environment.yml").read_text())
+    source = definition["additional_build_files"][0]["src"]
+    assert Path(source).name == archive.name
+    (tmp_path / source).parent.mkdir()
+    (tmp_path / source).write_bytes(archive.read_bytes())
+    (tmp_path / "execution-environment.yml").write_text(yaml.safe_dump(definition))
+    done = subprocess.run(
+        ["ansible-builder", "create", "--context", "context"], cwd=tmp_path,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    build = tmp_path / "context" / "_build"
+    [collection] = yaml.safe_load((build / "requirements.yml").read_text())["collections"]
+    assert (build / collection["name"]).read_bytes() == archive.read_bytes()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = project["dependencies"] + project["optional-dependencies"]["controller"]
+    named = {re.match(r"[\w-]+", line)[0]: line for line in wanted}
+    runtime = yaml.safe_load((ROOT / "meta" / "runtime.yml").read_text())["requires_ansible"]
+    assert definition["dependencies"]["ansible_core"]["package_pip"] == f"ansible-core{runtime}"
+    assert definition["dependencies"]["ansible_runner"]["package_pip"] == named.pop("ansible-runner")
+    del named["ansible"]  # ansible-core and the collections
+    listed = (ROOT / "requirements" / "controller.txt").read_text().splitlines()
+    assert [line for line in listed if not line.startswith("#")] == list(named.values())
 
 
 def test_the_plugins_of_the_archive_import_nothing_from_a_checkout(archive: Path, tmp_path: Path) -> None:
@@ -257,10 +304,51 @@ def test_playbooks_resolve_by_path_and_by_name_with_their_wiring(playbook: str, 
     assert "inventory depth of laptop" in done.stdout
 
 
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A checkout; beside it, in `installed`, the collection as ansible-galaxy installs it."""
+    for name, mark in (("checkout", "galaxy.yml"), ("installed", "MANIFEST.json")):
+        (tmp_path / name / "roles" / "lab").mkdir(parents=True)
+        (tmp_path / name / "playbooks").mkdir()
+        (tmp_path / name / mark).touch()
+    return tmp_path / "checkout"
+
+
 def test_relative_paths_begin_in_the_checkout_or_where_the_command_is_typed(
-    monkeypatch: pytest.MonkeyPatch,
+    checkout: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PWD", "/home/ada")
-    assert project_folder("/src/nanofleet/playbooks") == "/src/nanofleet"
-    installed = "/root/.ansible/collections/ansible_collections/nanofleet/fleet/playbooks"
-    assert project_folder(installed) == "/home/ada"
+    link = checkout / "linked"
+    link.symlink_to(checkout)
+    for path in (checkout / "playbooks", checkout / "roles" / "lab", link / "playbooks"):
+        assert project_folder(str(path)) == str(checkout)
+    assert project_folder(str(checkout.parent / "installed" / "playbooks")) == "/home/ada"
+    assert project_folder(str(checkout.parent / "installed" / "roles" / "lab")) == "/home/ada"
+
+
+def test_the_cache_is_in_the_checkout_or_in_the_users_cache_or_temporary(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed collection may be a system's, read by all, and in a container there may be no home."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    installed = str(tmp_path / "installed" / "roles" / "wheelhouse")
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(str(checkout / "roles")) == (str(checkout), True)
+    assert cache_folder(installed) == (f"{tmp_path}/.cache/nanofleet", True)
+    monkeypatch.setenv("HOME", "/nonexistent")
+    temporary = tmp_path / f"nanofleet-{os.getuid()}"
+    assert cache_folder(installed) == (str(temporary), False)
+    assert temporary.stat().st_mode & 0o777 == 0o700
+    temporary.chmod(0o777)
+    with pytest.raises(PermissionError, match="XDG_CACHE_HOME"):
+        cache_folder(installed)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert cache_folder(installed) == (f"{tmp_path}/cache/nanofleet", True)
+
+
+def test_nothing_is_kept_in_the_folder_of_an_installed_collection() -> None:
+    """What a role writes on the controller begins in one of the two folders of project_folder.py."""
+    own = re.compile(r"(role_path|_source)[^}|\n]*}}/\.|role_path[^}\n]*realpath")
+    for path in [*ROOT.glob("roles/*/defaults/main.yml"), *ROOT.glob("roles/*/vars/main.yml")]:
+        assert not own.search(path.read_text()), path

@@ -1,6 +1,7 @@
 """What the documents may claim: commands and options that exist, links that lead somewhere, figures with
 where they were measured, reference pages that are current."""
 
+import ast
 import re
 import shlex
 import subprocess
@@ -120,7 +121,7 @@ def known_settings() -> frozenset[str]:
     return frozenset(
         {
             *RunConfig.field_names(),
-            *docs_reference.yaml_values("preflight_known_knobs"),
+            *docs_reference.yaml_values("preflight_declared_settings"),
             *docs_reference.yaml_values("preflight_settings"),
             *(name for name in wiring if name.startswith("nanofleet_")),
         }
@@ -221,7 +222,25 @@ def test_commands_are_found_in_blocks_and_in_sentences() -> None:
 # -- reference ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", ["docs_reference", "docs_diagrams"])
+def test_every_finding_has_one_code_and_stands_in_the_reference() -> None:
+    """A code is written once, as the first argument of the call that makes the finding."""
+    made = [
+        node.args[0]
+        for path in ROOT.glob("plugins/**/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in docs_reference.FINDING_MAKERS
+        if path.name != "findings.py"
+    ]
+    codes = [code for node in made for code in docs_reference.text_of(node, {})]
+    assert len(made) > 50
+    assert all(docs_reference.text_of(node, {}) for node in made)
+    assert all(re.fullmatch(r"NF[0-5][0-9]{2}", code) for code in codes)
+    assert len(codes) == len(set(codes)), "each belongs to one call"
+    page = docs_reference.messages_page()
+    assert [code for code in codes if f"| {code} |" not in page] == []
+
+
+@pytest.mark.parametrize("script", ["docs_reference", "docs_diagrams", "docs_figures"])
 def test_generated_pages_and_pictures_are_current(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", "--check"],

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
-from measured_fleet import fleet, shut
+from measured_fleet import DROP, UFW, fleet, shut
 
 # -- who does what -----------------------------------------------------------------------------------------
 
@@ -31,7 +31,7 @@ def test_the_end_that_gets_through_calls_and_nobody_across_a_black_hole() -> Non
     for role in ("gloo", "store"):
         shut(measured, "tower", "laptop", "filtered", role)
     assert doctor.calls([["tower", "laptop"]], measured) == {"laptop": "tower"}
-    measured["laptop"]["ways"]["tower"]["mtu"]["swallowed"] = True
+    measured["laptop"]["paths"]["tower"]["mtu"]["swallowed"] = True
     assert doctor.calls([["tower", "laptop"]], measured) == {}
 
 
@@ -75,19 +75,19 @@ def test_peers_are_taken_from_what_the_listeners_said_else_from_the_inventory() 
 def test_what_was_registered_becomes_what_was_measured() -> None:
     hostvars: dict[str, Any] = {
         "tower": {
-            "__launch_held": {"active_units": [], "listeners": [{"port": 29500, "pid": 41, "user": "me"}]},
+            "__doctor_held": {"active_units": [], "listeners": [{"port": 29500, "pid": 41, "user": "me"}]},
             "__doctor_host": {"facts": {"sent": 1.0, "time": 1.5}, "marks": {"boot": "b"}},
-            "__doctor_looked": 2.0,
+            "__doctor_answered": 2.0,
             "__doctor_listening": {
                 "address": "10.0.0.1", "interface": "eth0", "ports": [],
                 "held": [{"port": 29500, "role": "store", "reason": "held"}],
             },
-            "__doctor_ways": {"peers": {"laptop": {"ports": []}}},
+            "__doctor_probed": {"peers": {"laptop": {"ports": []}}},
             "__doctor_rates": [{"peers": {"laptop": {"sent_mbit": 1.0}}}, {"skipped": True}],
             "__doctor_installed": {"installed": {"torch": "2.13"}},
             "__doctor_rehearsed": {"failed": True, "msg": "x"},
         },
-        "laptop": {"__launch_held": {"unreachable": True, "msg": "timed out"}},
+        "laptop": {"__doctor_held": {"unreachable": True, "msg": "timed out"}},
     }  # fmt: skip
     measured = doctor.measured(list(hostvars), hostvars)
     assert measured["tower"]["held"] == [
@@ -102,7 +102,7 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
 
 # -- due ---------------------------------------------------------------------------------------------------
 
-SETTINGS = {"hosts": "tower laptop", "store_port": 29500}
+SETTINGS = {"store_port": 29500, "port_low": 20000, "port_high": 20999}
 UNREAD: dict[str, dict[str, Any]] = {"tower": {}, "laptop": {}}
 """No host's firewall was read."""
 
@@ -129,21 +129,25 @@ def test_a_fleet_is_due_until_a_good_report_and_after_a_change() -> None:
     assert "ports" in doctor.due(other, kept, "auto")
 
 
-def test_a_fleet_is_due_when_a_host_turns_other_packets_away() -> None:
-    def state_with(text: str) -> dict[str, Any]:
-        rules = {"ufw": "active", "allows": [], "rules": [{"text": text}]}
+def test_a_fleet_is_due_when_a_host_has_other_rules_about_the_fleet() -> None:
+    def state_with(**rule: str) -> dict[str, Any]:
+        rules = {"rules": [UFW, {**DROP, **rule}]}
         return doctor.fleet_state(measured, SETTINGS, {**UNREAD, "laptop": {"__doctor_rules": rules}})
 
     measured = fleet("tower", "laptop")
-    kept = json.dumps({"state": state_with("nft counter packets 1 bytes 52 drop")})
-    assert doctor.due(state_with("nft counter packets 7 bytes 364 drop"), kept, "auto") == ""
-    why = doctor.due(state_with("iptables -A INPUT -s 10.0.0.1 -j DROP"), kept, "auto")
-    assert why == "laptop has another firewall since the last good report"
+    kept = json.dumps({"state": state_with(source="192.0.2.9/32")})
+    assert doctor.due(state_with(source="192.0.2.10/32"), kept, "auto") == "", "a stranger"
+    for change in ({"source": "10.0.0.1/32"}, {"source": ""}):
+        why = doctor.due(state_with(**change), kept, "auto")
+        assert why == "laptop has another firewall since the last good report"
     unread = json.dumps({"state": doctor.fleet_state(measured, SETTINGS, UNREAD)})
-    assert "has not read the firewall of laptop" in doctor.due(state_with(""), unread, "auto")
+    assert "has not read the firewall of laptop" in doctor.due(state_with(), unread, "auto")
 
 
 def test_a_settings_type_does_not_make_a_fleet_due() -> None:
     measured = fleet("tower")
-    kept = json.dumps({"state": doctor.fleet_state(measured, {"store_port": 29500}, UNREAD)})
-    assert doctor.due(doctor.fleet_state(measured, {"store_port": "29500"}, UNREAD), kept, "auto") == ""
+    kept = json.dumps({"state": doctor.fleet_state(measured, SETTINGS, UNREAD)})
+    assert (
+        doctor.due(doctor.fleet_state(measured, {**SETTINGS, "store_port": "29500"}, UNREAD), kept, "auto")
+        == ""
+    )

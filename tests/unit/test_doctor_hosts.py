@@ -18,11 +18,11 @@ from measured_fleet import all_findings, fleet, only
 )
 def test_a_host_that_is_asleep_is_told_with_what_the_others_see(up: bool, words: str) -> None:
     measured = fleet("tower", "laptop")
-    measured["laptop"].update(reachable=False, why="ssh: connect: Connection timed out", facts={}, ways={})
-    measured["tower"]["ways"]["laptop"].update(ports=[], up=up, rtt_ms=None, mtu=None)
+    measured["laptop"].update(reachable=False, why="ssh: connect: Connection timed out", facts={}, paths={})
+    measured["tower"]["paths"]["laptop"].update(ports=[], up=up, rtt_ms=None, mtu=None)
     variables = {"tower": {}, "laptop": {"ansible_host": "10.0.0.2", "ansible_user": "me"}}
     found = only(measured, variables)
-    assert (found["kind"], found["host"], found["remedy"]) == ("unreachable", "laptop", "ssh me@10.0.0.2")
+    assert (found["code"], found["host"], found["remedy"]) == ("NF101", "laptop", "ssh me@10.0.0.2")
     assert words in found["problem"]
 
 
@@ -69,7 +69,7 @@ def test_a_name_that_is_loopback_is_a_warning() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["resolves_to"] = ["127.0.1.1"]
     found = only(measured)
-    assert (found["kind"], found["severity"]) == ("loopback-name", "warning")
+    assert (found["code"], found["severity"]) == ("NF505", "warning")
     measured["laptop"]["facts"]["resolves_to"] = ["10.0.0.2", "127.0.1.1"]
     assert all_findings(measured) == []
 
@@ -115,7 +115,7 @@ def test_altered_and_missing_shards_are_told_by_name() -> None:
     ]
     measured["laptop"]["data"] = {"findings": said, "manifest_sha256": "m"}
     found = only(measured)
-    assert (found["kind"], found["host"]) == ("data", "laptop")
+    assert (found["code"], found["host"]) == ("NF509", "laptop")
     assert all(phrase in found["problem"] for phrase in said)
     assert found["remedy"] == "ansible-playbook setup.yml"
     measured["laptop"]["data"]["findings"] = ["manifest.json is missing"]
@@ -128,7 +128,7 @@ def test_the_odd_torch_is_named_once_and_the_builds_tag_does_not_count() -> None
     assert all_findings(measured) == []
     measured["tower"]["installed"].update(torch="2.11.0+cpu", environment="e9")
     found = only(measured)
-    assert (found["kind"], found["host"]) == ("versions", "tower")
+    assert (found["code"], found["host"]) == ("NF511", "tower")
     assert "torch 2.11.0, but laptop, attic 2.13.0" in found["problem"]
 
 
@@ -152,7 +152,7 @@ def test_a_failed_rehearsal_is_told_with_its_own_words() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["rehearsal"]["error"] = "connectFullMesh failed"
     found = only(measured)
-    assert (found["kind"], found["host"]) == ("all-reduce", "laptop")
+    assert (found["code"], found["host"]) == ("NF512", "laptop")
     assert "with tower failed: connectFullMesh failed" in found["problem"]
 
 

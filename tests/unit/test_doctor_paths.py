@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from measured_fleet import DROP, all_findings, fleet, only, shut
+from measured_fleet import DROP, UFW, all_findings, fleet, only, shut
 
 
 @pytest.mark.parametrize("names", [("tower",), ("tower", "laptop"), ("tower", "laptop", "attic")])
@@ -14,17 +14,17 @@ def test_nothing_is_found_where_nothing_is_wrong(names: tuple[str, ...]) -> None
 def test_a_range_blocked_one_way_names_the_rule_and_what_deletes_it() -> None:
     measured = fleet("tower", "laptop")
     shut(measured, "tower", "laptop", "filtered")
-    measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [DROP]}
+    measured["laptop"]["firewall"] = [DROP]
     found = only(measured)
-    assert (found["kind"], found["host"], found["peer"]) == ("blocked-ports", "laptop", "tower")
+    assert (found["code"], found["host"], found["peer"]) == ("NF528", "laptop", "tower")
     assert "tower gets no answer from laptop on Gloo's range 20000-20999" in found["problem"]
-    assert "the other way is open" in found["problem"]
+    assert "the other direction is open" in found["problem"]
     assert found["remedy"] == f"{DROP['remedy']}  (on laptop)"
 
 
 def test_part_of_the_range_is_named_by_its_ports() -> None:
     measured = fleet("tower", "laptop")
-    measured["tower"]["ways"]["laptop"]["ports"][2].update(state="filtered")
+    measured["tower"]["paths"]["laptop"]["ports"][2].update(state="filtered")
     assert "on port 20999 of Gloo's range" in only(measured)["problem"]
 
 
@@ -36,7 +36,7 @@ def test_a_blocked_store_port_is_told_with_how_it_is_blocked(state: str, words: 
     measured = fleet("tower", "laptop")
     shut(measured, "laptop", "tower", state, "store", detail="No route to host")
     found = only(measured)
-    assert (found["kind"], found["host"]) == ("blocked-store", "tower")
+    assert (found["code"], found["host"]) == ("NF527", "tower")
     assert words in found["problem"]
     assert "store's port 29500" in found["problem"]
     assert "-K" in found["remedy"], "without root nobody knows the rule"
@@ -45,12 +45,12 @@ def test_a_blocked_store_port_is_told_with_how_it_is_blocked(state: str, words: 
 def test_ufw_without_a_rule_for_the_peer_is_mended_by_setup() -> None:
     measured = fleet("tower", "laptop")
     shut(measured, "tower", "laptop", "filtered")
-    measured["laptop"]["firewall"] = {"ufw": "active", "allows": [], "rules": []}
+    measured["laptop"]["firewall"] = [UFW]
     found = only(measured)
     assert "no rule that lets tower in" in found["problem"]
     assert found["remedy"] == "ansible-playbook setup.yml"
-    allow = {**DROP, "source": "10.0.0.1"}
-    measured["laptop"]["firewall"] = {"ufw": "active", "allows": [allow], "rules": []}
+    allow = {**DROP, "firewall": "ufw", "verdict": "accept", "source": "10.0.0.1"}
+    measured["laptop"]["firewall"] = [UFW, allow]
     assert "another firewall" in only(measured)["problem"]
 
 
@@ -61,28 +61,47 @@ def test_rules_for_others_are_not_blamed() -> None:
         {"source": "10.0.0.9"}, {"ports": "22,80"}, {"protocol": "udp"}, {"length": "1301:65535"},
         {"chain": "FORWARD"}, {"source": "! 10.0.0.0/24"},
     ):  # fmt: skip
-        measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [{**DROP, **innocent}]}
+        measured["laptop"]["firewall"] = [{**DROP, **innocent}]
         assert "No rule for it was found" in only(measured)["problem"], innocent
     for guilty in ({"source": ""}, {"source": "10.0.0.0/8"}, {"ports": ""}, {"ports": "20000-20999"}):
-        measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [{**DROP, **guilty}]}
+        measured["laptop"]["firewall"] = [{**DROP, **guilty}]
         assert "The rule on laptop is" in only(measured)["problem"], guilty
 
 
 def test_a_rule_of_the_sender_is_found_there() -> None:
     measured = fleet("tower", "laptop")
     shut(measured, "tower", "laptop", "filtered")
-    measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": []}
+    measured["laptop"]["firewall"] = []
     rule = {**DROP, "chain": "OUTPUT", "source": "10.0.0.2", "remedy": "sudo iptables -D OUTPUT"}
-    measured["tower"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [rule]}
+    measured["tower"]["firewall"] = [rule]
     found = only(measured)
     assert (found["host"], found["peer"]) == ("tower", "laptop")
     assert found["remedy"] == "sudo iptables -D OUTPUT  (on tower)"
 
 
-def test_one_rule_that_closes_many_ways_is_one_finding_that_names_them() -> None:
+def test_a_rule_against_the_answers_is_blamed_only_if_it_is_for_every_port_they_go_to() -> None:
+    measured = fleet("tower", "laptop")
+    shut(measured, "tower", "laptop", "filtered")
+    measured["laptop"]["firewall"] = []
+    measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2", "ports": "20500"}]
+    assert "tower that may drop" not in only(measured)["problem"]
+    assert "No rule for it was found" in only(measured)["problem"]
+    measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2", "ports": "1024-65535"}]
+    assert "The rule on tower is" in only(measured)["problem"]
+
+
+def test_a_policy_that_drops_the_request_goes_before_a_rule_against_the_answers() -> None:
+    measured = fleet("tower", "laptop")
+    shut(measured, "tower", "laptop", "filtered")
+    measured["laptop"]["firewall"] = [UFW]
+    measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2"}]
+    assert only(measured)["remedy"] == "ansible-playbook setup.yml"
+
+
+def test_one_rule_that_closes_many_paths_is_one_finding_that_names_them() -> None:
     measured = fleet("tower", "laptop", "attic")
     rule = {**DROP, "source": ""}
-    measured["laptop"]["firewall"] = {"ufw": "inactive", "allows": [], "rules": [rule]}
+    measured["laptop"]["firewall"] = [rule]
     for host in ("tower", "attic"):
         shut(measured, host, "laptop", "filtered")
     assert "The same: attic to laptop." in only(measured)["problem"]
@@ -91,11 +110,11 @@ def test_one_rule_that_closes_many_ways_is_one_finding_that_names_them() -> None
 def test_ports_outside_the_range_say_that_the_range_was_not_narrowed() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["port_range"] = [32768, 60999]
-    for port in measured["tower"]["ways"]["laptop"]["ports"]:
+    for port in measured["tower"]["paths"]["laptop"]["ports"]:
         if port["picked"]:
             port.update(port=41234, state="filtered")
     found = only(measured)
-    assert found["kind"] == "range"
+    assert found["code"] == "NF526"
     assert "32768-60999" in found["problem"]
     assert found["remedy"] == "ansible-playbook setup.yml"
 
@@ -104,23 +123,23 @@ def test_another_hosts_answer_is_misrouted() -> None:
     measured = fleet("tower", "laptop")
     shut(measured, "tower", "laptop", "misrouted", detail="tower")
     found = only(measured)
-    assert found["kind"] == "misrouted"
-    assert "10.0.0.2 tower reaches tower instead" in found["problem"]
+    assert found["code"] == "NF522"
+    assert "10.0.0.2, the address of laptop, it reaches tower instead" in found["problem"]
 
 
 def test_no_answer_at_all_from_a_host_that_the_controller_reaches() -> None:
     measured = fleet("tower", "laptop")
     shut(measured, "tower", "laptop", "filtered")
-    measured["tower"]["ways"]["laptop"].update(up=False, rtt_ms=None, mtu=None)
+    measured["tower"]["paths"]["laptop"].update(up=False, rtt_ms=None, mtu=None)
     found = only(measured)
-    assert found["kind"] == "no-way"
+    assert found["code"] == "NF523"
     assert "fleet_address of laptop" in found["remedy"]
 
 
 def test_silence_and_other_programs_are_told_apart() -> None:
-    for state in ("silent", "foreign"):
+    for state, code in (("silent", "NF524"), ("foreign", "NF525")):
         measured = fleet("tower", "laptop")
         shut(measured, "tower", "laptop", state)
         found = only(measured)
-        assert found["kind"] == state
+        assert found["code"] == code
         assert "ss -Hltnp" in found["remedy"]

@@ -14,7 +14,7 @@ ABOUT = {"time": 1.0, "seconds": 12.34, "quick": False, "rehearsal": {"hosts": [
 def test_the_report_has_what_a_program_needs_and_survives_json() -> None:
     measured = fleet("tower", "laptop")
     made = json.loads(json.dumps(report.report(measured, [], ABOUT)))
-    assert (made["schema"], made["good"], made["seconds"]) == (1, True, 12.3)
+    assert (made["schema"], made["good"], made["seconds"]) == (2, True, 12.3)
     assert made["hosts"]["laptop"]["gemm_gflops"] == {"float32": 200.0, "bfloat16": 900.0}
     assert made["hosts"]["laptop"]["copy_gb_s"] == 12.5
     pairs = {(pair["from"], pair["to"]): pair for pair in made["pairs"]}
@@ -32,10 +32,10 @@ def test_the_screen_has_one_matrix_and_one_line_a_finding() -> None:
     made = report.report(measured, all_findings(measured), ABOUT)
     lines = report.text(made).splitlines()
     assert lines[0].split() == ["from", "\\", "to", "tower", "laptop"]
-    assert sum(line.startswith("FAULT  tower: ") for line in lines) == 1
-    assert sum(line.startswith("warning  laptop: ") for line in lines) == 1
+    assert sum(line.startswith("FAULT  NF527  tower: ") for line in lines) == 1
+    assert sum(line.startswith("warning  NF508  laptop: ") for line in lines) == 1
     assert all(" Type: " in line for line in lines if line.startswith(("FAULT", "warning")))
-    assert lines[-1] == "1 finding prevents training, 1 warning. Looked for 12 s; nothing was changed."
+    assert lines[-1] == "1 finding prevents training, 1 warning. Checked for 12 s; nothing was changed."
     assert any("store ports filtered" in line for line in lines)
     assert any("fp32 200, bf16 900 GFLOP/s" in line for line in lines)
     assert any("0.20 ms, packets to 1500" in line for line in lines)
@@ -68,7 +68,7 @@ def test_what_was_not_measured_is_said() -> None:
 def test_a_host_that_does_not_answer_has_its_place_in_the_matrix() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"].update(
-        reachable=False, facts={}, ways={}, rates={}, installed=None, data=None, rehearsal=None
+        reachable=False, facts={}, paths={}, rates={}, installed=None, data=None, rehearsal=None
     )
     lines = report.matrix(report.report(measured, [], ABOUT))
     assert any("does not answer" in line for line in lines)

@@ -89,7 +89,7 @@ class TestRunView:
             "b", state(1, ended=True, rebooted=1000.0, outcome={"outcome": "stopped", "settled": False})
         )
         assert view.rebooted == {"b": 1000.0}
-        assert "Put it back: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
+        assert "Start it again: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
             progress.run_panel(view), 200
         )
         view.fold("a", state(0, ended=True, outcome={"outcome": "stopped", "settled": True}))

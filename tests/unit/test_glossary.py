@@ -1,13 +1,15 @@
 """One term per concept: no page uses a word that docs/reference/glossary.md lists as one to avoid.
 
-A source is a name and its text, so that messages, task names and docstrings can be added to SOURCES.
+A source is a name and its text: pages, task names and messages in YAML, docstrings and messages in Python.
 """
 
+import ast
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from scripts.docs_reference import MARK
 
@@ -56,7 +58,68 @@ def pages() -> Iterator[Source]:
             yield str(path.relative_to(ROOT)), prose(text)
 
 
-SOURCES = {"pages": pages}
+class Loader(yaml.SafeLoader):
+    """Reads YAML with the tags of Ansible (`!vault`, `!unsafe`) as plain values."""
+
+
+Loader.add_multi_constructor("!", lambda loader, suffix, node: loader.construct_scalar(node))
+READ = {"name", "msg", "fail_msg", "success_msg", "description", "short_description"}  # keys a person reads
+
+
+def read_values(value: object) -> Iterator[str]:
+    """The texts of a YAML document that a person reads: names of tasks, messages, descriptions."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if key in READ:
+                yield from (
+                    text for text in ([inner] if isinstance(inner, str) else inner) if isinstance(text, str)
+                )
+            else:
+                yield from read_values(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from read_values(inner)
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"\{\{.*?\}\}|\{%.*?%\}|`[^`\n]*`|[BCIOV]\([^)]*\)", "", text, flags=re.DOTALL)
+
+
+def yaml_texts() -> Iterator[Source]:
+    """Task names, messages and descriptions of playbooks, roles and Molecule scenarios."""
+    folders = ("playbooks", "roles", "molecule", "inventory", "meta")
+    for path in sorted(path for folder in folders for path in (ROOT / folder).rglob("*.yml")):
+        for document in yaml.load_all(path.read_text(encoding="utf-8"), Loader):
+            for text in read_values(document):
+                yield str(path.relative_to(ROOT)), without_code(text)
+
+
+def python_files() -> Iterator[Path]:
+    for folder in ("trainer", "fleet", "plugins", "scripts", "benchmarks"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def docstrings() -> Iterator[Source]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    for path in python_files():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            text = ast.get_docstring(node) if isinstance(node, kinds) else None
+            if text:
+                yield f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", without_code(text)
+
+
+def python_messages() -> Iterator[Source]:
+    """The strings with a space in it: messages, help, and the documentation of modules."""
+    for path in python_files():
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        documented = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        for node in ast.walk(tree):
+            text = node.value if isinstance(node, ast.Constant) and id(node) not in documented else None
+            if isinstance(text, str) and " " in text.strip():
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", without_code(text)
+
+
+SOURCES = {"pages": pages, "yaml": yaml_texts, "docstrings": docstrings, "messages": python_messages}
 
 
 @pytest.mark.parametrize("source", SOURCES)

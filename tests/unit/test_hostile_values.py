@@ -15,15 +15,15 @@ from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
-from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check as knobs
+from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check
 
 from trainer.config import RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ROOT / "roles"
 PREFLIGHT = ROLES / "preflight"
-KNOWN = knobs.known_names(
-    ROLES, ROOT / "playbooks" / "group_vars" / "all.yml", PREFLIGHT / "vars" / "knobs.yml"
+KNOWN = settings_check.known_names(
+    ROLES, ROOT / "playbooks" / "group_vars" / "all.yml", PREFLIGHT / "vars" / "declared_settings.yml"
 )
 MEAN = [
     "x; touch MARK",
@@ -67,14 +67,16 @@ def rendered(role: str, what: str, **given: Any) -> str:
 @pytest.mark.parametrize("name", REACH_A_SHELL_OR_A_UNIT)
 def test_every_host_s_value_is_checked(name: str, value: str) -> None:
     inventory = {"tower": {}, "laptop": {name: value}}
-    found = [f for f in knobs.check({}, inventory, KNOWN, RunConfig) if "differs" not in f["problem"]]
+    found = [
+        f for f in settings_check.check({}, inventory, KNOWN, RunConfig) if "differs" not in f["problem"]
+    ]
     assert [f["host"] for f in found] == [f"inventory {name} of laptop"]
     assert found[0]["problem"].startswith(f"{name} is ")
 
 
 def test_one_value_that_all_hosts_have_is_one_finding() -> None:
     inventory = {host: {"fleet_memory": "plenty"} for host in ("tower", "laptop")}
-    [found] = knobs.check({}, inventory, KNOWN, RunConfig)
+    [found] = settings_check.check({}, inventory, KNOWN, RunConfig)
     assert found["host"] == "inventory fleet_memory"
 
 
@@ -82,18 +84,20 @@ def test_one_value_that_all_hosts_have_is_one_finding() -> None:
 def test_a_setting_of_the_whole_fleet_has_one_value(name: str) -> None:
     values = {"run_id": ("a", "b"), "shares": ("1,1", "2,2")}.get(name, ("4096", "8192"))
     inventory = {host: {name: value} for host, value in zip(("tower", "laptop"), values, strict=True)}
-    [found] = [f for f in knobs.check({}, inventory, KNOWN, RunConfig) if "differs" in f["problem"]]
+    [found] = [f for f in settings_check.check({}, inventory, KNOWN, RunConfig) if "differs" in f["problem"]]
     assert found["problem"] == (
         f"{name} differs between the hosts ({values[0]} on tower, {values[1]} on laptop); "
         "all of them need the same value."
     )
-    assert knobs.check({name: values[0]}, inventory, KNOWN, RunConfig) == []
+    assert settings_check.check({name: values[0]}, inventory, KNOWN, RunConfig) == []
 
 
 @pytest.mark.parametrize("name", ['lap"top', "lap top", "$(x)", "-oProxyCommand=x", "a\nb"])
 def test_a_host_s_own_name_is_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "is_resolvable", lambda _address: True)
-    found = preflight.inventory_findings({"t": "10.0.0.1", name: "10.0.0.2"}, ["t"], [name], ["t", name])
+    found = list(
+        preflight.inventory_findings({"t": "10.0.0.1", name: "10.0.0.2"}, ["t"], [name], ["t", name])
+    )
     assert [f["problem"].split(" cannot")[0] for f in found] == [f"The host name {name!r}"]
 
 
@@ -120,7 +124,7 @@ def test_train_yml_refuses_the_second_host_s_value_before_a_host_is_touched(tmp_
     assert done.returncode != 0
     assert "inventory fleet_memory of laptop fleet_memory is '8G; touch /tmp/x': it takes a number" in said
     assert "awx_job_id" not in said
-    assert "Look at the host" not in done.stdout
+    assert "Read the facts of the host" not in done.stdout
 
 
 # -- quoted, should one come through all the same
@@ -176,12 +180,12 @@ def test_no_value_is_more_than_a_word_of_a_unit_s_property(value: str) -> None:
         with pytest.raises(AnsibleError, match="line break"):
             rendered("launch", "__launch_again", **given)
         return
+    script = "/opt/nanofleet/unit"
     words = shlex.split(rendered("launch", "__launch_again", **given).replace("$$", "$"))
-    assert words[6:11] == [value, "-m", "trainer", "again", "--run-dir"]
-    assert words[11:13] == [f"/{value}/runs/{value}", "--wait"]
+    assert words[:7] == [script, "again", value, "-m", "trainer", "again", "--run-dir"]
+    assert words[7:9] == [f"/{value}/runs/{value}", "--wait"]
     words = shlex.split(rendered("launch", "__launch_awake", **given).replace("$$", "$"))
-    assert (words[:2], words[3:]) == (["+-/bin/sh", "-c"], [value])
-    assert value not in words[2] or value == "x"
+    assert words == [f"+-{script}", "awake", value]
 
 
 UNIT = {

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
-from ansible_collections.nanofleet.fleet.plugins.module_utils.launch_allowed import allowed
+from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed
 from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 from trainer.health.attempt import SIGTERM_WRITE_SECONDS
@@ -40,6 +40,7 @@ def command(scope: str = "system", **given: Any) -> list[str]:
         "name": rendered("__launch_unit"), "description": "", "argv": rendered("__launch_argv", **given),
         "user": "nanofleet", "setenv": rendered("__launch_setenv", **{**PLACE, **given}), "collect": False,
         "properties": rendered("__launch_properties", **given), "scope": scope,
+        "boot_condition": rendered("__launch_boot_condition", **{**PLACE, **given}),
     }  # fmt: skip
     made: list[str] = transient_unit.command_line(params)
     return made
@@ -56,6 +57,14 @@ def properties(words: list[str]) -> dict[str, str]:
 
 def addresses_of(words: list[str]) -> list[str]:
     return [value for name, value in assignments(words) if name == "IPAddressAllow"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_dollar_sign_is_in_the_unit(rank: int) -> None:
+    """systemd 252 writes one as `\\$` to the unit's file and reads it so at the next daemon-reload."""
+    assert not [
+        word for word in command(launch_rank=rank, launch_tracker_uri="http://10.0.0.9:5000") if "$" in word
+    ]
 
 
 def test_the_unit_talks_to_its_hosts_and_loopback_alone() -> None:
@@ -136,6 +145,7 @@ def test_a_users_own_unit_keeps_what_of_the_sandbox_needs_no_root() -> None:
         "NoNewPrivileges", "RestrictAddressFamilies", "RestrictNamespaces", "SystemCallFilter",
         "SystemCallArchitectures",
     }  # fmt: skip
+    assert own.pop("ExecStopPost").endswith("/.config/nanofleet/a.sh end"), "the user's own script"
     assert {name: whole[name] for name in own} == own
 
 

@@ -150,7 +150,7 @@ def test_a_way_that_is_no_cable_is_kept_and_named_where_a_cable_is_on_the_same_n
     assert chosen["interface"] == way
     (found,) = chosen["findings"]
     assert f"over {way}, which is {word}" in found["problem"]
-    assert "the cable enp3s0 is on the same network" in found["problem"]
+    assert "the wired interface enp3s0 is on the same network" in found["problem"]
 
 
 def test_a_tunnel_that_is_the_only_way_is_no_finding() -> None:
@@ -185,7 +185,7 @@ def test_a_name_server_that_does_not_answer_is_named() -> None:
     there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
     (found,) = network.choose("tower", ONE, there)["findings"]
     assert "Looking up tower takes seconds" in found["problem"]
-    assert network.lines([found, found]) == [f"tower: {found['problem']} Type: {found['remedy']}"]
+    assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Type: {found['remedy']}"]
 
 
 def published(address: str, listen: str, networks: list[str]) -> dict[str, object]:

@@ -1,15 +1,15 @@
-"""The network role's rules: ufw made equal to them, SSH kept open, the port range, other firewalls read."""
+"""The network role's rules: ufw made equal to them, SSH kept open, the port range, connections tried."""
 
 from __future__ import annotations
 
-import json
+import base64
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import network_rules as rules
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import make_rule
 from ansible_collections.nanofleet.fleet.plugins.modules import ephemeral_ports as ports
-from ansible_collections.nanofleet.fleet.plugins.modules import firewall_in_force as in_force
 from ansible_collections.nanofleet.fleet.plugins.modules import fleet_firewall as firewall
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
@@ -40,7 +40,7 @@ def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
     wanted = rules.rules(
         ["10.0.0.11"], "20000:20999", 29500, 5000, True, ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
     )
-    assert [rules.rule_line(rule) for rule in wanted] == [
+    assert [f"port {rule['port']} from {rule['source']}" for rule in wanted] == [
         "port 20000:20999 from 10.0.0.11",
         "port 29500 from 10.0.0.11",
         "port 5000 from 10.0.0.11",
@@ -53,25 +53,6 @@ def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
 def test_the_controller_needs_no_rule_if_local_unknown_or_a_peer(controller: str) -> None:
     wanted = rules.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, [controller])
     assert {rule["source"] for rule in wanted} == {"10.0.0.11"}
-
-
-def test_each_firewall_gets_the_command_in_its_own_words() -> None:
-    wanted = rules.rules(["10.0.0.11", "fd00::11"], "20000:20999", 29500, 5000, True)
-    assert rules.commands("nft", wanted, chain="inet filter input") == [
-        f"sudo nft 'insert rule inet filter input {saddr} tcp dport {{ 20000-20999, 29500, 5000 }} accept'"
-        for saddr in ("ip saddr { 10.0.0.11 }", "ip6 saddr { fd00::11 }")
-    ]
-    assert rules.commands("iptables", wanted)[1] == (
-        "sudo ip6tables -I INPUT -s fd00::11 -p tcp -m multiport --dports 20000:20999,29500,5000 -j ACCEPT"
-    )
-    firewalld = rules.commands("firewalld", wanted[:1], zone="public")
-    assert firewalld[0].startswith(
-        'sudo firewall-cmd --permanent --zone=public --add-rich-rule=\'rule family="ipv4"'
-    )
-    assert firewalld[-1] == "sudo firewall-cmd --reload"
-    assert rules.commands("ufw", wanted[:1]) == [
-        "sudo ufw prepend allow from 10.0.0.11 to any port 20000:20999 proto tcp comment nanofleet"
-    ]
 
 
 # ufw
@@ -254,165 +235,103 @@ def test_what_stands_in_the_ranges_way_is_said_in_sentences() -> None:
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
     quiet = {**state, "changed": False, "usable": 1000, "overriding": [], "listeners": []}
-    assert rules.port_findings("tower", quiet, 20000, 20999) == []
+    assert list(rules.port_findings("tower", quiet, 20000, 20999)) == []
 
 
-# Other firewalls
-
-WANTED = [{"source": "10.98.6.11", "port": "20000:20999"}]
-FIREWALLD = json.loads((Path(__file__).parent / "listings" / "firewalld.json").read_text())
-"""What `nft --json list ruleset` printed on a Debian 12 host with firewalld, after the command that
-`network_commands` gives for the peer 10.98.6.11 was typed; the chains of what comes in."""
-
-IPTABLES = """*filter
-:INPUT DROP [0:0]
-:FORWARD ACCEPT [0:0]
-:OUTPUT ACCEPT [0:0]
-:guard - [0:0]
--A INPUT -m conntrack --ctstate RELATED,ESTABLISHED -j ACCEPT
--A INPUT -i lo -j ACCEPT
--A INPUT -p tcp -m tcp --dport 22 -j ACCEPT
--A INPUT -m limit --limit 3/min -j LOG --log-prefix "[DROP ] "
--A INPUT -p tcp -j guard
-{rule}
-COMMIT
-"""
-
-
-def blocked(
-    nft: dict[str, Any] | None = None, iptables: str = "", ip6tables: str = "", wanted: Any = WANTED
-) -> list[str]:
-    listings = {"nft": nft or {}, "iptables": iptables, "ip6tables": ip6tables}
-    return [entry["chain"] for entry in in_force.find_blocked(wanted, listings, "eth0", "10.98.6.12")]
+# Hosts without sudo
 
 
 @pytest.mark.parametrize(
-    ("seen", "typed"),
+    ("active", "span", "typed"),
     [
-        (["range=32768 60999"], ""),
+        ([], "32768\t60999\n", ""),
         (
-            ["range=32768 60999", "firewall=ufw"],
+            ["ufw"],
+            "32768\t60999\n",
             "echo 'net.ipv4.ip_local_port_range = 20000 20999' | sudo tee /etc/sysctl.d/60-nanofleet.conf"
             " && sudo sysctl --load=/etc/sysctl.d/60-nanofleet.conf"
             " && sudo ufw prepend allow from 10.0.0.10 to any port 20000:20999 proto tcp comment nanofleet"
             "  (on laptop)",
         ),
         (
-            ["range=20000 20999", "firewall=nftables"],
+            ["nft"],
+            "20000\t20999\n",
             "sudo nft 'insert rule inet filter input ip saddr { 10.0.0.10 } tcp dport { 20000-20999 } accept'"
             "  (on laptop)",
         ),
     ],
 )  # fmt: skip
-def test_the_owner_of_a_host_without_sudo_gets_the_line_to_type(seen: list[str], typed: str) -> None:
-    wanted = [{"source": "10.0.0.10", "port": "20000:20999"}]
-    found = rules.owner_findings("laptop", seen, wanted, 20000, 20999)
-    assert [each["remedy"] for each in found] == ([typed] if typed else [])
-
-
-def test_firewalld_lets_in_whom_its_rich_rule_names_and_nobody_else() -> None:
-    assert blocked(FIREWALLD) == []
-    other = [{"source": "10.98.6.13", "port": "20000:20999"}, {"source": "fd42::11", "port": "20000:20999"}]
-    listings = {"nft": FIREWALLD, "iptables": "", "ip6tables": ""}
-    (entry,) = in_force.find_blocked([*WANTED, *other], listings, "eth0", "10.98.6.12")
-    assert entry["firewall"] == "firewalld"
-    assert entry["chain"] == "table inet firewalld, chain filter_INPUT"
-    assert entry["rules"] == other
-
-
-def nft(*expressions: list[dict[str, Any]], policy: str = "drop", **sets: list[Any]) -> dict[str, Any]:
-    where = {"family": "inet", "table": "mine"}
-    made: list[dict[str, Any]] = [
-        {"set": {**where, "name": name, "elem": elem}} for name, elem in sets.items()
-    ]
-    made.append({"chain": {**where, "name": "in", "type": "filter", "hook": "input", "policy": policy}})
-    return {"nftables": [*made, *({"rule": {**where, "chain": "in", "expr": e}} for e in expressions)]}
-
-
-def match(left: dict[str, Any], right: Any, op: str = "==") -> dict[str, Any]:
-    return {"match": {"op": op, "left": left, "right": right}}
-
-
-SADDR = {"payload": {"protocol": "ip", "field": "saddr"}}
-DPORT = {"payload": {"protocol": "tcp", "field": "dport"}}
-STATE = {"ct": {"key": "state"}}
-ACCEPT: dict[str, Any] = {"accept": None}
-SPAN = {"range": [20000, 20999]}
-DROP: dict[str, Any] = {"drop": None}
-
-
-@pytest.mark.parametrize(
-    ("listing", "open_"),
-    [
-        (nft(), False),
-        (nft(policy="accept"), True),
-        (nft([match(STATE, ["established", "related"], "in"), ACCEPT]), False),
-        (nft([match(SADDR, {"prefix": {"addr": "10.98.6.0", "len": 24}}), ACCEPT]), True),
-        (nft([match(SADDR, {"set": ["10.98.6.10", "10.98.6.11"]}), match(DPORT, SPAN), ACCEPT]), True),
-        (nft([match(SADDR, "@fleet"), ACCEPT], fleet=["10.98.6.11"]), True),
-        (nft([match(SADDR, "@fleet"), ACCEPT], fleet=["10.98.6.12"]), False),
-        (nft([match(SADDR, "10.98.6.11", "!="), ACCEPT]), False),
-        (nft([match({"payload": {"protocol": "udp", "field": "dport"}}, 20000), ACCEPT]), False),
-        (nft([match({"payload": {"protocol": "ip6", "field": "saddr"}}, "fd42::11"), ACCEPT]), False),
-        (nft([match({"meta": {"key": "iifname"}}, "eth*"), ACCEPT]), True),
-        (nft([{"counter": {}}, match(DPORT, {"range": [1024, 65535]}), DROP], policy="accept"), False),
-        (nft([match(STATE, "invalid", "in"), DROP], policy="accept"), True),
-        (nft([{"vmap": {"key": STATE, "data": {"set": [["new", DROP]]}}}], policy="accept"), False),
-        (nft([{"limit": {"rate": 5}}, ACCEPT]), True),  # cannot be read: no verdict
-        (nft([{"xt": None}, DROP], policy="accept"), True),
-    ],
-)  # fmt: skip
-def test_nft_rules_are_walked_as_the_kernel_does(listing: dict[str, Any], open_: bool) -> None:
-    assert blocked(listing) == ([] if open_ else ["table inet mine, chain in"])
-
-
-@pytest.mark.parametrize(
-    ("rule", "open_"),
-    [
-        ("", False),
-        ("-A guard -s 10.98.6.0/24 -p tcp -m multiport --dports 80,20000:20999 -j ACCEPT", True),
-        ("-A guard -s 10.98.6.11/32 -p tcp -m tcp --dport 20000:20999 -j RETURN", False),
-        ("-A guard ! -s 10.98.6.11/32 -p tcp -j ACCEPT", False),
-        ("-A guard -m set --match-set fleet src -j ACCEPT", True),  # cannot be read: no verdict
-        ("-A guard -p udp -j ACCEPT", False),
-        ('-A guard -m comment --comment "from -s 10.9.9.9" -j ACCEPT', True),
-        ("-A guard -d 10.98.6.99/32 -j ACCEPT", False),
-        ("-A guard -m addrtype --dst-type LOCAL -j ACCEPT", True),
-        ("-A guard -m addrtype --dst-type BROADCAST -j ACCEPT", False),
-        ("-A guard -j NFQUEUE --queue-num 0", True),
-        ("-A guard -j MARK --set-xmark 0x1/0xffffffff", False),
-    ],
-)
-def test_iptables_rules_are_walked_as_the_kernel_does(rule: str, open_: bool) -> None:
-    assert blocked(iptables=IPTABLES.format(rule=rule)) == ([] if open_ else ["iptables, chain INPUT"])
-
-
-def test_tables_that_iptables_shows_are_not_judged_by_nfts_view_of_them() -> None:
-    listing = nft()
-    for entry in listing["nftables"]:
-        for value in entry.values():
-            value.update(family="ip", table="filter")
-    assert blocked(listing) == ["table ip filter, chain in"]
-    open_ = IPTABLES.format(rule="-A guard -j ACCEPT")
-    assert blocked(listing, iptables=open_) == []
-
-
-def test_ipv6_peers_are_judged_by_ip6tables() -> None:
-    closed = "*filter\n:INPUT DROP [0:0]\nCOMMIT\n"
-    six = [{"source": "fd42::11", "port": "29500"}]
-    assert blocked(iptables=closed, wanted=six) == []
-    assert blocked(ip6tables=closed, wanted=six) == ["ip6tables, chain INPUT"]
-
-
-def test_a_verdict_names_peer_chain_and_command() -> None:
-    entry = {
-        "chain": "table inet mine, chain in",
-        "firewall": "nft",
-        "place": "inet mine in",
-        "zone": "",
-        "rules": WANTED,
+def test_the_owner_of_a_host_without_sudo_gets_the_line_to_type(
+    active: list[str], span: str, typed: str
+) -> None:
+    own = {
+        "__network_listed": {"active": active},
+        "__network_range": {"content": base64.b64encode(span.encode()).decode()},
     }
-    (found,) = rules.firewall_findings("tower", [entry], {"laptop": "10.98.6.11"})
-    assert "drops TCP 20000-20999 from laptop: table inet mine, chain in" in found["problem"]
-    assert found["remedy"].startswith("sudo nft 'insert rule inet mine in ip saddr { 10.98.6.11 }")
-    assert found["remedy"].endswith("(on tower)")
+    found = rules.findings("laptop", own, {}, {**OPTIONS, "is_root": False})
+    assert [each["remedy"] for each in found[:-1]] == ([typed] if typed else [])
+    assert "only a firewall keeps other machines" in found[-1]["problem"]
+
+
+# Connections that were tried
+
+OPTIONS = {
+    "port_low": 20000, "port_high": 20999, "store_port": 29500, "is_root": True, "comment": "nanofleet",
+    "wanted": [{"source": "10.0.0.10", "port": "20000:20999"}],
+}  # fmt: skip
+QUIET = {"changed": False, "usable": 1000, "overriding": [], "listeners": []}
+PORTS = [
+    {"port": 29500, "role": "store", "picked": False}, {"port": 41234, "role": "gloo", "picked": True},
+    {"port": 20000, "role": "gloo", "picked": False}, {"port": 20999, "role": "gloo", "picked": False},
+]  # fmt: skip
+
+
+def tried(state: str, listed: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """The findings of two hosts, by host, where laptop's packets to tower end in this state."""
+    hostvars: dict[str, Any] = {}
+    for me, address, peer in (("tower", "10.0.0.10", "laptop"), ("laptop", "10.0.0.11", "tower")):
+        seen = {"detail": "", "ms": 1.0, "seen": address}
+        ports = [{**port, **seen, "state": state if me == "laptop" else "open"} for port in PORTS]
+        hostvars[me] = {
+            "__network_filter": {"stdout": "closed"},
+            "__network_ports": QUIET,
+            "__network_listening": {"ports": PORTS, "address": address, "interface": "eth0"},
+            "__network_tried": {"peers": {peer: {"ports": ports, "up": True, "rtt_ms": {"min": 900}}}},
+            "__network_listed": {"rules": listed if me == "tower" else [], "active": []},
+        }
+    measured = rules.measured(list(hostvars), hostvars, 20000, 20999)
+    return {host: rules.findings(host, own, measured, OPTIONS) for host, own in hostvars.items()}
+
+
+def test_another_firewall_that_drops_the_fleets_packets_is_a_warning_on_its_host() -> None:
+    policy = make_rule(
+        "nft", "INPUT", "policy", "nft table inet mine, chain in (policy drop)", place="inet mine in"
+    )
+    found = tried("filtered", [policy])
+    assert found["laptop"] == []
+    (warning,) = found["tower"]
+    assert warning["severity"] == "warning"
+    assert (
+        "laptop gets no answer from tower on the store's port 29500 and Gloo's range 20000-20999"
+        in warning["problem"]
+    )
+    assert "table inet mine, chain in (policy drop) is active on tower" in warning["problem"]
+    assert warning["remedy"].startswith(
+        "sudo nft 'insert rule inet mine in ip saddr { 10.0.0.11 } tcp dport { 20000-20999, 29500 } accept'"
+    )
+
+
+def test_open_connections_are_no_finding_however_long_they_took() -> None:
+    assert tried("open", []) == {"tower": [], "laptop": []}
+
+
+def test_hosts_that_did_not_listen_are_not_judged() -> None:
+    own: dict[str, Any] = {"__network_listening": {"skipped": True}, "__network_tried": {"peers": {}}}
+    hostvars = {"tower": own, "laptop": {}}
+    measured = rules.measured(list(hostvars), hostvars, 20000, 20999)
+    assert (
+        rules.findings(
+            "tower", {"__network_filter": {"stdout": "closed"}, "__network_ports": QUIET}, measured, OPTIONS
+        )
+        == []
+    )

@@ -1,4 +1,4 @@
-"""The preflight role: every sentence about a knob, an inventory or a host, and the table of them all."""
+"""The preflight role: every sentence about a setting, an inventory or a host, and the table of them all."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
-from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check as knobs
+from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check
 
 from trainer.config import RunConfig
 
@@ -15,20 +15,21 @@ ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
 
 
-KNOWN = knobs.known_names(
-    ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "knobs.yml"
+KNOWN = settings_check.known_names(
+    ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "declared_settings.yml"
 )
 INTERNAL = (
-    knobs.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml").keys() - KNOWN.keys()
+    settings_check.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml").keys()
+    - KNOWN.keys()
 )
 
 
 def check(asked: dict[str, Any], inventory: dict[str, Any] | None = None) -> list[tuple[str, str, str]]:
-    found = knobs.check(asked, {"tower": inventory or {}}, KNOWN, RunConfig, INTERNAL)
+    found = settings_check.check(asked, {"tower": inventory or {}}, KNOWN, RunConfig, INTERNAL)
     return [(f["host"], f["problem"], f["remedy"]) for f in found]
 
 
-# -- knobs
+# -- settings
 
 
 def test_good_knobs_pass_as_text_and_as_numbers() -> None:
@@ -55,7 +56,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
     assert check({name: "8"}) == [
         (
             f"-e {name}=8",
-            f"no such knob; did you mean {nearest}?",
+            f"no such setting; did you mean {nearest}?",
             f"the same with -e {nearest}=8 instead of -e {name}=8",
         )
     ]
@@ -85,19 +86,19 @@ def test_every_setting_of_a_role_is_documented_for_a_person() -> None:
     text = "\n".join(page.read_text() for page in (sample / "hosts.yml", sample / "group_vars" / "fleet.yml"))
     one_command = ("lab_", "reset_")  # with -e alone; their roles' READMEs list them
     assert [name for name in settings if not name.startswith(one_command) and f"{name}:" not in text] == []
-    defined = knobs.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml")
+    defined = settings_check.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml")
     assert [name for name in settings if name not in defined] == []
 
 
 def test_a_name_like_no_other_points_to_the_list() -> None:
     [(where, problem, remedy)] = check({"zzzzzz": "8"})
-    assert (where, problem) == ("-e zzzzzz=8", "no such knob.")
+    assert (where, problem) == ("-e zzzzzz=8", "no such setting.")
     assert "inventory/sample/group_vars/fleet.yml" in remedy
 
 
 def test_a_word_without_a_value_is_refused() -> None:
     [(where, problem, remedy)] = check({"_raw_params": "depth 8"})
-    assert (where, problem) == ("-e depth", "a knob needs a value.")
+    assert (where, problem) == ("-e depth", "a setting needs a value.")
     assert "-e depth=VALUE" in remedy
     assert "-e 'NAME=\"a b\"'" in remedy  # a word may also be what a blank has cut off a value
 
@@ -141,9 +142,10 @@ def test_a_value_that_cannot_be_used_gets_a_sentence(
 def test_choices_are_listed() -> None:
     spec = {"type": "str", "choices": ["up", "down"]}
     assert (
-        knobs.value_problem("lab_state", "sideways", spec) == "lab_state is 'sideways': it takes up or down."
+        settings_check.value_problem("lab_state", "sideways", spec)
+        == "lab_state is 'sideways': it takes up or down."
     )
-    assert knobs.value_problem("lab_hosts", "9", {"type": "int", "min": 1, "max": 8}) == (
+    assert settings_check.value_problem("lab_hosts", "9", {"type": "int", "min": 1, "max": 8}) == (
         "lab_hosts is 9: it takes a whole number from 1 to 8."
     )
 
@@ -155,7 +157,7 @@ def test_templates_are_left_to_where_they_are_used() -> None:
 def test_both_names_of_the_steps_are_refused() -> None:
     [(where, problem, typed)] = check({"steps": "20", "num_iterations": "30"})
     assert (where, typed) == ("-e steps=20", "the same without -e num_iterations=30")
-    assert problem == "steps and num_iterations are the same knob; give one of them."
+    assert problem == "steps and num_iterations are the same setting; give one of them."
 
 
 def test_all_findings_come_at_once_and_the_inventorys_too() -> None:
@@ -164,8 +166,9 @@ def test_all_findings_come_at_once_and_the_inventorys_too() -> None:
 
 
 def test_every_knob_of_our_own_is_read_by_a_playbook_or_the_wiring() -> None:
-    read = "\n".join(path.read_text() for path in (ROOT / "playbooks").rglob("*.yml"))
-    own = yaml.safe_load((ROLE / "vars" / "knobs.yml").read_text())["preflight_known_knobs"]
+    readers = [*(ROOT / "playbooks").rglob("*.yml"), ROOT / "plugins" / "lookup" / "run_settings.py"]
+    read = "\n".join(path.read_text() for path in readers)
+    own = yaml.safe_load((ROLE / "vars" / "declared_settings.yml").read_text())["preflight_declared_settings"]
     assert [name for name in own if not re.search(rf"\b{name}\b", read)] == []
 
 
@@ -250,5 +253,6 @@ def test_an_empty_inventory_points_to_the_sample() -> None:
 
 @pytest.mark.usefixtures("_every_name_resolves")
 def test_a_fleet_of_one_or_more_passes() -> None:
-    assert preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], [], ["a"]) == []
-    assert preflight.inventory_findings({"a": "tower.lan", "b": "10.0.0.2"}, ["a"], ["b"], ["b", "a"]) == []
+    assert not list(preflight.inventory_findings({"a": "10.0.0.1"}, ["a"], [], ["a"]))
+    two = {"a": "tower.lan", "b": "10.0.0.2"}
+    assert not list(preflight.inventory_findings(two, ["a"], ["b"], ["b", "a"]))

@@ -160,7 +160,7 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
     found = hosts.host_findings(["a", "laptop"], {"a": down, "laptop": old}, LIMITS)
     lines = findings.table(found).splitlines()
     assert lines[0] == "3 findings; nothing was changed."
-    assert [line.split("  ")[0] for line in lines[1::2]] == ["a", "laptop", "laptop"]
+    assert [line[:13] for line in lines[1::2]] == ["NF101  a     ", "NF107  laptop", "NF111  laptop"]
     assert all(line.strip().startswith("Type: ") for line in lines[2::2])
 
 
@@ -168,9 +168,9 @@ def test_warnings_follow_what_stops() -> None:
     found = told(put(AWAKE, machine="riscv64"))
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
-        "        Type: remove laptop from the inventory",
-        "laptop  It falls asleep when its lid is closed; a run holds that back while it computes, but not "
-        "between two attempts.",
+        "               Type: remove laptop from the inventory",
+        "NF121  laptop  It falls asleep when its lid is closed; a run holds that back while it computes, "
+        "but not between two attempts.",
     ]
     assert findings.refusals(found) == found[:1]
     assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")

@@ -100,7 +100,7 @@ def test_a_release_says_what_is_left_to_do_about_the_others() -> None:
 def test_an_active_run_on_a_host_out_of_reach_of_stop_yml_is_left_to_the_reset(
     host: str, stops: bool
 ) -> None:
-    hostvars = {host: {**HOSTVARS[host], "launch_active": ["d8"]}}
+    hostvars = {host: {**HOSTVARS[host], "run_remove_active": ["d8"]}}
     lines = " ".join(reset.report([host], hostvars, False, [], fleet=["tower", "laptop"]))
     assert "so it would be refused" in lines
     assert "-e reset_force=true" in lines

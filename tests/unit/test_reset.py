@@ -8,12 +8,12 @@ ROLE = Path(__file__).resolve().parents[2] / "roles" / "reset"
 
 HOSTVARS = {
     "tower": {
-        "launch_removed": ["unit nanofleet-d8.service"],
-        "launch_kept": ["/var/lib/nanofleet/runs"],
+        "run_remove_removed": ["unit nanofleet-d8.service"],
+        "run_remove_kept": ["/var/lib/nanofleet/runs"],
         "runtime_removed": ["/opt/nanofleet", "/opt/nanofleet"],
         "runtime_left": ["/opt/nanofleet/notes"],
     },
-    "laptop": {"launch_removed": [], "runtime_removed": []},
+    "laptop": {"run_remove_removed": [], "runtime_removed": []},
 }
 
 
@@ -32,7 +32,7 @@ def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
 
 
 def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
-    hostvars = {host: {**HOSTVARS["tower"], "launch_active": ["d8"]} for host in ("tower", "laptop")}
+    hostvars = {host: {**HOSTVARS["tower"], "run_remove_active": ["d8"]} for host in ("tower", "laptop")}
     lines = reset.report(["tower", "laptop"], hostvars, False, [])
     assert lines[-3] == (
         "A run is active on tower, laptop (d8), so it would be refused. "

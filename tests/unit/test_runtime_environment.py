@@ -176,8 +176,7 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
         python, torch, index = [*kind.split("/", 2), "", ""][:3]
         seen = {"python": python, "machine": "x86_64"}
         found[name] = {
-            "__runtime_probe": {"host": seen},
-            "__runtime_build": {"torch": torch or "cpu", "index": index},
+            "runtime_kind": filters.runtime_kind(seen, torch or "cpu", index),
             "__runtime_asked": {
                 "ready": True,
                 "installed": installed,
@@ -193,17 +192,22 @@ def test_the_odd_host_is_named() -> None:
     same = hostvars(
         a=("3.11", "x" * 64, torch), b=("3.11", "x" * 64, torch), c=("3.12", "z" * 64, {"torch": "2.0"})
     )
-    assert filters.runtime_findings(["a", "b", "c"], same) == []
-    assert [kind["name"] for kind in filters.runtime_kinds(["a", "b", "c"], same)] == [
+    assert not list(filters.runtime_findings(["a", "b", "c"], same))
+    assert [host["runtime_kind"]["name"] for host in same.values()] == [
+        "3.11-x86_64",
         "3.11-x86_64",
         "3.12-x86_64",
     ]
     odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
     odd["d"]["__runtime_asked"]["project"] = "q" * 64
-    found = filters.runtime_findings(["a", "b", "c", "d"], odd)
-    assert [sentence.split(":")[0].split()[0] for sentence in found] == ["d", "d", "d"]
-    assert "torch 1.9, the others 2.0" in found[1]
-    assert "the trainer qqqqqqqqqqqq, the others pppppppppppp" in found[2]
+    found = list(filters.runtime_findings(["a", "b", "c", "d"], odd))
+    assert [(each["host"], each["code"]) for each in found] == [
+        ("d", "NF301"),
+        ("d", "NF302"),
+        ("d", "NF303"),
+    ]
+    assert "torch 1.9, the others 2.0" in found[1]["problem"]
+    assert "the trainer qqqqqqqqqqqq, the others pppppppppppp" in found[2]["problem"]
 
 
 def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() -> None:
@@ -213,14 +217,13 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
         b=("3.11/cuda", "y" * 64, {"torch": "2.13.0", "numpy": "2", "triton": "3"}),
         c=(f"3.11/cuda/{index}", "z" * 64, {"torch": "2.13.0+cu126", "numpy": "2", "triton": "3"}),
     )
-    assert filters.runtime_findings(["a", "b", "c"], mixed) == []
-    kinds = filters.runtime_kinds(["a", "b", "c"], mixed)
+    assert not list(filters.runtime_findings(["a", "b", "c"], mixed))
+    kinds = [host["runtime_kind"] for host in mixed.values()]
     assert [(kind["name"], kind["torch"]) for kind in kinds] == [
         ("3.11-x86_64", "cpu"),
-        ("3.11-x86_64-cu126", "cuda"),
         ("3.11-x86_64-cuda", "cuda"),
+        ("3.11-x86_64-cu126", "cuda"),
     ]
-    assert [filters.runtime_index(kind["name"], ["a", "b", "c"], mixed) for kind in kinds] == ["", index, ""]
     said = filters.runtime_summary(["a", "b", "c"], mixed)
     assert "torch 2.13.0, the trainer pppppppppppp" in said
     assert "3.11-x86_64-cu126 zzzzzzzzzzzz on c" in said
@@ -229,5 +232,5 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
 def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
     bare = hostvars(a=("3.11", "", {}))
     bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
-    assert filters.runtime_findings(["a"], bare) == []
+    assert not list(filters.runtime_findings(["a"], bare))
     assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."

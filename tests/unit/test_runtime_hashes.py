@@ -21,7 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pip a
 from ansible_collections.nanofleet.fleet.plugins.modules import runtime_host, wheelhouse
 from packaging.version import Version
 from role_files import call
-from wheels import INDEX, ROLE, ROOT, make_wheel
+from wheels import INDEX, ROLE, ROOT, WHEELHOUSE, make_wheel
 
 from scripts import lock
 
@@ -87,7 +87,7 @@ def test_a_wheel_with_another_hash_is_refused_by_name(
 ) -> None:
     another_index(monkeypatch, name)
     with pytest.raises(
-        wheelhouse.WheelhouseError, match=rf"{name}-\S+\.whl \(sha256 .* is not what \S+hashes\.txt"
+        wheelhouse.WheelhouseError, match=rf"{name}-\S+\.whl \(sha256 .* does not match \S+hashes\.txt"
     ):
         wheelhouse.run(locked, False)
     assert not Path(locked["dest"]).exists()
@@ -99,7 +99,7 @@ def test_a_wheelhouse_that_was_brought_is_checked_as_well(
     """Its own lock agrees with its wheels; only the committed hashes show that one is another."""
     another_index(monkeypatch, "beta")
     wheelhouse.run({**locked, "hashes": ""}, False)
-    with pytest.raises(wheelhouse.WheelhouseError, match=r"beta-2\.0-py3-none-any\.whl .* is not what"):
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"beta-2\.0-py3-none-any\.whl .* does not match"):
         wheelhouse.run({**locked, "offline": True}, False)
 
 
@@ -108,7 +108,7 @@ def test_a_wheel_without_a_committed_hash_is_named_and_can_be_refused(locked: di
     assert first["unverified"] == ["old-0.1-py3-none-any.whl"]
     assert wheelhouse.run(locked, False)["unverified"] == first["unverified"], "each time, not only once"
     with pytest.raises(
-        wheelhouse.WheelhouseError, match=r"old-0\.1\S+ has no hash .* runtime_require_hashes"
+        wheelhouse.WheelhouseError, match=r"old-0\.1\S+ has no hash .* wheelhouse_require_hashes"
     ):
         wheelhouse.run({**locked, "require_hashes": True}, False)
 
@@ -147,7 +147,9 @@ def test_an_entry_with_a_marker_holds_for_such_hosts_alone(tmp_path: Path) -> No
 def test_a_line_without_a_pin_or_a_hash_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "hashes.txt"
     path.write_text(line + "\n")
-    with pytest.raises(ValueError, match=r"no pinned package with its hashes\. Type: make lock"):
+    with pytest.raises(
+        ValueError, match=r"with hashes\. The file is out of date or was edited\. Type: make lock"
+    ):
         hashes.read_hashes(path, pins.markers_of("3.11", "x86_64"))
 
 
@@ -175,19 +177,18 @@ def test_an_index_with_a_password_is_on_no_command_line(
 def test_an_index_with_a_password_is_sent_to_no_host_and_shown_nowhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    [look, note] = yaml.safe_load((ROLE / "tasks" / "look.yml").read_text())
-    assert "index" not in json.dumps(look), "the arguments of a process on a host are everybody's to read"
+    [read, note] = yaml.safe_load((ROLE / "tasks" / "facts.yml").read_text())
+    assert "index" not in json.dumps(read), "the arguments of a process on a host are everybody's to read"
     assert note["no_log"] is True
     seen = call(runtime_host, monkeypatch, python=sys.executable, user="root", folders=["/"])["host"]
     assert seen["account"]["home"] == "/root"
     assert seen["python"] == ".".join(map(str, sys.version_info[:2]))
-    host = {
-        "__runtime_probe": {"host": {"python": "3.11", "machine": "x86_64"}},
-        "__runtime_build": {"torch": "cuda", "index": "https://me:secret@index.example"},
-    }
-    assert filters.runtime_kinds(["a"], {"a": host}) == [
-        {"name": "3.11-x86_64-cuda", "python": "3.11", "machine": "x86_64", "torch": "cuda"}
-    ]
+    assert filters.runtime_kind(
+        {"python": "3.11", "machine": "x86_64"}, "cuda", "https://me:secret@index.example"
+    ) == {"name": "3.11-x86_64-cuda", "python": "3.11", "machine": "x86_64", "torch": "cuda"}
+    [make, publish] = yaml.safe_load((WHEELHOUSE / "tasks" / "main.yml").read_text())
+    assert "index" not in json.dumps([make["loop"], make["loop_control"], publish]), "an item is shown"
+    assert make["delegate_to"] == "localhost"
 
 
 def test_the_scripts_put_no_index_on_a_command_line_either(

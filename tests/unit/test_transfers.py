@@ -56,7 +56,7 @@ def test_every_bulk_transfer_checks_the_hosts_key_as_the_inventory_says() -> Non
     assert {path for path, _ in found} >= {
         "roles/runtime/tasks/update.yml",
         "roles/dataset/tasks/push.yml",
-        "roles/launch/tasks/fetch_host.yml",
+        "roles/run_fetch/tasks/host.yml",
     }
     unchecked = [path for path, options in found if options.get("verify_host") is not True]
     assert unchecked == [], "without verify_host: true rsync sends to whoever answers"

@@ -1,11 +1,11 @@
-"""The launch role's modules and filters, and made-up states of a run for them."""
+"""Made-up states of a run, for the modules and filters of the roles on runs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_plan as launch
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_plan as launch
 from ansible_collections.nanofleet.fleet.plugins.modules import (
     run_state,
 )
@@ -38,5 +38,5 @@ def beat(**changes: Any) -> dict[str, Any]:
 
 
 def plan(given: dict[str, Any], *states: dict[str, Any], run_id: str = "a") -> dict[str, Any]:
-    result: dict[str, Any] = launch.launch_plan(given, run_id, list(states) or [state(), state()], HOSTS, "m")
+    result: dict[str, Any] = launch.plan_run(given, run_id, list(states) or [state(), state()], HOSTS, "m")
     return result

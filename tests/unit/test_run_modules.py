@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 import torch
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_report as report
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils import log_lines as log
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report as report
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_status as status
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import (
     installed_environment,
     run_state,
     transient_unit,
 )
-from launch_role import beat
 from role_files import call
+from run_states import beat
 
 from trainer.config import code_digest
 
@@ -67,6 +68,9 @@ esac
         tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tools}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(
+        boot_entry, "_folders", lambda _scope: (str(tmp_path / "etc"), str(tmp_path / "units"))
+    )
     # A lab on this machine may have a unit of that name, whose processes are this machine's.
     monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [])
     return tmp_path
@@ -94,6 +98,67 @@ def test_a_unit_is_started_once(systemd: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not second["changed"]
     assert second["unit"]["active_state"] == "active"
     assert len(called(systemd, "systemd-run ")) == 1
+
+
+def test_a_run_returns_after_a_boot_until_it_is_stopped(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["/bin/echo", "it's $HOME"], "user": "nanofleet",
+        "boot_condition": ["/venv/python", "-m", "trainer", "again"],
+    }  # fmt: skip
+    (systemd / "units").mkdir()
+    started = call(transient_unit, monkeypatch, **wanted)
+    script, template = systemd / "etc" / "a.sh", systemd / "units" / "nanofleet@.service"
+    assert script.stat().st_mode & 0o777 == 0o700, "root executes it"
+    assert f"ExecStart=/bin/sh {systemd}/etc/%i.sh" in template.read_text()
+    assert called(systemd, "systemctl enable") == ["systemctl enable nanofleet@a.service"]
+    assert 'runuser -u nanofleet -- /venv/python -m trainer again "$at"\n' in script.read_text()
+    assert f"ExecStopPost=+-/bin/sh {script} end" in " ".join(started["command"])
+    assert boot_entry.entries("system") == ["nanofleet-a.service"]
+
+    # The script types the command that the module has typed, and removes itself once the run is over.
+    tools = systemd / "bin"
+    (tools / "runuser").write_text(
+        f"#!/bin/sh\necho $* >> {systemd}/asked\nexit $(cat {systemd}/condition)\n"
+    )
+    (tools / "runuser").chmod(0o755)
+    (systemd / "condition").write_text("0")
+    (systemd / "calls").write_text("")
+    subprocess.run(["/bin/sh", str(script)], check=True)
+    (line,) = called(systemd, "systemd-run ")
+    assert line == " ".join(["systemd-run", "--no-block", *started["command"][1:]])
+    subprocess.run(["/bin/sh", str(script), "end"], check=True)
+    assert len(called(systemd, "systemd-run ")) == 1, (
+        "an end that is to be followed by a restart starts nothing"
+    )
+    asked = (systemd / "asked").read_text().splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in asked] == ["boot", "end"]
+    (systemd / "condition").write_text("75")
+    assert subprocess.run(["/bin/sh", str(script)], check=False).returncode == 1
+    assert script.exists(), "the condition could not be asked: it is, when the host boots again"
+    (systemd / "condition").write_text("1")
+    subprocess.run(["/bin/sh", str(script), "end"], check=True)
+    assert called(systemd, "systemctl disable") == ["systemctl disable nanofleet@a.service"]
+    assert not script.parent.exists()
+    assert not template.exists()
+
+
+def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "units").mkdir()
+    for name in ("a", "b"):
+        boot_entry.write(f"nanofleet-{name}.service", ["systemd-run"], ["true"], "", "system")
+    state = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    assert state["at_boot"]
+    assert state["known_units"] == ["nanofleet-a.service", "nanofleet-b.service"]
+    absent = {"name": "nanofleet-a", "state": "absent"}
+    assert call(transient_unit, monkeypatch, check=True, **absent)["changed"]
+    assert call(transient_unit, monkeypatch, **absent)["changed"], "the unit itself is gone already"
+    assert not call(transient_unit, monkeypatch, **absent)["changed"]
+    assert not call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")["at_boot"]
+    assert (systemd / "units" / "nanofleet@.service").exists(), "b returns"
+    assert call(transient_unit, monkeypatch, name="nanofleet-b", state="absent")["changed"]
+    assert not (systemd / "etc").exists()
 
 
 def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,13 +405,13 @@ def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
         "=== nanofleet-a started\nE1121 16:55:44 api.py:1002] failed (exitcode: -9) local_rank: 0 (pid: 7)\n"
     )
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
-    said = status.launch_status({"tower": dead}, "a")
+    said = status.status_screen({"tower": dead}, "a")
     assert f"tower: {log.KILLED} in forward after step 3." in said.splitlines()
     assert "exitcode" not in said
     settled = "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in forward after step 3."
     (run_dir / "outcome.json").write_text(json.dumps({"outcome": "retryable", "reason": settled}))
     dead = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
-    assert status.launch_status({"tower": dead}, "a").count("Killed") == 1
+    assert status.status_screen({"tower": dead}, "a").count("Killed") == 1
 
 
 def test_a_rank_that_has_ended_is_told_from_one_that_lives(

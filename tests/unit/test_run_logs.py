@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible.errors import AnsibleFilterError
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_logs as logs
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_logs as logs
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import summary
 from ansible_collections.nanofleet.fleet.plugins.modules import run_files, run_log
-from launch_role import ROOT
 from role_files import call
+from run_states import ROOT, state
 
 
 @pytest.fixture
@@ -108,11 +108,9 @@ def test_a_step_is_told_by_one_host_unless_all_are_asked_for(
     assert [line["text"] for line in quiet["lines"]] == ["step 1: 2.1 bits per byte", "step 2/9"]
     assert quiet["cursor"] == "c4", "what is left out is not read again"
     assert len(call(run_log, monkeypatch, **asked)["lines"]) == 4
-    up = {"found": True}
-    fleet = {"tower": up, "laptop": up}
-    assert [logs.launch_tells_steps(fleet, host) for host in fleet] == [True, False]
-    without = {"tower": {"unreachable": True}, "laptop": up, "attic": up}
-    assert [logs.launch_tells_steps(without, host) for host in without] == [False, True, False]
+    up = state(found=True)
+    assert summary({"tower": up, "laptop": up})["speaker"] == "tower"
+    assert summary({"tower": {"unreachable": True}, "laptop": up, "attic": up})["speaker"] == "laptop"
 
 
 def line(text: str, time: float | None, rank: int | None = None) -> dict[str, Any]:
@@ -126,7 +124,7 @@ def read(*lines: dict[str, Any], error: int | None = None, source: str = "journa
 def test_lines_are_merged_by_time_and_the_first_error_stands_first() -> None:
     tower = read(line("step 1", 10.0, 0), line("Lost rank 1", 13.0, 0), error=1)
     laptop = read(line("step 1", 11.0, 1), line("ValueError: no rows", 12.0, 1), error=1)
-    said = logs.launch_logs({"tower": tower, "laptop": laptop, "attic": {"unreachable": True}}, "a")
+    said = logs.merged_logs({"tower": tower, "laptop": laptop, "attic": {"unreachable": True}}, "a")
     first, merged = said.split("Run a: 4 lines")
     assert "ValueError: no rows" in first
     assert "Lost rank 1" not in first
@@ -142,25 +140,25 @@ def test_how_a_run_ended_stands_last() -> None:
     outcome = {"outcome": "final", "reason": "The disk is full."}
     ended = {"found": True, "ended": True, "outcome": outcome}
     states = {"tower": ended, "laptop": {**ended, "outcome": {**outcome, "reason": "tower: full."}}}
-    said = logs.launch_logs({"tower": read}, "a", 10, states).splitlines()
+    said = logs.merged_logs({"tower": read}, "a", 10, states).splitlines()
     assert said[-2:] == [
         "Outcome:     final on tower: The disk is full.", "Outcome:     final on laptop: tower: full.",
     ]  # fmt: skip
-    assert "Outcome" not in logs.launch_logs({"tower": read}, "a", 10, {"tower": {**ended, "ended": False}})
+    assert "Outcome" not in logs.merged_logs({"tower": read}, "a", 10, {"tower": {**ended, "ended": False}})
 
 
 def test_lines_without_a_time_keep_their_place() -> None:
-    said = logs.launch_logs({"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1)
+    said = logs.merged_logs({"tower": read(line("a", None), line("b", None), source="file")}, "x", newest=1)
     assert said.splitlines()[-1] == "-------- tower  b"
     assert "no times" in said
 
 
 def test_more_lines_are_offered_as_far_as_preflight_admits_them() -> None:
-    knobs = yaml.safe_load((ROOT / "roles" / "preflight" / "vars" / "knobs.yml").read_text())
-    at_most = knobs["preflight_known_knobs"]["log_lines"]["max"]
+    declared = yaml.safe_load((ROOT / "roles" / "preflight" / "vars" / "declared_settings.yml").read_text())
+    at_most = declared["preflight_declared_settings"]["log_lines"]["max"]
     for newest in (100, 5000, at_most):  # logs.yml's own, with since, and all there are
         many = read(*[line(str(n), None) for n in range(newest)])
-        offered = re.search(r"log_lines=(\d+)", logs.launch_logs({"tower": many}, "x", newest=newest))
+        offered = re.search(r"log_lines=(\d+)", logs.merged_logs({"tower": many}, "x", newest=newest))
         assert newest <= at_most
         if newest < at_most:
             assert offered
@@ -176,12 +174,12 @@ def test_more_lines_are_offered_as_far_as_preflight_admits_them() -> None:
      ("2026-11-21T14:05", "2026-11-21 14:05"), ("14:05", "14:05")],
 )  # fmt: skip
 def test_since_is_a_span_or_a_moment(given: str, asked: str) -> None:
-    assert logs.launch_since(given) == asked
+    assert run_log.since_words(given) == asked
 
 
 def test_another_since_is_refused() -> None:
-    with pytest.raises(AnsibleFilterError, match="since=soon is no time"):
-        logs.launch_since("soon")
+    with pytest.raises(ValueError, match="since=soon is no time"):
+        run_log.since_words("soon")
 
 
 @pytest.fixture
@@ -210,8 +208,8 @@ def test_copies_are_compared_with_what_was_listed(run_dir: Path, monkeypatch: py
     (run_dir / "metrics.jsonl").write_text("on")
     (run_dir / "checkpoints" / "step_000002" / "model.pt").write_text("weighty")
     assert faults() == [
-        "metrics.jsonl is not what its sha256 says",
-        "checkpoints/step_000002/model.pt is not what its sha256 says",
+        "metrics.jsonl does not match its sha256",
+        "checkpoints/step_000002/model.pt does not match its sha256",
     ]
     (run_dir / "metrics.jsonl").unlink()
     assert "metrics.jsonl is missing" in faults()
@@ -223,7 +221,7 @@ def test_a_checkpoint_damaged_on_the_host_is_found_out(
     (run_dir / "checkpoints" / "step_000002" / "model.pt").write_text("w?ights")
     listed = call(run_files, monkeypatch, path=str(run_dir), checkpoint="checkpoints/step_000002")
     compared = call(run_files, monkeypatch, path=str(run_dir), expected=listed["files"])
-    assert compared["faults"] == ["checkpoints/step_000002/model.pt is not what its sha256 says"]
+    assert compared["faults"] == ["checkpoints/step_000002/model.pt does not match its sha256"]
 
 
 def test_a_checkpoint_that_was_dropped_meanwhile_is_told(

@@ -17,8 +17,8 @@ import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
 from ansible_collections.nanofleet.fleet.plugins.module_utils import service_user as user_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import run_directory, run_files, run_state
-from launch_role import ROLE, ROOT
 from role_files import call
+from run_states import ROOT
 
 USER = "nobody"
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="changes its user, which takes root")
@@ -186,7 +186,7 @@ def test_only_names_that_a_run_can_have_are_runs_and_checkpoints(tmp_path: Path)
 # -- the roles' tasks ------------------------------------------------------------------------------------
 
 STATE = re.compile(
-    r"(launch_state_dir|run_dir|runtime_home|tracker_dir|__tracker_stamp|runtime_keep|item\.key)\b"
+    r"((launch|run_remove)_state_dir|run_state_dir|run_dir|runtime_home|tracker_dir|__tracker_stamp|runtime_keep|item\.key)\b"
 )
 WRITES = {f"ansible.builtin.{name}" for name in ("file", "copy", "template", "slurp", "fetch", "lineinfile")}
 
@@ -214,9 +214,14 @@ def test_root_follows_no_link_below_the_state_directory() -> None:
 
 
 def test_every_module_that_opens_files_of_a_run_is_told_whose_rights_to_use() -> None:
-    opens = ("run_state", "run_log", "follow_log", "run_files", "run_directory", "end_run")
-    for path in sorted((ROLE / "tasks").glob("*.yml")):
+    names = ("run_state", "run_log", "follow_log", "run_files", "run_directory", "end_run")
+    opens, seen = {f"nanofleet.fleet.{name}" for name in names}, set()
+    for path in sorted((ROOT / "roles").glob("*/tasks/*.yml")):
         for task in tasks_of(yaml.safe_load(path.read_text())):
-            for module in set(opens) & set(task):
+            for module in opens & set(task):
+                seen.add(module)
                 if task.get("delegate_to") != "localhost":
-                    assert task[module].get("user") == "{{ launch_user }}", f"{path.name}: {task['name']}"
+                    user = task[module].get("user", "")
+                    where = f"{path.relative_to(ROOT)}: {task['name']}"
+                    assert re.fullmatch(r"\{\{ \w+_user \}\}", user), where
+    assert seen == opens

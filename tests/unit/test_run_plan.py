@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_installed as installed
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_plan as launch
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_transfer as alone
-from launch_role import HOSTS, ROLE, ROOT, beat, plan, state, stored
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_installed as installed
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_plan as launch
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_refusals as refusals
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as summary
+from run_states import HOSTS, ROLE, ROOT, beat, plan, state, stored
 
 from trainer.config import SCHEMA, RunConfig, code_digest
 
@@ -164,10 +164,10 @@ def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> Non
     assert made["file"]["chosen_from"] == []
     left = {"outcome": "final", "alone": LEFT_TO_LAPTOP}
     ends = {"tower": state(outcome={"outcome": "retryable"}), "laptop": state(outcome=left)}
-    assert alone.launch_left_to({"tower": state(), "laptop": state()}) == {}
-    assert alone.launch_left_to({"tower": state(outcome={"outcome": "final", "alone": None})}) == {}
-    assert alone.launch_left_to(ends) == LEFT_TO_LAPTOP
-    there = alone.launch_alone(made, LEFT_TO_LAPTOP)
+    assert summary.transferred({"tower": state(), "laptop": state()}) == {}
+    assert summary.transferred({"tower": state(outcome={"outcome": "final", "alone": None})}) == {}
+    assert summary.transferred(ends) == LEFT_TO_LAPTOP
+    there = launch.transfer_plan(made, LEFT_TO_LAPTOP)
     assert (there["file"]["hosts"], there["file"]["chosen_from"]) == (["laptop"], HOSTS)
     assert there["file"]["config"] == made["file"]["config"]
     assert there["ends"] == {"tower": [UNIT], "laptop": [UNIT]}
@@ -195,11 +195,11 @@ def test_a_run_that_was_left_to_one_host_stays_there() -> None:
     held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
     assert "Port 29500 on laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
     assert plan({}, state(listeners=[held]), left_to_laptop())["action"] == "resume"
-    assert "Port 29500 on laptop" in launch.launch_busy(state(listeners=[held]), "laptop", "a")
-    assert launch.launch_busy(state(active_units=[UNIT]), "laptop", "a") == ""
+    assert "Port 29500 on laptop" in refusals.busy(state(listeners=[held]), "laptop", "a")
+    assert refusals.busy(state(active_units=[UNIT]), "laptop", "a") == ""
     other = plan({}, state(active_units=["nanofleet-b.service"]), state())
     assert other["action"] == "refuse", "a run on all hosts needs tower"
-    gone = launch.launch_plan({}, "a", [left_to_laptop()], ["tower"], "m")
+    gone = launch.plan_run({}, "a", [left_to_laptop()], ["tower"], "m")
     assert (gone["file"]["hosts"], gone["file"]["chosen_from"]) == (["tower"], [])
 
 
@@ -207,19 +207,19 @@ def test_shares_are_those_asked_for_or_of_the_same_hosts_before() -> None:
     def shares(asked: str, before: object, hosts: list[str] = HOSTS) -> object:
         run = stored()
         run["run_file"] |= {"shares": before, "hosts": hosts}
-        return launch.launch_plan({}, "a", [state(**run), state()], HOSTS, "", asked)["file"]["shares"]
+        return launch.plan_run({}, "a", [state(**run), state()], HOSTS, "", asked)["file"]["shares"]
 
-    assert launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "auto")["file"]["shares"] == "auto"
+    assert launch.plan_run({}, "a", [state(), state()], HOSTS, "", "auto")["file"]["shares"] == "auto"
     assert shares("", [3, 1]) == [3, 1]
     assert shares("", [3, 1], ["elsewhere", *HOSTS[1:]]) == []
     assert shares("", "auto", ["elsewhere", *HOSTS[1:]]) == "auto"
     assert shares("equal", "auto") == []
-    wrong = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "3")
+    wrong = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "3")
     assert wrong["action"] == "refuse"
     assert "shares is 3: it must be 2 number(s), one for each rank on" in wrong["message"]
-    four = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
+    four = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "2,2,1,1", 2)
     assert four["file"]["shares"] == [2, 2, 1, 1]
-    refused = launch.launch_plan({}, "a", [state(), state()], HOSTS, "", "0,4")
+    refused = launch.plan_run({}, "a", [state(), state()], HOSTS, "", "0,4")
     assert (refused["action"], refused["message"][:13]) == ("refuse", "shares is 0,4")
 
 
@@ -275,11 +275,11 @@ def test_runtime_settings_may_change_when_a_run_is_resumed() -> None:
 
 def test_a_longer_run_has_the_name_of_the_shorter_one() -> None:
     names = {
-        launch.launch_name({"depth": "8", **more})
+        launch.run_name({"depth": "8", **more})
         for more in ({}, {"num_iterations": "6000"}, {"target_flops": "1e15"}, {"save_minutes": "1"})
     }
     assert len(names) == 1
-    assert launch.launch_name({"depth": "8", "seed": "1"}) not in names
+    assert launch.run_name({"depth": "8", "seed": "1"}) not in names
 
 
 def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> None:
@@ -310,33 +310,27 @@ def test_a_build_of_torch_is_no_skew_and_an_environment_is_compared_within_its_k
     common = {"python": "3.11.2", "machine": "x86_64", "trainer": "d"}
     cpu = {**common, "torch": "2.13.0+cpu", "environment": "a"}
     cuda = {**common, "torch": "2.13.0+cu130", "environment": "b"}
-    assert installed.launch_skew({"tower": cpu, "box": cuda}, "d") == ""
-    said = installed.launch_skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
+    assert installed.skew({"tower": cpu, "box": cuda}, "d") == ""
+    said = installed.skew({"tower": cpu, "laptop": {**cpu, "environment": "c"}, "box": cuda}, "d")
     assert "environment is a on tower; c on laptop" in said
-    assert "2.12.1" in installed.launch_skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
+    assert "2.12.1" in installed.skew({"tower": cpu, "box": {**cuda, "torch": "2.12.1+cu130"}}, "d")
 
 
 def test_skew_names_the_odd_host() -> None:
     equal = {"python": "3.11.2", "torch": "2.13.0+cpu", "trainer": "d"}
-    assert installed.launch_skew({"tower": equal, "laptop": equal}, "d") == ""
-    said = installed.launch_skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
+    assert installed.skew({"tower": equal, "laptop": equal}, "d") == ""
+    said = installed.skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
     assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in said
     assert "setup.yml" in said
-    assert "another trainer" in installed.launch_skew({"tower": equal, "laptop": equal}, "e")
+    assert "another trainer" in installed.skew({"tower": equal, "laptop": equal}, "e")
 
 
 # -- the wiring ------------------------------------------------------------------------------------------
 
 
-def test_the_knobs_of_the_playbooks_are_the_fields_of_a_run() -> None:
-    wiring = yaml.safe_load((ROOT / "playbooks" / "group_vars" / "all.yml").read_text())
-    assert wiring["run_knobs"] == list(RunConfig.field_names())
-
-
 def test_the_log_script_keeps_the_status_and_both_copies(tmp_path: Path) -> None:
-    script = yaml.safe_load((ROLE / "vars" / "main.yml").read_text())["__launch_log_script"]
     done = subprocess.run(
-        ["/bin/bash", "-o", "pipefail", "-c", script, "unit", "/bin/sh", "-c", "echo 'a b'; exit 3"],
+        ["/bin/bash", str(ROLE / "files" / "unit"), "run", "unit", "/bin/sh", "-c", "echo 'a b'; exit 3"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 3

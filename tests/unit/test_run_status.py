@@ -10,17 +10,18 @@ import time
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_report as report
-from ansible_collections.nanofleet.fleet.plugins.module_utils import launch_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report as report
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_status as status
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as summary
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
-from launch_role import HOSTS, beat, plan, state, stored
+from run_states import HOSTS, beat, plan, state, stored
 
 
 def test_status_of_a_live_run_with_a_lost_host() -> None:
     up = state(**stored(), ended=False, active_units=["nanofleet-a.service"], heartbeats=[beat()],
                unit={"active_state": "active"},
                checkpoint="checkpoints/step_000002", checkpoint_time=0.5)  # fmt: skip
-    said = status.launch_status(
+    said = status.status_screen(
         {"tower": up, "laptop": {"unreachable": True, "msg": "x"}}, "a", "http://tower:5000"
     )
     lines = said.splitlines()
@@ -44,7 +45,7 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     ended = [{"outcome": "retryable", "step": 2, "time": 1.0, "reason": "Lost rank 1 (laptop)"}]
     tower = state(**up, heartbeats=[beat(**now, blame=blame)], past_attempts=ended)
     laptop = state(**up, heartbeats=[beat(**now, rank=1, age=34.0, blame=blame)])
-    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
     for part in ("12 %", "91 °C throttled", f"Blame:       {blame}",
                  "Frozen:      rank 1 on laptop has not beaten for 34 s", "1 ended",
                  "retryable at step 2: Lost rank 1 (laptop)"):  # fmt: skip
@@ -53,7 +54,7 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
     assert "rank 0 on tower has not beaten" not in said
     assert "Time left" not in said
     laptop = state(**up, heartbeats=[beat(**now, rank=1)])
-    assert "1,235 tok/s, 1,200 on average" in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "1,235 tok/s, 1,200 on average" in status.status_screen({"tower": tower, "laptop": laptop}, "a")
 
 
 @pytest.mark.parametrize(
@@ -70,8 +71,8 @@ def test_status_shows_pace_blame_attempts_and_who_is_frozen() -> None:
 def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) -> None:
     up = {**stored(), "ended": False, "heartbeats": [beat()]}
     tower = state(**up)
-    assert "Time left" in status.launch_status({"tower": tower, "laptop": tower}, "a")
-    said = status.launch_status({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
+    assert "Time left" in status.status_screen({"tower": tower, "laptop": tower}, "a")
+    said = status.status_screen({"tower": tower, "laptop": state(**{**up, **laptop})}, "a")
     assert "Time left" not in said
     assert "tok/s" not in said
 
@@ -96,22 +97,22 @@ def test_no_time_is_left_to_a_run_that_does_not_train(laptop: dict[str, Any]) ->
 def test_nobody_is_blamed_by_an_attempt_that_is_over(changes: dict[str, Any], up: dict[str, Any]) -> None:
     said = beat(blame="rank 1 (laptop) is frozen", warning="No room")
     tower = state(**{**stored(), "ended": False, **up}, heartbeats=[{**said, **changes}])
-    shown = status.launch_status({"tower": tower, "laptop": {"unreachable": True}}, "a")
+    shown = status.status_screen({"tower": tower, "laptop": {"unreachable": True}}, "a")
     assert "Blame" not in shown
     assert ("Warning" in shown) == ("age" in changes)
     living = state(**stored(), ended=False, heartbeats=[said])
-    assert "Blame:       rank 1 (laptop) is frozen" in status.launch_status({"tower": living}, "a")
+    assert "Blame:       rank 1 (laptop) is frozen" in status.status_screen({"tower": living}, "a")
 
 
 def test_the_cause_is_said_once_and_last() -> None:
     outcome = {"outcome": "final", "rank": 0, "reason": "The loss of step 2 is nan."}
     end = "[rank 0] final: The loss of step 2 is nan."
     dead = state(**stored(), outcome=outcome, error=[end])
-    said = status.launch_status({"tower": dead, "laptop": dead}, "a").splitlines()
+    said = status.status_screen({"tower": dead, "laptop": dead}, "a").splitlines()
     assert said[-1] == "Outcome:     final: The loss of step 2 is nan."
-    assert not any("train.log says" in line for line in said), "it has nothing else to say"
+    assert not any("train.log reports" in line for line in said), "it has nothing else to say"
     traced = {**dead, "error": ["Traceback", "ValueError: x"]}
-    said = status.launch_status({"tower": traced, "laptop": dead}, "a").splitlines()
+    said = status.status_screen({"tower": traced, "laptop": dead}, "a").splitlines()
     assert said[-3:] == ["  ValueError: x", "", "Outcome:     final: The loss of step 2 is nan."]
 
 
@@ -120,7 +121,7 @@ def test_status_of_a_unit_between_two_attempts() -> None:
     waiting = state(
         **stored(), ended=False, between=True, unit=waits, heartbeats=[beat(age=40.0, entered=1.0)]
     )
-    said = status.launch_status({"tower": waiting}, "a")
+    said = status.status_screen({"tower": waiting}, "a")
     assert "restarting     0  ended, restarting" in said
     assert "Frozen" not in said, "it is dead, and known to be"
 
@@ -132,28 +133,28 @@ def test_status_of_a_rank_that_has_given_up_a_frozen_one() -> None:
     silent = {"age": 40.0, "entered": 1.0}
     tower = state(**up, heartbeats=[beat(**silent, over=True)], outcome=lost)
     laptop = state(**up, heartbeats=[beat(**silent, rank=1)])
-    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
     assert "tower   active     0  ended, restarting" in said
     assert "Frozen:      rank 1 on laptop" in said
     assert "rank 0 on tower has not beaten" not in said
     stopped = {**tower, "outcome": {"outcome": "stopped", "rank": 0}}
-    assert "ended, restarting" not in status.launch_status({"tower": stopped}, "a")
+    assert "ended, restarting" not in status.status_screen({"tower": stopped}, "a")
 
 
 def test_status_says_what_a_host_is_at_before_its_first_heartbeat() -> None:
     up = {**stored(), "ended": False, "time": 190.0,
           "unit": {"active_state": "active", "sub_state": "running", "since": 100.0}}  # fmt: skip
     joins, imports = state(**up), state(**up, began=145.0, heartbeats=[beat(before=True, entered=1.0)])
-    lines = status.launch_status({"tower": joins, "laptop": imports}, "a").splitlines()
+    lines = status.status_screen({"tower": joins, "laptop": imports}, "a").splitlines()
     at, later = (time.strftime("%H:%M:%S", time.localtime(moment)) for moment in (100, 145))
     assert f"Starting:    tower: torchrun loads and joins the other hosts, since {at} (1m30s)" in lines
     assert f"Starting:    laptop: its ranks are importing torch, since {later} (45 s)" in lines
     assert any(line.startswith("tower   active     -  joining  ") for line in lines)
     assert any(line.startswith("laptop  active     0  importing torch  ") for line in lines)
     old = state(**up, began=50.0)  # it was killed, and the next one has not got so far yet
-    assert "joining" in status.launch_status({"tower": old}, "a")
+    assert "joining" in status.status_screen({"tower": old}, "a")
     for there in ({"heartbeats": [beat(phase="load")]}, {"ended": True}, {"between": True}):
-        assert "Starting" not in status.launch_status({"tower": state(**{**up, **there})}, "a")
+        assert "Starting" not in status.status_screen({"tower": state(**{**up, **there})}, "a")
 
 
 def frozen(process: str, **changes: Any) -> str:
@@ -163,14 +164,14 @@ def frozen(process: str, **changes: Any) -> str:
     still = beat(rank=1, age=34.0, entered=1.0, process=process, **{"world_size": 2, **changes})
     states = {"tower": state(**up, heartbeats=[beat(**others)]), "laptop": state(**up, heartbeats=[still])}
     states["laptop"]["unit"]["scope"] = changes.get("scope", "system")
-    said: str = status.launch_status(states, "a")
+    said: str = status.status_screen(states, "a")
     (line,) = [line for line in said.splitlines() if line.startswith("Frozen")]
     return line.partition("rank 1 on laptop has not beaten for 34 s")[2]
 
 
 def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
     go_on = "on laptop: sudo systemctl kill -s CONT nanofleet-a"
-    assert frozen("stopped") == f": it is stopped (SIGSTOP). Let it go on, {go_on}"
+    assert frozen("stopped") == f": it is stopped (SIGSTOP). Continue it, {go_on}"
     assert "laptop: systemctl --user kill -s CONT nanofleet-a" in frozen("stopped", scope="user")
     assert "a debugger on laptop holds it" in frozen("tracing stop")
     waits = frozen("disk sleep", stall_seconds=30.0)
@@ -178,7 +179,7 @@ def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
     assert "about 2m26s and" in frozen("disk sleep", step_seconds=24.0)
     assert "any moment now" in frozen("disk sleep", stall_seconds=10.0)
     assert "the others have given it up;" in frozen("disk sleep", others={"over": True})
-    assert "goes on by itself" in frozen("disk sleep", world_size=1)
+    assert "continues by itself" in frozen("disk sleep", world_size=1)
     assert f"If it was stopped (SIGSTOP), {go_on}. Else the others give it up" in frozen("")
 
 
@@ -198,12 +199,20 @@ def test_status_names_a_rebooted_host_and_what_puts_it_back() -> None:
     waits = {"active_state": "activating", "sub_state": "auto-restart"}
     tower = state(**stored(), ended=False, between=True, unit=waits, outcome={"outcome": "retryable"})
     laptop = state(**stored(), rebooted=1000.0)
-    said = status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    said = status.status_screen({"tower": tower, "laptop": laptop}, "a")
     assert "laptop  rebooted" in said
     assert "Rebooted:    laptop at " in said
-    assert "Put it back: ansible-playbook train.yml -e run_id=a" in said
+    assert "Start it again: ansible-playbook train.yml -e run_id=a" in said
+    itself = {**laptop, "at_boot": True, "time": 1060.0}
+    said = status.status_screen({"tower": tower, "laptop": itself}, "a")
+    assert "The host starts it again by itself." in said
+    assert "train.yml" not in said, "nothing has to be typed"
+    late = {**itself, "time": 1600.0}
+    assert "Start it again: ansible-playbook" in status.status_screen({"tower": tower, "laptop": late}, "a")
+    both = {"tower": {**tower, "at_boot": True}, "laptop": itself}
+    assert "At boot:     the run starts again by itself on tower" in status.status_screen(both, "a")
     tower["outcome"] = {"outcome": "stopped", "settled": True}
-    assert "Put it back" not in status.launch_status({"tower": tower, "laptop": laptop}, "a")
+    assert "Start it again" not in status.status_screen({"tower": tower, "laptop": laptop}, "a")
 
 
 @pytest.mark.parametrize(
@@ -221,19 +230,19 @@ def test_status_names_a_directory_that_is_gone_with_the_state_of_its_unit(
     tower = state(**stored(), unit={"active_state": "active", "sub_state": "running"}, ended=False,
                   active_units=["nanofleet-a.service"], heartbeats=[beat()])  # fmt: skip
     laptop = state(unit=unit, ended=ended, between=unit["sub_state"] == "auto-restart")
-    lines = status.launch_status({"tower": tower, "laptop": laptop}, "a").splitlines()
+    lines = status.status_screen({"tower": tower, "laptop": laptop}, "a").splitlines()
     (row,) = [line.split() for line in lines if line.startswith("laptop")]
     assert row[1:5] == [shown, "-", "no", "directory"]
     (said,) = [line for line in lines if line.startswith("Missing:")]
     assert f"/runs/a on laptop, where the unit is {shown}." in said
     assert "train.yml -e run_id=a" in said
-    alone = status.launch_status({"laptop": laptop}, "a")
+    alone = status.status_screen({"laptop": laptop}, "a")
     assert ("Missing:" in alone) is (shown != "inactive"), "a run that nobody knows and nothing runs of"
 
 
 def test_what_a_log_says_does_not_spoil_the_screen() -> None:
     noisy = state(**stored(), failed_unit=True, error=["\ta  ", "GLHF \U0001f3d6\ufe0f", "\x1b[31mFüße"])
-    said = status.launch_status({"tower": noisy}, "a")
+    said = status.status_screen({"tower": noisy}, "a")
     assert said.splitlines()[-3:] == ["          a"[-9:], "  GLHF", "  [31mFüße"]
 
 
@@ -242,22 +251,22 @@ def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
     up = state(
         found=True, run_file=run_file, ended=False, heartbeats=[beat()], unit={"active_state": "active"}
     )
-    shown = status.launch_status({"tower": state(), "laptop": up}, "a")
+    shown = status.status_screen({"tower": state(), "laptop": up}, "a")
     assert re.search(r"^tower +not needed ", shown, re.MULTILINE), shown
     assert "Alone:       on laptop, which sync=auto has left it to" in shown
     down = {**up, "ended": True, "outcome": {"outcome": "stopped", "reason": "as asked"}}
-    stopped = report.launch_stopped({"tower": state(), "laptop": down}, "a", {})
+    stopped = report.stopped({"tower": state(), "laptop": down}, "a", {})
     assert re.search(r"^tower +inactive +not needed ", stopped, re.MULTILINE), stopped
     attempt = {"outcome": "final", "step": 0, "reason": "faster", "alone": {"host": "laptop"}}
-    again = status.launch_status({"tower": state(), "laptop": {**up, "past_attempts": [attempt]}}, "a")
-    assert "left to one host at step 0: faster" in again
-    begins = report.launch_begins({"run_id": "a", "action": "start", "file": run_file}, [state()])
-    assert begins == "Starting the run a on laptop alone (left to it by sync=auto)."
+    again = status.status_screen({"tower": state(), "laptop": {**up, "past_attempts": [attempt]}}, "a")
+    assert "transferred to one host at step 0: faster" in again
+    begins = report.begins({"run_id": "a", "action": "start", "file": run_file}, [state()])
+    assert begins == "Starting the run a on laptop alone (chosen by sync=auto)."
 
 
 def test_a_start_that_went_well_shows_what_was_predicted_and_how_to_end_this_run() -> None:
     up = state(**stored(), ended=False, heartbeats=[beat()], prediction="a table\nof two lines")
-    said = report.launch_started({"tower": up, "laptop": state()}, "a").splitlines()
+    said = report.started({"tower": up, "laptop": state()}, "a").splitlines()
     assert said[:2] == ["a table", "of two lines"]
     assert said[2].startswith("The run a trains on tower, laptop: step 3 of 20")
     assert said[-1] == "End it: ansible-playbook stop.yml -e run_id=a"
@@ -267,17 +276,17 @@ def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
     def up(run_id: str) -> dict[str, Any]:
         return state(active_units=[f"nanofleet-{run_id}.service"])
 
-    assert report.launch_several_up({"tower": up("a"), "laptop": up("a")}) == ""
-    said = report.launch_several_up({"tower": up("b"), "laptop": up("a")})
-    assert said.startswith("Several runs are up: b on tower; a on laptop. Nothing was changed.")
+    assert summary.several_active({"tower": up("a"), "laptop": up("a")}) == ""
+    said = summary.several_active({"tower": up("b"), "laptop": up("a")})
+    assert said.startswith("Several runs are active: b on tower; a on laptop. Nothing was changed.")
     hosts = {"tower": state(), "laptop": state(**stored())}
-    stopped = report.launch_stopped(hosts, "a", {}, {"tower": "b", "laptop": "a"})
+    stopped = report.stopped(hosts, "a", {}, {"tower": "b", "laptop": "a"})
     assert "Also ended:  run b on tower, at once; nothing was saved." in stopped
 
 
 def test_status_when_nothing_ever_ran() -> None:
-    assert "Nothing ever ran" in status.launch_status({"tower": state(run_id="")})
-    assert "No run b here. Known runs: a" in status.launch_status(
+    assert "Nothing ever ran" in status.status_screen({"tower": state(run_id="")})
+    assert "No run b here. Known runs: a" in status.status_screen(
         {"tower": state(runs=[{"run_id": "a", "time": 1}])}, "b"
     )
 
@@ -285,31 +294,28 @@ def test_status_when_nothing_ever_ran() -> None:
 def test_who_asks_for_a_run_that_is_not_there_hears_the_nearest_and_ends_none() -> None:
     runs = [{"run_id": "c", "time": 2, "active": True}, {"run_id": "evening", "time": 1, "active": False}]
     there = {"tower": state(runs=runs, active_units=["nanofleet-c.service"])}
-    assert status.launch_status(there, "cc") == (
+    assert status.status_screen(there, "cc") == (
         "No run cc here. Did you mean c? Known runs: c (active), evening."
     )
-    assert "Did you mean evening?" in status.launch_status(there, "evning")
-    assert "Did you mean" not in status.launch_status(there, "xyz")
+    assert "Did you mean evening?" in status.status_screen(there, "evning")
+    assert "Did you mean" not in status.status_screen(there, "xyz")
 
 
 def test_the_run_shown_is_the_active_one_else_the_newest() -> None:
     old = state(**stored(), runs=[{"run_id": "a", "time": 1}])
     new = state(**stored(), runs=[{"run_id": "b", "time": 2}]) | {"run_id": "b"}
-    assert report.launch_run_shown({"tower": old, "laptop": new}) == "b"
-    assert (
-        report.launch_run_shown({"tower": old | {"active_units": ["nanofleet-a.service"]}, "laptop": new})
-        == "a"
-    )
-    assert report.launch_run_shown({"tower": old, "laptop": new}, "c") == "c"
+    assert summary.run_shown({"tower": old, "laptop": new}) == "b"
+    assert summary.run_shown({"tower": old | {"active_units": ["nanofleet-a.service"]}, "laptop": new}) == "a"
+    assert summary.run_shown({"tower": old, "laptop": new}, "c") == "c"
 
 
 def test_status_shows_what_a_rank_warns_of() -> None:
     short = "No room for the checkpoint of step 30: it takes 1.400 GB."
     beats = [beat(warning=short)]
     up = {"tower": state(**stored(), ended=False, heartbeats=beats), "laptop": state(**stored(), ended=False)}
-    assert f"Warning:     {short}" in status.launch_status(up, "a")
+    assert f"Warning:     {short}" in status.status_screen(up, "a")
     over = {"tower": state(**stored(), heartbeats=beats)}
-    assert short not in status.launch_status(over, "a")
+    assert short not in status.status_screen(over, "a")
 
 
 def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between() -> None:
@@ -319,48 +325,48 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
     here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
     line = "Between:     laptop has answered here, and not its peers"
-    assert line in status.launch_status(here, "a")
-    assert "Between:" not in status.launch_status({**up, "laptop": {"unreachable": True}}, "a")
+    assert line in status.status_screen(here, "a")
+    assert "Between:" not in status.status_screen({**up, "laptop": {"unreachable": True}}, "a")
     lost = {
         "outcome": "retryable",
         "reason": "Lost rank 1 (laptop): it cannot be reached (its host does not)",
     }
     again = {name: state(**stored(), outcome=lost, ended=False) for name in ("tower", "laptop")}
-    assert line in status.launch_status(again, "a")
+    assert line in status.status_screen(again, "a")
     over = {name: state(**stored(), outcome=lost) for name in ("tower", "laptop")}
-    assert "Between:" not in status.launch_status(over, "a")
+    assert "Between:" not in status.status_screen(over, "a")
     # What it answered before it was lost tells nothing, nor does a host that has just been started.
     since = {name: state(**stored(), outcome={**lost, "time": 101.0}, ended=False) for name in again}
-    assert "Between:" not in status.launch_status(since, "a")
+    assert "Between:" not in status.status_screen(since, "a")
     since["laptop"]["outcome"] = {**lost, "time": 50.0}  # of an attempt before
-    assert "Between:" not in status.launch_status(since, "a")
+    assert "Between:" not in status.status_screen(since, "a")
     back = {**again, "laptop": {**again["laptop"], "rebooted": 90.0}}
-    assert "Between:" not in status.launch_status(back, "a")
+    assert "Between:" not in status.status_screen(back, "a")
 
 
 def test_what_is_over_before_its_end_says_how_to_go_on() -> None:
-    line = "Go on:       ansible-playbook train.yml -e run_id=a"
+    line = "Resume:      ansible-playbook train.yml -e run_id=a"
     stopped = {"tower": state(**stored(), outcome={"outcome": "stopped", "reason": "Stopped."})}
-    assert line in status.launch_status(stopped, "a")
+    assert line in status.status_screen(stopped, "a")
     done = {"tower": state(**stored(), outcome={"outcome": "finished", "reason": "Done."})}
-    assert line not in status.launch_status(done, "a")
-    assert line not in status.launch_status({"tower": state(**stored(), ended=False)}, "a")
+    assert line not in status.status_screen(done, "a")
+    assert line not in status.status_screen({"tower": state(**stored(), ended=False)}, "a")
 
 
 def test_a_phase_that_lasts_shows_for_how_long_and_no_pace() -> None:
     for seconds, step_seconds, lasts in ((25.0, 1.5, True), (8.0, 1.5, False), (25.0, 9.0, False)):
         beats = [beat(phase="sync", entered=100.0, time=99.0 + seconds, step_seconds=step_seconds)]
-        said = status.launch_status({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
+        said = status.status_screen({"tower": state(**stored(), ended=False, heartbeats=beats)}, "a")
         assert ("sync for 25 s" in said) is lasts, said
         assert ("Speed:" in said) is not lasts, said
     left = beat(phase="sync", entered=100.0, time=124.0, age=9000.0)
-    assert "sync for" not in status.launch_status({"tower": state(**stored(), heartbeats=[left])}, "a")
+    assert "sync for" not in status.status_screen({"tower": state(**stored(), heartbeats=[left])}, "a")
 
 
 def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
     dead = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
     slow = state(**stored(), ended=False, heartbeats=[beat(phase="load", loss=None)])
-    said = report.launch_failure({"tower": slow, "laptop": dead}, "a")
+    said = report.failure({"tower": slow, "laptop": dead}, "a")
     for part in (
         "ended on laptop",
         "no step was made on tower (in phase load)",
@@ -373,17 +379,15 @@ def test_a_failed_start_names_the_host_and_shows_its_error() -> None:
 def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> None:
     unmet = state(**stored(), failed_unit=True, error=["torch.distributed.DistStoreError: Timed out"])
     other = state(**stored(), failed_unit=True, error=["ValueError: no rows"])
-    assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.launch_failure(
-        {"a": unmet}, "r"
-    )
-    assert "doctor.yml" not in report.launch_failure({"a": other}, "r")
-    assert report.launch_unmet({"a": other, "b": unmet})
-    assert not report.launch_unmet({"a": other, "b": {"unreachable": True}})
+    assert "Why the hosts do not meet: ansible-playbook doctor.yml" in report.failure({"a": unmet}, "r")
+    assert "doctor.yml" not in report.failure({"a": other}, "r")
+    assert summary.not_met({"a": other, "b": unmet})
+    assert not summary.not_met({"a": other, "b": {"unreachable": True}})
 
 
 def test_a_start_that_somebody_stops_says_so() -> None:
     ended = state(**stored(), stop_requested=True)
-    said = report.launch_failure({"tower": ended, "laptop": ended}, "a")
+    said = report.failure({"tower": ended, "laptop": ended}, "a")
     assert said.startswith("The run a did not start: stop.yml has asked it to end; its unit ended on tower,")
 
 
@@ -391,34 +395,34 @@ def test_what_a_stop_takes_is_said_before() -> None:
     up = state(
         **stored(), ended=False, stepped=True, heartbeats=[beat()], checkpoint="checkpoints/step_000002"
     )
-    said = report.launch_stop_expected({"tower": up, "laptop": up}, "a")
+    said = report.stop_expected({"tower": up, "laptop": up}, "a")
     assert "is at step 3 of 20 and ends after one more step (1.5 s) and one save" in said
-    lost = report.launch_stop_expected({"tower": up, "laptop": {"unreachable": True}}, "a")
+    lost = report.stop_expected({"tower": up, "laptop": {"unreachable": True}}, "a")
     assert (
         "Without laptop, which did not answer, that may fail: then the last checkpoint is that of step 2"
         in lost
     )
     for waiting in ({**up, "between": True}, {**up, "stepped": False}):
-        assert "ends without saving" in report.launch_stop_expected({"tower": waiting, "laptop": up}, "a")
+        assert "ends without saving" in report.stop_expected({"tower": waiting, "laptop": up}, "a")
 
 
 def test_what_is_resumed_is_said_with_its_step() -> None:
     made = plan({"depth": 2, "num_iterations": 100})
     hosts = " on " + ", ".join(HOSTS)
-    assert report.launch_begins(made, [state()]) == f"Starting the run {made['run_id']}{hosts}."
+    assert report.begins(made, [state()]) == f"Starting the run {made['run_id']}{hosts}."
     again = {**made, "action": "resume"}
     kept = state(checkpoint="checkpoints/step_001200", checkpoint_time=900.0, time=1020.0)
-    assert report.launch_begins(again, [kept, state()]).endswith(
+    assert report.begins(again, [kept, state()]).endswith(
         f"Resuming the run {made['run_id']}{hosts} from its checkpoint of step 1,200, 2m00s old."
     )
-    assert "anew: no checkpoint was saved yet" in report.launch_begins(again, [state(), state()])
+    assert "from step 0: no checkpoint was saved yet" in report.begins(again, [state(), state()])
 
 
 def test_expected_time_is_measured_where_a_like_run_exists() -> None:
     made = plan({"depth": 2, "num_iterations": 100})
-    assert "rough" in report.launch_expected(made, [state()], [1, 1])
+    assert "rough" in report.expected(made, [state()], [1, 1])
     like = {"run_id": "old", "tok_per_s": 4096.0, "hosts": HOSTS, "config": made["file"]["config"]}
-    assert "1.0 s a step, 1m40s for 100 steps (measured in old)" in report.launch_expected(
+    assert "1.0 s a step, 1m40s for 100 steps (measured in old)" in report.expected(
         made, [state(runs=[like])], [1]
     )
 
