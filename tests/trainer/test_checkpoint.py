@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.checkpoint import storage
 from trainer.checkpoint.storage import DamagedCheckpointError, State
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
+from trainer.data.files import write_whole
 from trainer.health.attempt import Attempt
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
@@ -87,6 +89,20 @@ def test_none_whole_is_refused_and_none_at_all_is_a_start(folder: Path, tmp_path
     with pytest.raises(ConfigError, match="None of the 2 checkpoint"):
         storage.newest(folder, lambda text: None)
     assert storage.newest(tmp_path / "none", lambda text: None) is None
+
+
+def test_a_file_is_on_the_disk_before_it_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A power failure after the rename must not leave an empty file: the bytes are out of Python's buffer."""
+    synced: list[int] = []
+    fsync = os.fsync
+
+    def record(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_size)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", record)
+    write_whole(tmp_path / "small", b"x" * 100)
+    assert synced[0] == 100
 
 
 def test_an_interrupted_save_leaves_the_old_ones(

@@ -91,7 +91,7 @@ def test_without_a_manifest_the_data_is_made_again_after_a_crash(
 
     arguments = ("--source", source, "--out", tmp_path / "data", "--vocab-size", 300)
     with monkeypatch.context() as patch:
-        patch.setattr(directory, "write_whole", full)
+        patch.setattr(directory, "write_json", full)
         assert run(*arguments) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert not (tmp_path / "data" / "manifest.json").exists()

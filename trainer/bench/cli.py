@@ -22,7 +22,7 @@ from typing import Any
 
 from trainer.bench import WARM_STEPS
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.data.files import write_whole
+from trainer.data.files import write_json
 from trainer.formatting import counted
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
@@ -102,14 +102,14 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
         def start(run_file: RunFile, attempt: Any, log: RunLogger) -> str:
             result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log))
             if result:
-                write_whole(args.run_dir / RESULT, (json.dumps(result, indent=1) + "\n").encode())
+                write_json(args.run_dir / RESULT, result)
             return "Measured."
 
         code = run_attempt(args.run_dir, env, log, lambda: run_file_from(args, env), start)
     if result:
         print(json.dumps(result) if args.json else describe(result), flush=True)
         if args.out:
-            write_whole(args.out, (json.dumps(result, indent=1) + "\n").encode())
+            write_json(args.out, result)
     return code
 
 
@@ -151,7 +151,7 @@ def _measure_each(args: argparse.Namespace) -> int:
                 results.append(json.loads(out.read_text(encoding="utf-8")))
     print(json.dumps(results) if args.json else table(results), flush=True)
     if args.out:
-        write_whole(args.out, (json.dumps(results, indent=1) + "\n").encode())
+        write_json(args.out, results)
     return 0
 
 

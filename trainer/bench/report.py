@@ -22,7 +22,7 @@ from typing import Any
 from trainer.bench import SCHEMA
 from trainer.bench.text import markdown, percent
 from trainer.config import number_from_zero
-from trainer.data.files import write_whole
+from trainer.data.files import write_json, write_whole
 from trainer.formatting import counted
 
 Result = dict[str, Any]
@@ -53,8 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     text = as_markdown(results, rows)
     write_whole(args.out / "bench.md", (text + "\n").encode())
-    content = {"schema": 1, "rows": rows, "cases": results}
-    write_whole(args.out / "bench.json", (json.dumps(content, indent=1) + "\n").encode())
+    write_json(args.out / "bench.json", {"schema": 1, "rows": rows, "cases": results})
     draw(args.out / "bench.png", rows)
     print(text)
     if args.tracker_uri:

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.storage import DamagedCheckpointError, read_tensors, save_tensors
-from trainer.data.files import file_sha256
+from trainer.data.files import file_sha256, sync_file
 from trainer.optim.muon_adamw import ParameterState
 
 OPTIMIZER = "optim/"
@@ -42,8 +42,7 @@ def save_rank_state(
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         save_tensors(tensors, file)
-        file.flush()
-        os.fsync(file.fileno())
+        sync_file(file)
     os.replace(temporary, path)
     for old in sorted(folder.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
         old.unlink()

@@ -41,7 +41,7 @@ from trainer.config import (
     note_of_dropped,
 )
 from trainer.data import DataError
-from trainer.data.files import file_sha256, sync_folder, write_whole
+from trainer.data.files import file_sha256, sync_file, sync_folder, write_json, write_whole
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 from trainer.distributed.process_group import Collectives
 from trainer.host.memory import is_out_of_memory
@@ -108,7 +108,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
             "schema": SCHEMA,
             "sha256": {name: file_sha256(temporary / name) for name in FILES},
         }
-        write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+        write_json(temporary / "meta.json", meta)
         if target.exists():
             _remove(target)
         os.replace(temporary, target)
@@ -324,7 +324,7 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
         with open(path, "wb") as file:
             save_tensors(tensors, file)
     with open(path, "rb") as written:
-        os.fsync(written.fileno())
+        sync_file(written)
 
 
 def read_tensors(path: Path) -> Any:

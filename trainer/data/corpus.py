@@ -157,8 +157,7 @@ def _write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> 
                 n_documents += len(group)
                 n_bytes += size
                 progress.add(size)
-        file.flush()
-        sync_file(file.fileno())
+        sync_file(file)
     return n_documents, n_bytes
 
 

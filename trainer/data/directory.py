@@ -10,7 +10,6 @@ out/rows/                    packed rows, written by `rows.pack`
 """
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 from trainer.data import DataError
 from trainer.data.corpus import MANIFEST, SHARDS, build_shards, read_manifest, source_digest
 from trainer.data.download import download, download_sums, public_shards
-from trainer.data.files import file_sha256, link_or_copy, locked, sync_folder, write_whole
+from trainer.data.files import file_sha256, link_or_copy, locked, sync_folder, write_json
 from trainer.data.progress import Progress
 from trainer.data.shards import SUMS, Entry, adopt, find_shards, read_sums, with_splits
 from trainer.data.sources import find_files, shard_texts
@@ -284,4 +283,4 @@ def _put_in_place(work: Path, out: Path, manifest: dict[str, Any]) -> None:
                 shutil.rmtree(out / name)
             os.replace(work / name, out / name)
     sync_folder(out)
-    write_whole(out / MANIFEST, (json.dumps(manifest, indent=1) + "\n").encode())
+    write_json(out / MANIFEST, manifest)

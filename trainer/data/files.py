@@ -4,12 +4,13 @@ import contextlib
 import errno
 import fcntl
 import hashlib
+import json
 import os
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from trainer.data import DataError
 
@@ -28,16 +29,22 @@ def write_whole(path: Path, data: bytes) -> None:
     try:
         with open(temporary, "wb") as file:
             file.write(data)
-            sync_file(file.fileno())
+            sync_file(file)
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     sync_folder(path.parent)
 
 
-def sync_file(descriptor: int) -> None:
-    """Flush an open file to the disk."""
-    os.fsync(descriptor)
+def write_json(path: Path, content: Any) -> None:
+    """Write `content` to `path` as indented JSON, atomically."""
+    write_whole(path, (json.dumps(content, indent=1) + "\n").encode())
+
+
+def sync_file(file: IO[Any]) -> None:
+    """Flush an open file's buffer, then the file, to the disk."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
@@ -78,8 +85,7 @@ def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None
             written.write(block)
             if count:
                 count(len(block))
-        written.flush()
-        sync_file(written.fileno())
+        sync_file(written)
     return False
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from trainer.data import DataError
 from trainer.data.corpus import SHARDS, read_manifest
-from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_whole
+from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_json
 from trainer.data.packing import fill_rows
 from trainer.data.progress import Progress
 from trainer.data.sources import text_columns
@@ -159,7 +159,7 @@ def _pack(
             rows = fill_rows(documents, sequence_len + 1, tokenizer.bos_id)
             meta[f"{split}_rows"], meta[f"{split}_sha256"] = _write_rows(temporary / f"{split}.bin", rows)
         _refuse_too_little(meta, data_dir)
-        write_whole(temporary / "meta.json", (json.dumps(meta, indent=1) + "\n").encode())
+        write_json(temporary / "meta.json", meta)
         if folder.exists():
             shutil.rmtree(folder)
         os.replace(temporary, folder)
@@ -215,8 +215,7 @@ def _write_rows(path: Path, rows: Iterator[NDArray[Any]]) -> tuple[int, str]:
             sha256.update(data)
             file.write(data)
             n_rows += 1
-        file.flush()
-        sync_file(file.fileno())
+        sync_file(file)
     return n_rows, sha256.hexdigest()
 
 

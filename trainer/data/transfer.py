@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data import DataError
-from trainer.data.files import sync_file, write_whole
+from trainer.data.files import sync_file, write_json
 from trainer.data.progress import Progress
 
 TRIES = 6  # consecutive ones without a byte
@@ -167,7 +167,7 @@ class Transfer:
             if not start:
                 self.shared.progress.add(-received)
                 self.remote = RemoteFile(self.remote.url, _validator(response.headers), end, linked_sha256)
-                write_whole(self.metadata_path, json.dumps(asdict(self.remote)).encode())
+                write_json(self.metadata_path, asdict(self.remote))
             if self.remote.size >= 0:
                 self.shared.set_size(self.remote.url, self.remote.size)
             self._copy(response, "ab" if start else "wb")
@@ -200,7 +200,7 @@ class Transfer:
                 self.shared.progress.add(len(block))
                 if self.shared.stop.is_set():
                     raise StoppedError
-            sync_file(file.fileno())
+            sync_file(file)
 
 
 def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainer.data.files import write_whole
+from trainer.data.files import write_json
 from trainer.distributed.process_group import Collectives, Peer
 from trainer.outcome import Final, Retryable
 
@@ -83,7 +83,7 @@ class ParameterCheck:
         differing = {name: column for name, column in columns.items() if len(set(column)) > 1}
         if differing:
             with contextlib.suppress(OSError):  # then a later attempt cannot name the rank
-                write_whole(self._path, json.dumps({"step": step, "digests": digests}).encode())
+                write_json(self._path, {"step": step, "digests": digests})
             raise Final(self._explain(differing, step))
         return self._compare_with_recorded(digests) if step == self.recheck_at else ""
 

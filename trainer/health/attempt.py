@@ -8,7 +8,6 @@ Every end of the attempt is written to outcome.json. The first end counts; later
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 import signal
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainer.config import ConfigError, RunFile
-from trainer.data.files import try_lock, write_whole
+from trainer.data.files import try_lock, write_json
 from trainer.health import restart_policy
 from trainer.health.status_record import OutcomeRecord
 from trainer.host.logger import RunLogger, set_up_streams
@@ -119,7 +118,7 @@ class Attempt:
             }
             try:
                 self._reserve.unlink(missing_ok=True)
-                write_whole(self.path, (json.dumps(content, indent=1) + "\n").encode())
+                write_json(self.path, content)
                 if self._env.is_host_leader:
                     restart_policy.end(self.path.parent, content)
             except OSError as error:

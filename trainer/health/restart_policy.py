@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.data.files import write_whole
+from trainer.data.files import write_json
 from trainer.health.status_record import RunStatusRecord
 
 HISTORY, UNDER_WAY, ANNOUNCED = "attempts.jsonl", "attempt.json", "announced.json"
@@ -156,7 +156,7 @@ def begin(run_dir: Path) -> None:
         "began": time.time(),
         "asked_anew": announced.get("asked_anew", is_asked_anew(run_dir)),
     }
-    write_whole(run_dir / UNDER_WAY, (json.dumps(under_way) + "\n").encode())
+    write_json(run_dir / UNDER_WAY, under_way)
     (run_dir / ANNOUNCED).unlink(missing_ok=True)
 
 
@@ -172,7 +172,7 @@ def announce(run_dir: Path) -> None:
         for line in _unwritten(run_dir):
             _add(run_dir, line)
         (run_dir / UNDER_WAY).unlink(missing_ok=True)
-        write_whole(run_dir / ANNOUNCED, (json.dumps(content) + "\n").encode())
+        write_json(run_dir / ANNOUNCED, content)
 
 
 def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
@@ -275,8 +275,7 @@ def settle(run_dir: Path) -> None:
     outcome = (known or ends or _unwritten(run_dir) or [{}])[0]
     if outcome and not outcome.get("settled"):
         with contextlib.suppress(OSError):
-            content = json.dumps({**outcome, "settled": True}, indent=1) + "\n"
-            write_whole(run_dir / "outcome.json", content.encode())
+            write_json(run_dir / "outcome.json", {**outcome, "settled": True})
 
 
 def _add(run_dir: Path, line: dict[str, Any]) -> None:

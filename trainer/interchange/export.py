@@ -79,8 +79,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
         for path, write in contents.items():
             with open(staged[path], "wb") as file:
                 write(file)
-                file.flush()
-                sync_file(file.fileno())
+                sync_file(file)
         for path in (pair.meta, pair.model):
             if path.exists() and file_sha256(path) == file_sha256(staged[path]):
                 del staged[path]

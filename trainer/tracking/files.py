@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data.files import is_full, sync_file, write_whole
+from trainer.data.files import is_full, sync_file, write_json
 
 FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
 SAMPLES, PLOTS = "samples", "plots"
@@ -35,7 +35,7 @@ class Facts:
     tags: dict[str, str] = field(default_factory=dict)
 
     def save(self, run_dir: Path) -> None:
-        write_whole(run_dir / FACTS, _json(asdict(self)))
+        write_json(run_dir / FACTS, asdict(self))
 
     @classmethod
     def load(cls, run_dir: Path) -> Facts:
@@ -74,7 +74,7 @@ class Cursor:
         return old if (old.uri, old.run_id, old.digest) == (uri, facts.run_id, facts.digest) else new
 
     def save(self, run_dir: Path) -> None:
-        write_whole(run_dir / CURSOR, _json(asdict(self)))
+        write_json(run_dir / CURSOR, asdict(self))
 
     def clear(self) -> None:
         """Reset the cursor after the server has lost the run."""
@@ -105,8 +105,7 @@ class JsonLines:
                     kept.write(raw)
                     self.last_step = int(line["step"])
                     self.figures += len(figures_of(line))
-            kept.flush()
-            sync_file(kept.fileno())
+            sync_file(kept)
         os.replace(temporary, path)
         self._kept = bytearray()
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
@@ -185,7 +184,3 @@ def parse(raw: bytes) -> dict[str, Any] | None:
     if not isinstance(line, dict):
         return None
     return line if all(isinstance(line.get(name), int | float) for name in ("step", "time")) else None
-
-
-def _json(value: Any) -> bytes:
-    return (json.dumps(value, indent=1) + "\n").encode()
