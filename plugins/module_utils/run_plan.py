@@ -113,11 +113,13 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     ends: Ends = {}
     message = ""
     if active:
-        message = _says_taken_over(run_file, stored or {}, active, fleet)
+        # A host that has left the run and boots again waits there for the hosts of before.
+        members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
+        message = _says_taken_over(run_file, stored or {}, members, fleet)
         if not message:
             return (
                 "none",
-                _says_active(run_file, active, fleet, stored or {}) + _says_waits(run_file, before),
+                _says_active(run_file, members, fleet, stored or {}) + _says_waits(run_file, before),
                 {},
             )
         ends = {host: [unit] for host in active}

@@ -117,6 +117,10 @@ def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
     left = plan({}, training, state())
     assert left["action"] == "none"
     assert "The inventory now lists tower, laptop" in left["message"]
+    returned = up_on(HOSTS, between=True)  # its boot entry has started the unit it had before it left
+    alone = plan({}, up_on(["tower"], stepped=True, heartbeats=[beat()]), returned)
+    assert (alone["action"], alone["ends"]) == ("none", {})
+    assert "active at step 3 of 20 on tower; nothing was changed. The inventory now lists" in alone["message"]
     blamed = up_on(["tower", "attic"], stepped=True, heartbeats=[beat(blame="attic does not answer")])
     assert plan({}, blamed, state())["action"] == "resume"
 
