@@ -71,7 +71,7 @@ lock: venv ## the hashes of what constraints.txt pins, to requirements/hashes.tx
 	@python scripts/lock.py
 
 .PHONY: bench
-bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list")
+bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list", "--record")
 	@python -m benchmarks.lab $(ARGS)
 
 .PHONY: docs

@@ -4,6 +4,7 @@
     make bench ARGS="--quick"               one host, and exact and its baseline at 4,096 tokens
     make bench ARGS="--only exact-4096"     the cases whose names start with this (--again: measure again)
     make bench ARGS="--list"                the cases, and about how long each takes
+    make bench ARGS="--record"              all cases, then docs/recorded/bench.json for the documentation
 
 Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes its
 figures to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group. No other load
@@ -34,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks import record
 from benchmarks.cases import (
     A_THIRD,
     DEPTH,
@@ -109,6 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="measure existing results again")
     parser.add_argument("--list", action="store_true", help="print the cases and their expected duration")
     parser.add_argument("--report", action="store_true", help="only write the tables of existing results")
+    parser.add_argument(
+        "--record", action="store_true", help="also write docs/recorded/bench.json, if all cases are measured"
+    )
     parser.add_argument("--lab", default="bench", metavar="NAME", help="name of the lab (%(default)s)")
     parser.add_argument("--keep-lab", action="store_true", help="do not remove the lab at the end")
     parser.add_argument(
@@ -362,6 +367,13 @@ def conclude(job: Job) -> int:
     (job.out / "targets.md").write_text(text + "\n")
     (job.out / "targets.json").write_text(json.dumps({"host": host, "rows": rows}, indent=1) + "\n")
     print(text)
+    if job.args.record and not job.missing:
+        try:
+            record.write(record.record(host, rows, LINK_MBIT, machine()))
+        except KeyError as error:
+            job.missing.append(str(error).strip("'"))
+        else:
+            print("Written: docs/recorded/bench.json. Fill the pages: python -m scripts.docs_figures")
     if job.missing:
         print(f"Not measured: {', '.join(job.missing)}. Type the same again; existing results are kept.")
     return 1 if job.missing else 0

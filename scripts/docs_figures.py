@@ -1,6 +1,6 @@
 """Write the measured figures into the pages, from docs/recorded/bench.json.
 
-    make bench                       measures, and writes docs/recorded/bench.json
+    make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 A phrase of PHRASES occurs once in its page; its figures are replaced there. A page shows the table of all

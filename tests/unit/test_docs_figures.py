@@ -1,9 +1,11 @@
 """The measured figures of the pages are those of docs/recorded/bench.json."""
 
 import json
+from pathlib import Path
 
 import pytest
 
+from benchmarks import record
 from scripts import docs_figures
 
 
@@ -25,3 +27,31 @@ def test_other_figures_change_the_pages() -> None:
     shown = docs_figures.values(record)
     assert f"{shown['exact'].hours:.1f}" == f"{shown['exact'].step_seconds * 5000 / 3600:.1f}"
     assert "| `exact`, float32 | 4,096 |" in docs_figures.table(record["two_hosts"])
+
+
+def test_a_complete_benchmark_is_recorded_as_the_file_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From results as `make bench` has them to the very lines that the pages are filled from."""
+    stored = json.loads(docs_figures.RECORD.read_text())
+    rows = {}
+    for (group, case), figures in zip(record.SHOWN, stored["two_hosts"], strict=True):
+        rows[f"{group}/{case}"] = {
+            "sync": figures["sync"], "format": figures["dtype"], "tokens": figures["tokens"], "ranks": 2,
+            "step_seconds": figures["step_seconds"], "predicted_seconds": figures["predicted_seconds"],
+            "ratio": figures["factor"], "payload": figures["payload_mb"] * 1e6,
+            "tok_per_s": figures["factor"] * figures["baseline_tokens"] / figures["baseline_seconds"],
+        }  # fmt: skip
+    host = {
+        f"host-{one['dtype']}": {
+            **one, "ranks": [{"compute_dtype": one["dtype"], "peak_rss": one["peak_gb"] * 1e9}]
+        }
+        for one in stored["one_process"]
+    }  # fmt: skip
+    made = record.record(host, rows, {"1gbit": 1000.0, "100mbit": 100.0}, stored["machine"])
+    monkeypatch.setattr(record, "RECORD", tmp_path / "bench.json")
+    record.write(made | {"date": stored["date"], "commit": stored["commit"]})
+    assert (tmp_path / "bench.json").read_text() == docs_figures.RECORD.read_text()
+    del rows["100mbit/local-8192-float32"]
+    with pytest.raises(KeyError, match="100mbit/local-8192-float32"):
+        record.record(host, rows, {"1gbit": 1000.0, "100mbit": 100.0}, stored["machine"])

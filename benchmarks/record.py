@@ -1,0 +1,83 @@
+"""docs/recorded/bench.json: figures of one complete `make bench`, which fill the documentation."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORD = ROOT / "docs" / "recorded" / "bench.json"
+SHOWN = (
+    ("1gbit", "dense-4096-float32"),
+    ("1gbit", "exact-4096-float32"),
+    ("1gbit", "fast-4096-float32"),
+    ("1gbit", "fast-4096-bfloat16"),
+    ("1gbit", "exact-16384-float32"),
+    ("1gbit", "fast-16384-bfloat16"),
+    ("100mbit", "local-8192-float32"),
+)
+"""Group and case of two hosts, in the order of the documentation's table."""
+
+
+def record(
+    host: Mapping[str, Any],
+    rows: Mapping[str, Mapping[str, Any]],
+    link_mbit: Mapping[str, float],
+    machine: str,
+) -> dict[str, Any]:
+    """The record of complete results.
+
+    host: results of one process by case; rows: those of `trainer.bench.report.compare` by "GROUP/CASE";
+    link_mbit: rate of a group's link. Raises KeyError, naming it, for a case or baseline that was not measured.
+    """
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "command": "make bench",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+        "machine": machine,
+        "one_process": [_one_process(host[name]) for name in ("host-float32", "host-bfloat16")],
+        "two_hosts": [_two_hosts(rows[f"{group}/{case}"], link_mbit[group]) for group, case in SHOWN],
+    }
+
+
+def _one_process(result: Mapping[str, Any]) -> dict[str, Any]:
+    rank = result["ranks"][0]
+    return {
+        "dtype": rank["compute_dtype"],
+        "tokens": result["tokens"],
+        "step_seconds": round(result["step_seconds"], 2),
+        "tok_per_s": round(result["tok_per_s"]),
+        "peak_gb": round(rank["peak_rss"] / 1e9, 1),
+    }
+
+
+def _two_hosts(row: Mapping[str, Any], link_mbit: float) -> dict[str, Any]:
+    baseline_tokens = row["tokens"] // (row["ranks"] if row["sync"] == "local" else 1)
+    payload = row["payload"] / 1e6
+    return {
+        "sync": row["sync"],
+        "dtype": row["format"],
+        "tokens": row["tokens"],
+        "step_seconds": round(row["step_seconds"], 2),
+        "predicted_seconds": round(row["predicted_seconds"], 2),
+        "baseline_seconds": round(baseline_tokens * row["ratio"] / row["tok_per_s"], 2),
+        "baseline_tokens": baseline_tokens,
+        "factor": round(row["ratio"], 2),
+        "payload_mb": round(payload) if payload >= 10 else round(payload, 1),
+        "link_mbit": round(link_mbit),
+    }
+
+
+def write(content: Mapping[str, Any]) -> None:
+    """Write the record with a line for each case, so that its changes can be read."""
+
+    def lines(name: str) -> str:
+        return f'"{name}": [\n' + ",\n".join(f"  {json.dumps(case)}" for case in content[name]) + "\n]"
+
+    head = [f'"{key}": {json.dumps(content[key])}' for key in ("command", "date", "commit", "machine")]
+    RECORD.write_text("{\n" + ",\n".join([*head, lines("one_process"), lines("two_hosts")]) + "\n}\n")
