@@ -32,7 +32,7 @@ def record(
     """The record of complete results.
 
     host: results of one process by case; rows: those of `trainer.bench.report.compare` by "GROUP/CASE";
-    link_mbit: rate of a group's link. Raises KeyError, naming it, for a case or baseline that was not measured.
+    link_mbit: rate of a group's link. Raises KeyError, naming it, for a case that was not measured.
     """
     commit = ["git", "rev-parse", "--short", "HEAD"]
     return {
