@@ -65,6 +65,7 @@ def _line(row: Row, site: Site) -> str:
     ):
         said = said.replace(name, other).replace(address, plain)
     said = re.sub(r"(ansible-playbook) -i \S+", r"\1", said)  # the lab's inventory
+    said = said.replace(str(site.data), "data")
     said = re.sub(r"\b([a-z]+)(-\d+)?-\d{10}\b", r"\1", said)  # runs carry the time in their names
     cost = f"{row.pause.seconds:.0f} | {row.pause.repeated}" if row.pause else "- | -"
     return f"| {row.fault} | {row.seconds:.0f} | {said.replace('|', '&#124;')} | {row.then} | {cost} |"
