@@ -26,9 +26,8 @@ from fleet.text import curve, duration, number, spark
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 """Without a terminal: how often a view is printed when it changes, and when only time has passed."""
 
-_TOLD = ("Frozen:", "Blame:", "Between:", "Stop:", "No rank")
-_ODD = ("Rebooted:", *_TOLD)
-"""How lines of the screen begin that are to be seen first; what is rebooted is told when it is put back."""
+_ODD = ("Rebooted:", "Frozen:", "Blame:", "Between:", "Stop:", "No rank")
+"""How lines of the screen begin that are to be seen first."""
 _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
 """How an attempt that has ended is told."""
 
@@ -120,7 +119,7 @@ def odd_lines(view: RunView) -> dict[str, str]:
 
     They name the rank that delays the run, lost hosts, warnings, and how each attempt ended.
     """
-    odd = [line for line in view.screen if line.startswith((*_TOLD, "Warning:")) or _ATTEMPT.match(line)]
+    odd = [line for line in view.screen if line.startswith((*_ODD, "Warning:")) or _ATTEMPT.match(line)]
     keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in odd]
     return dict(keyed) | {line: line for line in lost_lines(view)}
 

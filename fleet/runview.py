@@ -96,27 +96,25 @@ class RunView:
     @property
     def trains(self) -> bool:
         """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
-        found = {host: s for host, s in self.states.items() if s.get("found") and host not in self.lost}
-        return bool(status.is_training(found))
-
-    @property
-    def rebooted(self) -> dict[str, float]:
-        """Hosts that came up again without the unit of this run, and when."""
-        found = {host: state for host, state in self.states.items() if state.get("found")}
-        hosts: dict[str, float] = status.rebooted(found)
-        return {host: moment for host, moment in hosts.items() if host not in self.lost}
+        return bool(status.is_training(self._known))
 
     @property
     def returning(self) -> list[str]:
-        """Those of them that start the run again by themselves."""
-        hosts: list[str] = status.returning({host: self.states[host] for host in self.rebooted})
+        """Rebooted hosts that start the run again by themselves, just now."""
+        hosts: list[str] = status.returning(self._known)
         return hosts
 
     @property
     def reboots(self) -> list[str]:
-        """A line for each of them, with what starts its unit again."""
-        lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
+        """A line for each host that came up again without the run's unit, with what starts it again."""
+        lines: list[str] = status.reboots(self._known, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
+
+    @property
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """The states of the hosts that answer and have a part of the run."""
+        found = {host: state for host, state in self.states.items() if state.get("found")}
+        return {host: state for host, state in found.items() if host not in self.lost}
 
     @property
     def screen(self) -> list[str]:
@@ -135,11 +133,6 @@ class RunView:
         """Whether the run is over on every host that has reported and has not been lost since."""
         heard = [ending for host, ending in self.endings.items() if host not in self.lost]
         return bool(heard) and all(ending.ended for ending in heard)
-
-    @property
-    def settled(self) -> bool:
-        """Whether a host reports that the run has ended and nobody wants another attempt."""
-        return any((state.get("outcome") or {}).get("settled") for state in self.states.values())
 
     @property
     def outcome(self) -> str:
