@@ -39,7 +39,7 @@ def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, A
     shown = as_typed(table(findings, state))
     if refusals(findings):
         return {"failed": True, "msg": shown}
-    return {"changed": False, "findings": findings, "message": shown}
+    return {"findings": findings, "message": shown}
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:
