@@ -23,7 +23,7 @@ options:
   grace: {description: "Seconds until SIGKILL; -1 leaves that to the unit.", type: int, default: -1}
   outcome: {description: Outcome to record., type: str, choices: [stopped, retryable], required: true}
   reason: {description: Its reason., type: str, required: true}
-  log_lines: {description: Lines of the log in the state., type: int, default: 20}
+  log_lines: {description: Lines of an error in the state at most., type: int, default: 20}
 attributes:
   action: {support: full}
   check_mode: {support: full}
