@@ -5,16 +5,15 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
 
 DOCUMENTATION = r"""
 module: doctor_host
@@ -84,21 +83,8 @@ def number(text: str) -> int | None:
 
 def links() -> dict[str, dict[str, Any]]:
     """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    try:
-        done = subprocess.run(
-            ["ip", "-j", "address"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=5,
-            env={**os.environ, "PATH": path},
-        )
-        entries = json.loads(done.stdout or "[]")
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return {}
     found = {}
-    for entry in entries:
+    for entry in ask_ip("address")[0]:
         name = entry.get("ifname")
         if not name or name == "lo":
             continue
@@ -113,7 +99,7 @@ def links() -> dict[str, dict[str, Any]]:
             "mtu": entry.get("mtu"),
             "speed_mbit": speed if speed and speed > 0 else None,
             "duplex": read(f"{folder}/duplex"),
-            "wireless": os.path.exists(f"{folder}/wireless") or os.path.exists(f"{folder}/phy80211"),
+            "wireless": is_wireless(name),
             "physical": os.path.exists(f"{folder}/device"),
             "carrier": read(f"{folder}/carrier") == "1",
         }
