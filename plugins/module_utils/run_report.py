@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import KILLED
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
     State,
     active_runs,
@@ -21,8 +22,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
 """Columns whose cells stand to the right."""
-KILLED = "Killed (by SIGKILL, or because memory ran out)"
-"""As log_lines has it, which runs on the hosts."""
 GFLOPS_A_THREAD = 40
 """Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
 USUAL_VOCABULARY = 32_768
