@@ -8,7 +8,8 @@ NF0xx settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import mode
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
@@ -32,6 +33,12 @@ def doctor_finding(
 ) -> Finding:
     """A finding of the doctor; `peer` is the host at the other end of a path."""
     return {**finding(code, host, problem, remedy, severity), "peer": peer}
+
+
+def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """The hosts whose value is not that of most: host, its value, the usual one. values: by host."""
+    usual = mode(values.values()) if values else ""
+    return [(host, value, usual) for host, value in values.items() if value != usual]
 
 
 def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
