@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import resolved
 from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
 
 DOCUMENTATION = r"""
@@ -123,14 +124,6 @@ def disk_of(path: str) -> dict[str, Any]:
     }
 
 
-def resolves_to(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
-    except OSError:
-        return []
-    return sorted({str(each[4][0]) for each in found})
-
-
 def mark(path: str) -> str:
     """What changes when a file or the target of a link does, without reading it."""
     try:
@@ -191,7 +184,7 @@ def main() -> None:
         "sent": p["sent"],
         "time": now,
         "hostname": socket.gethostname(),
-        "resolves_to": resolves_to(socket.gethostname()),
+        "resolves_to": sorted(resolved(socket.gethostname())),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu": model,

@@ -1,5 +1,6 @@
 """The network role: the interface to the peers, and what about it would stand in a run's way."""
 
+import socket
 import threading
 from pathlib import Path
 
@@ -225,10 +226,10 @@ def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: 
     def answers(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         if name == "gone":
             raise OSError
-        inet = network.socket.AF_INET, network.socket.AF_INET6
+        inet = socket.AF_INET, socket.AF_INET6
         return [(inet[":" in a], 0, 0, "", (a, 0)) for a in known.get(name, [name])]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", answers)
+    monkeypatch.setattr(socket, "getaddrinfo", answers)
     resolved = network.resolve({"tower": "tower.lan", "laptop": "10.0.0.11", "six": "six", "attic": "gone"})
     assert resolved == {"tower": "10.0.0.10", "laptop": "10.0.0.11", "six": "fd00::12", "attic": "gone"}
 
