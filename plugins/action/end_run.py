@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible.plugins.action import ActionBase
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import is_settled
 
 KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
 """What the first heartbeat knows of the run."""
@@ -70,7 +69,8 @@ class ActionModule(ActionBase):
         """Write the outcome. That of a rank is kept, unless it only knows that systemd ended it."""
         kind = asked["outcome"]
         text = json.dumps(outcome_of(state, kind, asked["reason"]), indent=2) + "\n"
-        replace = kind == "stopped" and not is_settled(state.get("outcome") or {})
+        # Settled: nobody wants another attempt. A host that shuts down ends its ranks unasked.
+        replace = kind == "stopped" and not (state.get("outcome") or {}).get("settled")
         files = {"outcome.json": text}
         done: dict[str, Any] = module(
             "run_directory", path=state["run_dir"], user=asked["user"], files=files, replace=replace

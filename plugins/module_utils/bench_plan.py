@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
@@ -105,7 +105,7 @@ def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
     And over as many steps or more. The files do not record a change of link, data or other
     settings: -e bench_again=true.
     """
-    results = {path.stem: _result(path) for path in paths}
+    results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
 
 
@@ -117,15 +117,6 @@ def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
         result[name] == getattr(config, name) for name in ("depth", "sequence_len", "device_batch_size")
     )
     return same and bool(result["steps"] >= config.num_iterations - bench.WARM_STEPS)
-
-
-def _result(path: Path) -> dict[str, Any]:
-    """The content of a stage's file; empty where it is not one."""
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
 
 
 def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:

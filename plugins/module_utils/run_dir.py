@@ -12,6 +12,7 @@ import os
 import re
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     attempt_of,
     first_error,
@@ -40,16 +41,6 @@ def names_in(folder: str) -> list[str]:
         return sorted(os.listdir(folder))
     except OSError:
         return []
-
-
-def load_json(path: str) -> dict[str, Any] | None:
-    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
 
 
 def last_with(path: str, key: str) -> dict[str, Any] | None:
