@@ -139,16 +139,13 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
         head.append(f". {view.reason}")
     parts: list[RenderableType] = [head]
     if view.outcome not in marks:
-        for host, ending in sorted(view.endings.items()):
-            if ending.errors:
-                parts += [
-                    Text(f"\n{host}:", style="bold"),
-                    Text("\n".join(f"  {line}" for line in ending.errors)),
-                ]
+        for host, state in sorted(view.states.items()):
+            if state.get("error"):
+                lines = "\n".join(f"  {line}" for line in state["error"])
+                parts += [Text(f"\n{host}:", style="bold"), Text(lines)]
     parts += [Text(line, style="yellow") for line in [*lost_lines(view), *view.reboots]]
-    lines = curve(view.curve)
-    if lines:
-        parts.append(Text("\n" + "\n".join(lines), style="green", no_wrap=True))
+    if drawn := curve(view.curve):
+        parts.append(Text("\n" + "\n".join(drawn), style="green", no_wrap=True))
     if view.loss is not None:
         facts = f"\nloss {number(view.first_loss, 3)} at the first step, {number(view.loss, 3)} at the last"
         if view.val_bpb is not None:

@@ -30,17 +30,6 @@ class Rank:
 
 
 @dataclass
-class Ending:
-    """How the run ended on one host. ``errors`` are its log's first error lines."""
-
-    ended: bool = False
-    found: bool = False
-    outcome: str = ""
-    reason: str = ""
-    errors: list[str] = field(default_factory=list)
-
-
-@dataclass
 class RunView:
     """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
 
@@ -53,7 +42,6 @@ class RunView:
     plan: str = ""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[Rank] = field(default_factory=list)
-    endings: dict[str, Ending] = field(default_factory=dict)
     coordinator: str = ""
     step: int | None = None
     num_iterations: int | None = None
@@ -91,7 +79,7 @@ class RunView:
     @property
     def found(self) -> bool:
         """Whether any host knows a run."""
-        return any(ending.found for ending in self.endings.values())
+        return any(state.get("found") for state in self.states.values())
 
     @property
     def trains(self) -> bool:
@@ -131,27 +119,25 @@ class RunView:
     @property
     def ended(self) -> bool:
         """Whether the run is over on every host that has reported and has not been lost since."""
-        heard = [ending for host, ending in self.endings.items() if host not in self.lost]
-        return bool(heard) and all(ending.ended for ending in heard)
+        heard = [state for host, state in self.states.items() if host not in self.lost]
+        return bool(heard) and all(state.get("ended") for state in heard)
 
     @property
     def outcome(self) -> str:
         """How the run ended, or "" while it has not. The coordinator's word counts first."""
         if not self.ended or not self.found:
             return ""
-        return self._verdict()[1].outcome or "ended without an outcome"
+        return str(self._verdict()[1].get("outcome") or "ended without an outcome")
 
     @property
     def reason(self) -> str:
         """Why it ended so, with the host whose word it is."""
-        host, ending = self._verdict()
-        return (
-            f"{ending.reason} ({host})" if ending.reason and ending.outcome != "finished" else ending.reason
-        )
+        host, outcome = self._verdict()
+        reason = str(outcome.get("reason") or "")
+        return f"{reason} ({host})" if reason and outcome["outcome"] != "finished" else reason
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
         """Take one host's report into account."""
-        self.endings[host] = _ending(state)
         self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
@@ -201,12 +187,13 @@ class RunView:
         if entry.get("val_bpb") is not None:
             self.val_bpb = float(entry["val_bpb"])
 
-    def _verdict(self) -> tuple[str, Ending]:
-        order = [self.coordinator, *sorted(self.endings)]
-        known = [host for host in order if host in self.endings]
-        reported = [host for host in known if self.endings[host].outcome]
-        host = (reported or known or [""])[0]
-        return host, self.endings.get(host, Ending())
+    def _verdict(self) -> tuple[str, dict[str, Any]]:
+        """The host whose outcome counts, and that outcome."""
+        for host in (self.coordinator, *sorted(self.states)):
+            outcome = self.states.get(host, {}).get("outcome") or {}
+            if outcome.get("outcome"):
+                return host, outcome
+        return "", {}
 
 
 def plan(config: dict[str, Any]) -> str:
@@ -219,14 +206,3 @@ def plan(config: dict[str, Any]) -> str:
     if config.get("sequence_len"):
         parts.append(f"rows of {number(int(config['sequence_len']))}")
     return " · ".join(parts)
-
-
-def _ending(state: dict[str, Any]) -> Ending:
-    outcome = state.get("outcome") or {}
-    return Ending(
-        ended=bool(state.get("ended")),
-        found=bool(state.get("found")),
-        outcome=outcome.get("outcome") or "",
-        reason=outcome.get("reason") or "",
-        errors=[str(line) for line in state.get("error") or []],
-    )

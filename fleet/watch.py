@@ -152,7 +152,7 @@ class Follower:
     def _tick(self) -> None:
         self._tell()
         self.screen.plain(lambda: run_plain(self.view))
-        some = self.view.lost or any(ending.ended for ending in self.view.endings.values())
+        some = self.view.lost or any(state.get("ended") for state in self.view.states.values())
         if some and not self.view.ended and time.monotonic() - self._began > _ASK_ANEW_SECONDS:
             raise _AskAnewError
 
