@@ -11,8 +11,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_comma
 from fleet.text import Point, number
 from trainer.health.status_record import RunStatusRecord
 
-ENDED = ("finished", "stopped", "retryable", "final")
-
 
 def is_report(result: object) -> bool:
     """Whether a task's result is a host's report on a run (what the ``run_state`` module returns)."""
@@ -49,7 +47,6 @@ class RunView:
     tok_per_s: float | None = None
     step_seconds: float | None = None
     eta_seconds: float | None = None
-    seconds: float | None = None
     sample: str = ""
     checkpoint: str = ""
     run_dir: str = ""
@@ -177,7 +174,7 @@ class RunView:
         for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
             if (value := getattr(beat, key, None)) is not None:
                 setattr(self, key, value)
-        for key in ("step", "num_iterations", "seconds", "sample", "checkpoint"):
+        for key in ("step", "num_iterations", "sample", "checkpoint"):
             if outcome.get(key) is not None:
                 setattr(self, key, outcome[key])
 

@@ -13,7 +13,6 @@ from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
 ALONE = ("solo", "gpu", "ranks")
-FORMATS = ("float32", "bfloat16")
 RANKS_ON_A_HOST = 2
 NAME = re.compile(
     r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
