@@ -126,11 +126,3 @@ def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
         f"; {kept} of {len(plan)} stages were measured before (-e bench_again=true: again)" if kept else ""
     )
     return f"Measured now: {names}{before}."
-
-
-def bench_line(result: Mapping[str, Any], name: str) -> str:
-    """One stage in a line."""
-    return (
-        f"{name}: {result['tok_per_s']:,.0f} tok/s, {result['step_seconds']:.2f} s a step, of which sync "
-        f"{result['split']['sync']:.2f} s"
-    )

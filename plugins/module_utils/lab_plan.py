@@ -68,16 +68,6 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
     return plan
 
 
-def lab_cpus(status: str) -> list[int]:
-    """The cores this machine gives, by /proc/self/status: `0-2,5` -> [0, 1, 2, 5]."""
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", status, re.MULTILINE)
-    cpus: list[int] = []
-    for part in match[1].split(",") if match else ["0"]:
-        low, _, high = part.partition("-")
-        cpus.extend(range(int(low), int(high or low) + 1))
-    return cpus
-
-
 def lab_subnets(networks: list[dict[str, Any]], name: str = "") -> list[str]:
     """The subnets in the output of `podman network ls --format json`: of the network `name`, or of all."""
     return [

@@ -1,4 +1,4 @@
-"""Settings of a run's unit: the addresses that it exchanges packets with, and how many processors it has."""
+"""Settings of a run's unit: the addresses that it exchanges packets with, and its processors."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
     return ["localhost", *dict.fromkeys(address for address in found if not is_loopback(address))]
 
 
-def count_cpus(cpus: str) -> int:
-    """How many processors a list such as 0-3,6 names; 0 for an empty one."""
+def cpu_list(cpus: str) -> list[int]:
+    """The processors that a list such as 0-3,6 names."""
     named: set[int] = set()
     for part in filter(None, str(cpus).split(",")):
         first, _, last = part.partition("-")
         named.update(range(int(first), int(last or first) + 1))
-    return len(named)
+    return sorted(named)
