@@ -73,22 +73,17 @@ def plan_run(
         )
         fleet = dict(zip(hosts, states, strict=True))
         action, message, ends = _decide(run_file, stored, fleet)
+        file, first = run_file.to_dict(), fleet[run_file.hosts[0]]
+        saves = set(run_file.hosts) <= set(ends) and _trains(first)
     except (trainer.ConfigError, refusals.RefusedError) as error:
-        return {
-            "run_id": name,
-            "file": None,
-            "action": "refuse",
-            "message": str(error),
-            "ends": {},
-            "saves": False,
-        }
+        file, action, message, ends, saves = None, "refuse", str(error), {}, False
     return {
         "run_id": name,
-        "file": run_file.to_dict(),
+        "file": file,
         "action": action,
         "message": message,
         "ends": ends,
-        "saves": set(run_file.hosts) <= set(ends) and _trains(fleet[run_file.hosts[0]]),
+        "saves": saves,
     }
 
 
