@@ -69,8 +69,6 @@ class FilterModule:
             "lab_free_subnet": lab_plan.lab_free_subnet,
             "lab_mirror_of": lab_plan.lab_mirror_of,
             "lab_plan": lab_plan.lab_plan,
-            "lab_stopped": lab_plan.lab_stopped,
-            "lab_subnets": lab_plan.lab_subnets,
             "network_choose": network_interfaces.choose,
             "network_findings": network_rules.findings,
             "network_lines": network_interfaces.lines,
