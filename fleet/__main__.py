@@ -58,41 +58,30 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="updates (%(default)s)")
     one.add_argument("--lab", default="lab", metavar="NAME", help="the lab's name (%(default)s)")
     one.add_argument("--hosts", type=_positive, default=2, help="hosts of the lab (%(default)s)")
-    one.add_argument("--run-id", default="", metavar="ID", help="the run's name (default: demo-DATE-TIME)")
-    one.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
-    one.add_argument(
-        "-e",
-        dest="extra",
-        action="append",
-        default=[],
-        metavar="SETTING=VALUE",
-        help="more settings of a run",
-    )
+    _add_shared(one, "the run's name (default: demo-DATE-TIME)", "more settings of a run")
     one.set_defaults(command=_demo, interrupted=_demo_interrupted)
 
-    for name, command, text in (
-        ("train", _train, "start a run on the inventory's hosts (train.yml) and follow it to its end"),
-        ("watch", _watch, "join a run; one that has ended shows its result"),
+    for name, text in (
+        ("train", "start a run on the inventory's hosts (train.yml) and follow it to its end"),
+        ("watch", "join a run; one that has ended shows its result"),
     ):
         one = commands.add_parser(name, help=text, description=text, epilog=_CODES)
         one.add_argument("-i", "--inventory", metavar="PATH", help="the hosts (default: inventory/lab)")
         one.add_argument(
-            "-e",
-            dest="extra",
-            action="append",
-            default=[],
-            metavar="SETTING=VALUE",
-            help="as for ansible-playbook",
-        )
-        one.add_argument(
-            "--run-id", default="", metavar="ID", help="the run (default: the active one, else the last)"
-        )
-        one.add_argument(
             "-K", "--ask-become-pass", action="store_true", help="ask for the hosts' sudo password"
         )
-        one.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
-        one.set_defaults(command=command, interrupted=_interrupted)
+        _add_shared(one, "the run (default: the active one, else the last)", "as for ansible-playbook")
+        one.set_defaults(command=_start_and_follow, interrupted=_interrupted, name=name, started=False)
     return top
+
+
+def _add_shared(command: argparse.ArgumentParser, run: str, settings: str) -> None:
+    """The options of every command; `run` and `settings` explain two of them."""
+    command.add_argument("--run-id", default="", metavar="ID", help=run)
+    command.add_argument("--record", metavar="FILE.svg", help="also write the screen as a picture")
+    command.add_argument(
+        "-e", dest="extra", action="append", default=[], metavar="SETTING=VALUE", help=settings
+    )
 
 
 def _demo(screen: Screen, args: argparse.Namespace) -> int:
@@ -102,15 +91,7 @@ def _demo(screen: Screen, args: argparse.Namespace) -> int:
     return demo.run(screen, what, args.record)
 
 
-def _train(screen: Screen, args: argparse.Namespace) -> int:
-    return _start_and_follow(screen, args, start=True)
-
-
-def _watch(screen: Screen, args: argparse.Namespace) -> int:
-    return _start_and_follow(screen, args, start=False)
-
-
-def _start_and_follow(screen: Screen, args: argparse.Namespace, start: bool) -> int:
+def _start_and_follow(screen: Screen, args: argparse.Namespace) -> int:
     if args.inventory and Path(args.inventory).exists():
         args.inventory = str(Path(args.inventory).absolute())
     inventory.read(args.inventory)
@@ -118,20 +99,20 @@ def _start_and_follow(screen: Screen, args: argparse.Namespace, start: bool) -> 
     words = list(_extra(args.extra))
     if args.run_id:
         words += ["-e", f"run_id={args.run_id}"]
-    if start:
+    if args.name == "train":
         job = Job("train", "train.yml", inventory=args.inventory, args=words, become_password=password)
         if not run_playbook(screen, job):
             return FAILED
         args.started = True
     follower = Follower(screen, args.inventory, words, become_password=password)
     code = follower.follow()
-    close(screen, follower, title=f"python -m fleet {'train' if start else 'watch'}", picture=args.record)
+    close(screen, follower, title=f"python -m fleet {args.name}", picture=args.record)
     return code
 
 
 def _interrupted(args: argparse.Namespace) -> str:
     where = f" -i {shlex.quote(args.inventory)}" if args.inventory else ""
-    if args.command is _train and not getattr(args, "started", False):
+    if args.name == "train" and not args.started:
         return (
             "Stopped while starting the run: some hosts may have begun. Each step is safe to repeat.\n"
             f"See what is there:  ansible-playbook{where} status.yml\n"

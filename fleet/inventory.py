@@ -1,4 +1,4 @@
-"""Who is in an inventory: asked of Ansible itself, so every form of inventory it reads works."""
+"""The coordinator of an inventory: asked of Ansible itself, so every form of inventory it reads works."""
 
 import json
 import subprocess
@@ -17,22 +17,16 @@ TRACKER_PORT = 5000
 
 
 @dataclass(frozen=True)
-class Fleet:
-    """The hosts in rank order, and the address of each."""
+class Coordinator:
+    """The host of rank 0: where it is reached, who logs in, and the port of its tracker."""
 
-    hosts: list[str]
-    addresses: dict[str, str]
-    users: dict[str, str]
+    address: str
+    user: str = ""
     tracker_port: int = TRACKER_PORT
 
-    @property
-    def coordinator(self) -> str:
-        """The host of rank 0."""
-        return self.hosts[0]
 
-
-def read(inventory: str | None, extra: Sequence[str] = ()) -> Fleet:
-    """The fleet of an inventory (None: the one ansible.cfg names). FleetError when there is none.
+def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
+    """The coordinator of an inventory (None: the one ansible.cfg names). FleetError when there is none.
 
     extra: `-e` and their values, which go before the inventory's.
     """
@@ -58,8 +52,8 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Fleet:
     return from_listing(json.loads(done.stdout), inventory)
 
 
-def from_listing(listing: dict[str, Any], inventory: str | None) -> Fleet:
-    """A fleet from what ``ansible-inventory --list`` printed."""
+def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
+    """The coordinator from what ``ansible-inventory --list`` printed."""
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")
     if not coordinators:
@@ -72,15 +66,12 @@ def from_listing(listing: dict[str, Any], inventory: str | None) -> Fleet:
             f"The inventory {name} has {len(coordinators)} coordinators ({', '.join(coordinators)}); "
             "leave one, and move the others to 'workers'."
         )
-    hosts = coordinators + [host for host in _members(listing, "workers") if host not in coordinators]
-    every = listing.get("_meta", {}).get("hostvars", {})
-    addresses = {
-        host: str(every.get(host, {}).get("fleet_address") or every.get(host, {}).get("ansible_host") or host)
-        for host in hosts
-    }
-    users = {host: str(every.get(host, {}).get("ansible_user") or "") for host in hosts}
-    port = str(every.get(coordinators[0], {}).get("tracker_port", TRACKER_PORT))
-    return Fleet(hosts, addresses, users, int(port) if port.isdecimal() else TRACKER_PORT)
+    [host] = coordinators
+    own = listing.get("_meta", {}).get("hostvars", {}).get(host, {})
+    address = str(own.get("fleet_address") or own.get("ansible_host") or host)
+    port = str(own.get("tracker_port", TRACKER_PORT))
+    user = str(own.get("ansible_user") or "")
+    return Coordinator(address, user, int(port) if port.isdecimal() else TRACKER_PORT)
 
 
 def _members(listing: dict[str, Any], group: str) -> list[str]:
@@ -90,9 +81,9 @@ def _members(listing: dict[str, Any], group: str) -> list[str]:
     return found
 
 
-def tracker(fleet: Fleet) -> str:
+def tracker(coordinator: Coordinator) -> str:
     """The MLflow page's address, and what to type where it cannot be reached from this machine."""
-    address, port = fleet.addresses[fleet.coordinator], fleet.tracker_port
+    address, port = coordinator.address, coordinator.tracker_port
     url = f"http://{address}:{port}"
     try:
         # The lab's addresses are this machine's own: no proxy stands between.
@@ -100,8 +91,7 @@ def tracker(fleet: Fleet) -> str:
         with opener.open(f"{url}/health", timeout=4):
             return f"{url} (answers from this machine)"
     except (urllib.error.URLError, OSError):
-        user = fleet.users[fleet.coordinator]
-        login = f"{user}@{address}" if user else address
+        login = f"{coordinator.user}@{address}" if coordinator.user else address
         return (
             f"{url} (not open to this machine; type: ssh -N -L {port}:{address}:{port} {login}"
             f" and open http://localhost:{port})"

@@ -26,9 +26,8 @@ from fleet.text import curve, duration, number, spark
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 """Without a terminal: how often a view is printed when it changes, and when only time has passed."""
 
-_TOLD = ("Frozen:", "Blame:", "Between:", "Stop:", "No rank")
-_ODD = ("Rebooted:", *_TOLD)
-"""How lines of the screen begin that are to be seen first; what is rebooted is told when it is put back."""
+_ODD = ("Rebooted:", "Frozen:", "Blame:", "Between:", "Stop:", "No rank")
+"""How lines of the screen begin that are to be seen first."""
 _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
 """How an attempt that has ended is told."""
 
@@ -120,7 +119,7 @@ def odd_lines(view: RunView) -> dict[str, str]:
 
     They name the rank that delays the run, lost hosts, warnings, and how each attempt ended.
     """
-    odd = [line for line in view.screen if line.startswith((*_TOLD, "Warning:")) or _ATTEMPT.match(line)]
+    odd = [line for line in view.screen if line.startswith((*_ODD, "Warning:")) or _ATTEMPT.match(line)]
     keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in odd]
     return dict(keyed) | {line: line for line in lost_lines(view)}
 
@@ -140,16 +139,13 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
         head.append(f". {view.reason}")
     parts: list[RenderableType] = [head]
     if view.outcome not in marks:
-        for host, ending in sorted(view.endings.items()):
-            if ending.errors:
-                parts += [
-                    Text(f"\n{host}:", style="bold"),
-                    Text("\n".join(f"  {line}" for line in ending.errors)),
-                ]
+        for host, state in sorted(view.states.items()):
+            if state.get("error"):
+                lines = "\n".join(f"  {line}" for line in state["error"])
+                parts += [Text(f"\n{host}:", style="bold"), Text(lines)]
     parts += [Text(line, style="yellow") for line in [*lost_lines(view), *view.reboots]]
-    lines = curve(view.curve)
-    if lines:
-        parts.append(Text("\n" + "\n".join(lines), style="green", no_wrap=True))
+    if drawn := curve(view.curve):
+        parts.append(Text("\n" + "\n".join(drawn), style="green", no_wrap=True))
     if view.loss is not None:
         facts = f"\nloss {number(view.first_loss, 3)} at the first step, {number(view.loss, 3)} at the last"
         if view.val_bpb is not None:

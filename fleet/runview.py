@@ -11,8 +11,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import typed_comma
 from fleet.text import Point, number
 from trainer.health.status_record import RunStatusRecord
 
-ENDED = ("finished", "stopped", "retryable", "final")
-
 
 def is_report(result: object) -> bool:
     """Whether a task's result is a host's report on a run (what the ``run_state`` module returns)."""
@@ -30,17 +28,6 @@ class Rank:
 
 
 @dataclass
-class Ending:
-    """How the run ended on one host. ``errors`` are its log's first error lines."""
-
-    ended: bool = False
-    found: bool = False
-    outcome: str = ""
-    reason: str = ""
-    errors: list[str] = field(default_factory=list)
-
-
-@dataclass
 class RunView:
     """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
 
@@ -53,7 +40,6 @@ class RunView:
     plan: str = ""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[Rank] = field(default_factory=list)
-    endings: dict[str, Ending] = field(default_factory=dict)
     coordinator: str = ""
     step: int | None = None
     num_iterations: int | None = None
@@ -61,7 +47,6 @@ class RunView:
     tok_per_s: float | None = None
     step_seconds: float | None = None
     eta_seconds: float | None = None
-    seconds: float | None = None
     sample: str = ""
     checkpoint: str = ""
     run_dir: str = ""
@@ -91,32 +76,30 @@ class RunView:
     @property
     def found(self) -> bool:
         """Whether any host knows a run."""
-        return any(ending.found for ending in self.endings.values())
+        return any(state.get("found") for state in self.states.values())
 
     @property
     def trains(self) -> bool:
         """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
-        found = {host: s for host, s in self.states.items() if s.get("found") and host not in self.lost}
-        return bool(status.is_training(found))
-
-    @property
-    def rebooted(self) -> dict[str, float]:
-        """Hosts that came up again without the unit of this run, and when."""
-        found = {host: state for host, state in self.states.items() if state.get("found")}
-        hosts: dict[str, float] = status.rebooted(found)
-        return {host: moment for host, moment in hosts.items() if host not in self.lost}
+        return bool(status.is_training(self._known))
 
     @property
     def returning(self) -> list[str]:
-        """Those of them that start the run again by themselves."""
-        hosts: list[str] = status.returning({host: self.states[host] for host in self.rebooted})
+        """Rebooted hosts that start the run again by themselves, just now."""
+        hosts: list[str] = status.returning(self._known)
         return hosts
 
     @property
     def reboots(self) -> list[str]:
-        """A line for each of them, with what starts its unit again."""
-        lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
+        """A line for each host that came up again without the run's unit, with what starts it again."""
+        lines: list[str] = status.reboots(self._known, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
+
+    @property
+    def _known(self) -> dict[str, dict[str, Any]]:
+        """The states of the hosts that answer and have a part of the run."""
+        found = {host: state for host, state in self.states.items() if state.get("found")}
+        return {host: state for host, state in found.items() if host not in self.lost}
 
     @property
     def screen(self) -> list[str]:
@@ -133,32 +116,25 @@ class RunView:
     @property
     def ended(self) -> bool:
         """Whether the run is over on every host that has reported and has not been lost since."""
-        heard = [ending for host, ending in self.endings.items() if host not in self.lost]
-        return bool(heard) and all(ending.ended for ending in heard)
-
-    @property
-    def settled(self) -> bool:
-        """Whether a host reports that the run has ended and nobody wants another attempt."""
-        return any((state.get("outcome") or {}).get("settled") for state in self.states.values())
+        heard = [state for host, state in self.states.items() if host not in self.lost]
+        return bool(heard) and all(state.get("ended") for state in heard)
 
     @property
     def outcome(self) -> str:
         """How the run ended, or "" while it has not. The coordinator's word counts first."""
         if not self.ended or not self.found:
             return ""
-        return self._verdict()[1].outcome or "ended without an outcome"
+        return str(self._verdict()[1].get("outcome") or "ended without an outcome")
 
     @property
     def reason(self) -> str:
         """Why it ended so, with the host whose word it is."""
-        host, ending = self._verdict()
-        return (
-            f"{ending.reason} ({host})" if ending.reason and ending.outcome != "finished" else ending.reason
-        )
+        host, outcome = self._verdict()
+        reason = str(outcome.get("reason") or "")
+        return f"{reason} ({host})" if reason and outcome["outcome"] != "finished" else reason
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
         """Take one host's report into account."""
-        self.endings[host] = _ending(state)
         self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
@@ -198,7 +174,7 @@ class RunView:
         for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
             if (value := getattr(beat, key, None)) is not None:
                 setattr(self, key, value)
-        for key in ("step", "num_iterations", "seconds", "sample", "checkpoint"):
+        for key in ("step", "num_iterations", "sample", "checkpoint"):
             if outcome.get(key) is not None:
                 setattr(self, key, outcome[key])
 
@@ -208,12 +184,13 @@ class RunView:
         if entry.get("val_bpb") is not None:
             self.val_bpb = float(entry["val_bpb"])
 
-    def _verdict(self) -> tuple[str, Ending]:
-        order = [self.coordinator, *sorted(self.endings)]
-        known = [host for host in order if host in self.endings]
-        reported = [host for host in known if self.endings[host].outcome]
-        host = (reported or known or [""])[0]
-        return host, self.endings.get(host, Ending())
+    def _verdict(self) -> tuple[str, dict[str, Any]]:
+        """The host whose outcome counts, and that outcome."""
+        for host in (self.coordinator, *sorted(self.states)):
+            outcome = self.states.get(host, {}).get("outcome") or {}
+            if outcome.get("outcome"):
+                return host, outcome
+        return "", {}
 
 
 def plan(config: dict[str, Any]) -> str:
@@ -226,14 +203,3 @@ def plan(config: dict[str, Any]) -> str:
     if config.get("sequence_len"):
         parts.append(f"rows of {number(int(config['sequence_len']))}")
     return " · ".join(parts)
-
-
-def _ending(state: dict[str, Any]) -> Ending:
-    outcome = state.get("outcome") or {}
-    return Ending(
-        ended=bool(state.get("ended")),
-        found=bool(state.get("found")),
-        outcome=outcome.get("outcome") or "",
-        reason=outcome.get("reason") or "",
-        errors=[str(line) for line in state.get("error") or []],
-    )

@@ -1,6 +1,6 @@
 """Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run.
 
-A host that was rebooted starts the run again by itself; else train.yml does it, as a person would.
+A host that left the run, because it cannot be reached or was rebooted, is asked for again.
 """
 
 import tempfile
@@ -16,7 +16,7 @@ from fleet import ROOT
 from fleet.playbooks import CancelledError, Event, Job, message
 from fleet.progress import Screen, lost_lines, odd_lines, run_panel, run_plain
 from fleet.runview import RunView, commands, is_report
-from fleet.stages import failed, run_playbook
+from fleet.stages import failed
 
 FINISHED, FAILED, STOPPED = 0, 1, 3
 """Exit codes of a followed run."""
@@ -25,16 +25,15 @@ WATCH = "playbooks/watch.yml"
 WATCH_TASK = "Watch the run"
 """The task whose results, at each retry, are the hosts' reports."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
-_TRIES, _OVER_TRIES, _BACK_TRIES = 20, 3, 10
-"""How often nobody may answer; how often a lost host is asked for its end when the others have ended; and
-how often for a run that a host was put back into, which somebody else may be doing just now."""
+_TRIES, _OVER_TRIES = 20, 3
+"""How often nobody may answer, and how often a lost host is asked for its end when the others have ended."""
 _SNAPSHOT_AT = 0.6
 _ASK_ANEW_SECONDS = 20.0
 """How long the hosts that still answer are followed before the one that has left is asked for again."""
 
 
 class _AskAnewError(Exception):
-    """Ends one look at the run: a host that left it is to be asked for again, or put back."""
+    """Ends one look at the run: a host that left it is to be asked for again."""
 
 
 @dataclass
@@ -50,8 +49,6 @@ class Follower:
     trouble: str = ""
     _reports: int = 0
     _began: float = 0.0
-    _lives: bool = False
-    _put_back: set[tuple[str, float]] = field(default_factory=set)
     _history: threading.Thread | None = None
     _told: set[str] = field(default_factory=set)
 
@@ -62,7 +59,7 @@ class Follower:
 
     def follow(self) -> int:
         """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""
-        silent = backs = 0
+        silent = 0
         while True:
             job = self._job("watch", playbook=WATCH, args=self.args)
             before, self._began = self._reports, time.monotonic()
@@ -70,21 +67,15 @@ class Follower:
             try:
                 good = job.follow(self._tick, self._fold)
             except _AskAnewError:
-                self._put_hosts_back()
                 continue
             finally:
                 self.screen.clear()
-            self._put_hosts_back()
             self.view.lost = {one.host: one.message for one in job.stage.failures if one.unreachable}
             if not (good or self.view.lost or _ran_out(job)):
                 self.screen.say(failed(job))
                 return FAILED
-            over = self.view.ended and not self._away
-            if over and self._put_back and not self.view.settled and backs < _BACK_TRIES:
-                backs += 1
-                self._wait(_RETRY_SECONDS[1], "the run is active on no host, but not ended; checking again")
-                continue
-            backs = backs if over else 0
+            returning = self.view.returning
+            over = self.view.ended and not returning
             silent = silent + 1 if over or self._reports == before else 0
             if over and (not self.view.lost or silent >= _OVER_TRIES):
                 return self._conclude()
@@ -95,27 +86,9 @@ class Follower:
                 lost = ", ".join(sorted(self.view.lost))
                 doing = f"the run does not need this console; asking {lost} again"
                 self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)], doing)
-
-    @property
-    def _away(self) -> dict[str, float]:
-        """Rebooted hosts that are still to be put back into a run which was seen alive."""
-        rebooted = self.view.rebooted if self._lives else {}
-        return {host: at for host, at in rebooted.items() if (host, at) not in self._put_back}
-
-    def _put_hosts_back(self) -> None:
-        """What a person would type, once every host of the run answers."""
-        hosts = self._away
-        if not hosts or self.view.lost:
-            return
-        if hosts.keys() <= set(self.view.returning):
-            self._wait(
-                _RETRY_SECONDS[1], f"{', '.join(sorted(hosts))} starts the run again by itself; looking again"
-            )
-            return
-        self._put_back |= set(hosts.items())
-        self.screen.say(Text("\n".join([*self.view.reboots, "Doing that now:"]), style="yellow"))
-        args = [*self.args, "-e", f"run_id={self.view.run_id}"]
-        run_playbook(self.screen, self._job("train", playbook="train.yml", args=args))
+            elif returning:
+                doing = f"the run starts again by itself on {', '.join(sorted(returning))}; checking again"
+                self._wait(_RETRY_SECONDS[1], doing)
 
     def _conclude(self) -> int:
         if not self.view.found:
@@ -142,7 +115,6 @@ class Follower:
         self._reports += 1
         self.trouble = ""
         self.view.fold(data.get("host", ""), data["res"])
-        self._lives = self._lives or not data["res"].get("ended", True)
         step, total = self.view.step or 0, self.view.num_iterations or 1
         if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
             self.snapshot = run_panel(self.view)
@@ -180,9 +152,7 @@ class Follower:
     def _tick(self) -> None:
         self._tell()
         self.screen.plain(lambda: run_plain(self.view))
-        if self._away and not self.view.lost:
-            raise _AskAnewError
-        some = self.view.lost or any(ending.ended for ending in self.view.endings.values())
+        some = self.view.lost or any(state.get("ended") for state in self.view.states.values())
         if some and not self.view.ended and time.monotonic() - self._began > _ASK_ANEW_SECONDS:
             raise _AskAnewError
 

@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_plan as launch
-from ansible_collections.nanofleet.fleet.plugins.modules import (
-    run_state,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import read_run
 
 from trainer.config import RunConfig
 
@@ -21,8 +19,9 @@ HOSTS = ["tower", "laptop"]
 
 def state(**changes: Any) -> dict[str, Any]:
     unit = {"name": "nanofleet-a.service", "active_state": "inactive", "result": "success"}
+    none = read_run("/runs/a", {**unit, "sub_state": "dead", "restarts": 0, "since": None}, 100.0, 20)
     return {
-        **run_state.NOTHING, "found": False, "run_id": "a", "run_dir": "/runs/a", "ended": True, "unit": unit,
+        **none, "run_id": "a", "run_dir": "/runs/a", "ended": True, "unit": unit,
         "time": 100.0, "runs": [], "active_units": [], "listeners": [], **changes,
     }  # fmt: skip
 

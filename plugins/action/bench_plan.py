@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
 from ansible_collections.nanofleet.fleet.plugins.module_utils import bench_plan
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Reads the figures of earlier measurements on the controller."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        asked = dict(self._task.args)
-        folder, again = Path(asked.pop("folder")), asked.pop("again")
-        plan = bench_plan.bench_plan(**asked)
-        done = [] if again else bench_plan.bench_measured(plan, list(folder.glob("*.json")))
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        chosen = {name: value for name, value in asked.items() if name not in ("folder", "again")}
+        plan, files = bench_plan.bench_plan(**chosen), Path(asked["folder"]).glob("*.json")
+        done = [] if asked["again"] else bench_plan.bench_measured(plan, list(files))
         left = [stage for stage in plan if stage["name"] not in done]
-        return {**result, "changed": False, "left": left, "message": bench_plan.bench_says(plan, left)}
+        return {"left": left, "message": bench_plan.bench_says(plan, left)}

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import inventory_findings
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Takes the groups as arguments: an action reads no group by its name."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        return result | reported(list(inventory_findings(**self._task.args)))
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        return reported(list(inventory_findings(**asked)))

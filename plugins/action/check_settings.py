@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
 from ansible.utils.vars import load_extra_vars
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import (
     check,
@@ -22,25 +23,22 @@ DECLARED = ROLES / "preflight" / "vars" / "declared_settings.yml"
 WIRING = COLLECTION / "playbooks" / "group_vars" / "all.yml"
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Compares extra vars and the hosts' inventory variables with the names that are known."""
 
-    _requires_connection = False
-    _supports_check_mode = True
     _VALID_ARGS = frozenset({"hosts"})
 
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         known = known_names(ROLES, WIRING, DECLARED)
         internal = role_names(ROLES, WIRING).keys() - known.keys()
         # What the wiring sets is made of other variables, and is not the inventory's.
         wired = {*read_yaml(WIRING)} - {*read_yaml(DECLARED)["preflight_declared_settings"]}
         wanted = {*known, *RunConfig.field_names()} - wired
-        hostvars = (task_vars or {}).get("hostvars", {})
+        hostvars = variables.get("hostvars", {})
         inventory = {
             host: {name: hostvars[host][name] for name in wanted if name in hostvars[host]}
-            for host in self._task.args.get("hosts") or []
+            for host in asked.get("hosts") or []
             if host in hostvars
         }
-        asked = dict(load_extra_vars(self._loader))
-        return result | reported(check(asked, inventory, known, RunConfig, internal))
+        given = dict(load_extra_vars(self._loader))
+        return reported(check(given, inventory, known, RunConfig, internal))

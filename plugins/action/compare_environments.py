@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import (
     runtime_findings,
@@ -12,15 +13,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environmen
 )
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Reads what the role runtime has registered on the hosts."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        hosts, hostvars = self._task.args["hosts"], (task_vars or {})["hostvars"]
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        hosts, hostvars = asked["hosts"], variables["hostvars"]
         summary = runtime_summary(hosts, hostvars)
         findings = list(runtime_findings(hosts, hostvars))
-        return {**result, "summary": summary, **reported(findings, "the environments are not the same")}
+        return {"summary": summary, **reported(findings, "the environments are not the same")}

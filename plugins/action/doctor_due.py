@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import (
     due,
     fleet_state,
@@ -14,16 +15,12 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured im
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Compares the fleet with its last good report."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        asked, hostvars = self._task.args, (task_vars or {})["hostvars"]
-        hosts, kept = asked["hosts"], kept_file(asked["kept"], asked["hosts"])
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        hosts, hostvars = asked["hosts"], variables["hostvars"]
+        kept = kept_file(asked["kept"], hosts)
         state = fleet_state(measured(hosts, hostvars), asked["limits"], hostvars)
         before = kept.read_text(encoding="utf-8") if kept.is_file() else ""
-        return {**result, "changed": False, "reason": as_typed(due(state, before, asked["when"]))}
+        return {"reason": as_typed(due(state, before, asked["when"]))}

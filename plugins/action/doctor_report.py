@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import (
     fleet_state,
     kept_file,
@@ -17,15 +18,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_report impo
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Judges what the tasks of the role doctor have registered on the hosts."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        asked, variables = self._task.args, task_vars or {}
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hosts, hostvars, now = asked["hosts"], variables["hostvars"], time.time()
         about = {"time": round(now, 1), "seconds": now - float(asked["begun"]), "quick": asked["quick"]}
         found = measured(hosts, hostvars)
@@ -42,4 +38,4 @@ class ActionModule(ActionBase):
             else:
                 kept.unlink(missing_ok=True)
         message = as_typed(text(report), asked["source"])
-        return {**result, "changed": False, "good": report["good"], "message": message}
+        return {"good": report["good"], "message": message}

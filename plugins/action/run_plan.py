@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ansible.plugins.action import ActionBase
+from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_installed import not_set_up, skew
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import plan_run, trainer_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
 
 
-class ActionModule(ActionBase):
+class ActionModule(ControllerAction):
     """Runs on the controller alone."""
 
-    _requires_connection = False
-    _supports_check_mode = True
-
-    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
-        result: dict[str, Any] = super().run(tmp, task_vars)
-        asked = self._task.args
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         states: Mapping[str, Any] = asked["states"]
         manifests = {host: str(digest or "") for host, digest in asked["manifests"].items()}
         hosts = list(states)
@@ -39,5 +34,5 @@ class ActionModule(ActionBase):
             with_data = {host: {**facts, "dataset": manifests[host]} for host, facts in installed.items()}
             problem = problem or not_set_up(environments, manifests) or skew(with_data, trainer_digest())
         if problem:
-            return {**result, "failed": True, "msg": as_typed(problem)}
-        return {**result, "changed": False, **plan, "message": as_typed(plan["message"])}
+            return {"failed": True, "msg": as_typed(problem)}
+        return {**plan, "message": as_typed(plan["message"])}

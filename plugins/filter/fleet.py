@@ -8,8 +8,6 @@ from typing import Any
 from ansible.errors import AnsibleFilterError
 from ansible.utils.display import Display
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
-    becoming,
-    bench_plan,
     dataset_findings,
     doctor_measured,
     fleet_id,
@@ -51,10 +49,8 @@ class FilterModule:
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {
             "as_typed": typed_commands.as_typed,
-            "becomes_root": becoming.becomes_root,
-            "bench_line": bench_plan.bench_line,
             "cache_folder": cache_folder,
-            "count_cpus": unit_settings.count_cpus,
+            "cpu_list": unit_settings.cpu_list,
             "dataset_findings": dataset_findings.dataset_findings,
             "dataset_phrases": dataset_findings.dataset_phrases,
             "dataset_rows": dataset_findings.dataset_rows,
@@ -69,13 +65,10 @@ class FilterModule:
             "lab_burst": lab_plan.lab_burst,
             "lab_can_raise_limits": lab_plan.lab_can_raise_limits,
             "lab_containers": lab_plan.lab_containers,
-            "lab_cpus": lab_plan.lab_cpus,
             "lab_failures": lab_plan.lab_failures,
             "lab_free_subnet": lab_plan.lab_free_subnet,
             "lab_mirror_of": lab_plan.lab_mirror_of,
             "lab_plan": lab_plan.lab_plan,
-            "lab_stopped": lab_plan.lab_stopped,
-            "lab_subnets": lab_plan.lab_subnets,
             "network_choose": network_interfaces.choose,
             "network_findings": network_rules.findings,
             "network_lines": network_interfaces.lines,

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
 ALONE = ("solo", "gpu", "ranks")
-FORMATS = ("float32", "bfloat16")
 RANKS_ON_A_HOST = 2
 NAME = re.compile(
     r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
@@ -105,7 +104,7 @@ def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
     And over as many steps or more. The files do not record a change of link, data or other
     settings: -e bench_again=true.
     """
-    results = {path.stem: _result(path) for path in paths}
+    results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
 
 
@@ -119,15 +118,6 @@ def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
     return same and bool(result["steps"] >= config.num_iterations - bench.WARM_STEPS)
 
 
-def _result(path: Path) -> dict[str, Any]:
-    """The content of a stage's file; empty where it is not one."""
-    try:
-        result = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return result if isinstance(result, dict) else {}
-
-
 def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
     """What is measured, and what was before."""
     names = ", ".join(stage["name"] for stage in left) or "nothing"
@@ -136,11 +126,3 @@ def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
         f"; {kept} of {len(plan)} stages were measured before (-e bench_again=true: again)" if kept else ""
     )
     return f"Measured now: {names}{before}."
-
-
-def bench_line(result: Mapping[str, Any], name: str) -> str:
-    """One stage in a line."""
-    return (
-        f"{name}: {result['tok_per_s']:,.0f} tok/s, {result['step_seconds']:.2f} s a step, of which sync "
-        f"{result['split']['sync']:.2f} s"
-    )

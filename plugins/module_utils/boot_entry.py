@@ -17,6 +17,7 @@ import os
 import shlex
 from collections.abc import Sequence
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import manager, own_scope, run
 
 PREFIX = "nanofleet-"
@@ -104,10 +105,8 @@ def write(name: str, start: Sequence[str], condition: Sequence[str], user: str, 
     """Write and enable the entry. Raises OSError, RuntimeError."""
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
-    for path in (folder, units):
-        os.makedirs(path, mode=0o755, exist_ok=True)
-    _write_whole(f"{folder}/{_stem(name)}.sh", script(name, start, condition, user, scope), 0o700)
-    _write_whole(f"{units}/{TEMPLATE}", UNIT.format(folder=folder, target=target), 0o644)
+    write_whole(f"{folder}/{_stem(name)}.sh", script(name, start, condition, user, scope), 0o700)
+    write_whole(f"{units}/{TEMPLATE}", UNIT.format(folder=folder, target=target))
     control = ["systemctl", *manager(scope)]
     run([*control, "daemon-reload"])
     code, _out, err = run([*control, "enable", instance(name)])
@@ -127,13 +126,3 @@ def remove(name: str, scope: str) -> None:
             with contextlib.suppress(OSError):
                 os.removedirs(units)
         run(["systemctl", *manager(scope), "daemon-reload"])
-
-
-def _write_whole(path: str, text: str, mode: int) -> None:
-    temporary = f"{path}.new"
-    with open(temporary, "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), mode)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from statistics import mode
 from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import unlike_most
 
 MOST_PHRASES = 5  # of one host; a folder that was emptied would fill the screen
 
@@ -23,11 +24,9 @@ def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
         f"{host}: {dataset_phrases(each['findings'])}." for host, each in seen.items() if each.get("findings")
     ]
     manifests = {host: each["manifest_sha256"] for host, each in seen.items() if each.get("manifest_sha256")}
-    usual = mode(manifests.values()) if manifests else ""
     return found + [
         f"{host}: its manifest is {manifest[:12]}, that of the others {usual[:12]}."
-        for host, manifest in manifests.items()
-        if manifest != usual
+        for host, manifest, usual in unlike_most(manifests)
     ]
 
 
@@ -35,12 +34,10 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
     """A sentence for each host whose packed rows are not those of most others."""
     rows = {host: dataset_rows(hostvars[host].get("__dataset_packed")) for host in hosts}
     digests = {host: rows_digest(each) for host, each in rows.items() if each}
-    usual = mode(digests.values()) if digests else ""
     return [
         f"{host} packed rows {digest}, the others {usual}: "
         "its data or its environment differ. Run setup.yml for all hosts, then try again."
-        for host, digest in digests.items()
-        if digest != usual
+        for host, digest, usual in unlike_most(digests)
     ]
 
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from statistics import mode
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, unlike_most
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
     holder,
     unreachable_finding,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_installed import by_kind
 
 Measured = Mapping[str, Mapping[str, Any]]
 SETUP = "ansible-playbook setup.yml"
@@ -152,26 +152,13 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
         problem = "The hosts hold another trainer than this folder: train.yml would refuse."
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
-        # One environment is one lock's, and there is one for each Python, architecture and build of torch.
-        kinds: dict[tuple[str, ...], dict[str, str]] = {}
         odd = {each["host"] for each in found}
-        for host, each in installed.items():
-            if host in odd:
-                continue
-            machine, build = (
-                str(measured[host]["facts"].get("machine")),
-                str(each.get("torch")).partition("+")[2],
-            )
-            python = str(each.get("python")).rsplit(".", 1)[0]
-            kind = (python, machine, build) if field == "environment" else ()
-            kinds.setdefault(kind, {})[host] = str(each.get(field)).split("+")[0][:12]
-        for values in kinds.values():
-            usual = mode(values.values())
-            others = ", ".join(host for host, value in values.items() if value == usual)
-            for host, value in values.items():
-                if value != usual:
-                    problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
-                    found.append(finding("NF511", host, problem, SETUP))
+        for group in by_kind({host: each for host, each in installed.items() if host not in odd}, field):
+            values = {host: value[:12] for host, value in group.items()}
+            for host, value, usual in unlike_most(values):
+                others = ", ".join(other for other, its in values.items() if its == usual)
+                problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
+                found.append(finding("NF511", host, problem, SETUP))
     return found
 
 

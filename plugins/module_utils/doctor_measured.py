@@ -174,7 +174,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         return variables.get(name) or {}
 
     host, listening, probed = (result(f"__doctor_{name}") for name in ("host", "listening", "probed"))
-    running = result("__doctor_held")
+    running, rates = result("__doctor_held"), variables.get("__doctor_rates") or []
     answers = [each for each in (running, host) if each]
     lost = next((each for each in answers if each.get("unreachable")), None)
     later = next((each for each in (listening, probed) if each.get("unreachable")), None)
@@ -191,7 +191,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "held": _held(listening, running),
         "active": list(running.get("active_units") or []),
         "paths": dict(probed.get("peers") or {}),
-        "rates": _rates(variables.get("__doctor_rates") or []),
+        "rates": {peer: rate for each in rates for peer, rate in (each.get("peers") or {}).items()},
         "firewall": result("__doctor_firewall").get("rules"),
         "installed": result("__doctor_installed").get("installed"),
         "data": variables.get("dataset_comparison"),
@@ -215,13 +215,6 @@ def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict
     """Ports that our listener could not have, with who has them where that is known."""
     who = {each["port"]: each for each in running.get("listeners") or []}
     return [{**who.get(held["port"], {}), **held} for held in listening.get("held") or []]
-
-
-def _rates(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for result in results:
-        found.update(result.get("peers") or {})
-    return found
 
 
 def fleet_state(

@@ -5,6 +5,7 @@ Pure functions of what was measured (see doctor_measured) and of the findings (s
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links impor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import trainer_digest
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import table
 
 SCHEMA = 2
 Measured = Mapping[str, Mapping[str, Any]]
@@ -176,29 +178,14 @@ def matrix(report: Mapping[str, Any]) -> list[str]:
     """Hosts by hosts: a cell is the path from row to column, the diagonal the host itself."""
     hosts = list(report["hosts"])
     pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
-    cells = {
-        (row, column): _own_cell(report["hosts"][row])
-        if row == column
-        else _path_cell(report, pairs[row, column])
-        for row in hosts
-        for column in hosts
-    }
-    first = max(len("from \\ to"), *(len(host) for host in hosts))
-    widths = {
-        column: max(len(column), *(len(line) for row in hosts for line in cells[row, column]))
-        for column in hosts
-    }
-    lines = ["  ".join(["from \\ to".ljust(first), *(column.ljust(widths[column]) for column in hosts)])]
-    lines.append("  ".join(["-" * first, *("-" * widths[column] for column in hosts)]))
-    for row in hosts:
-        height = max(len(cells[row, column]) for column in hosts)
-        for index in range(height):
-            label = row if index == 0 else ""
-            parts = [
-                (cells[row, c][index] if index < len(cells[row, c]) else "").ljust(widths[c]) for c in hosts
-            ]
-            lines.append("  ".join([label.ljust(first), *parts]).rstrip())
-    return lines
+    rows: list[list[str]] = []
+    for host, of_host in report["hosts"].items():
+        cells = [
+            _own_cell(of_host) if host == peer else _path_cell(report, pairs[host, peer]) for peer in hosts
+        ]
+        lines = itertools.zip_longest(*cells, fillvalue="")
+        rows += [["" if index else host, *line] for index, line in enumerate(lines)]
+    return table(("from \\ to", *hosts), rows, numbers=())
 
 
 def _own_cell(host: Mapping[str, Any]) -> list[str]:

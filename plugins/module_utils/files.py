@@ -1,20 +1,41 @@
 # SPDX-License-Identifier: MIT
-"""Writing a file of root's whole. Standard library only."""
+"""Reading files that may be missing, and writing one whole. Standard library only."""
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
+from typing import Any
 
 
-def write_whole(path: str, text: str) -> None:
+def read_text(path: str) -> str:
+    """The text of a file without the blanks around it; empty where it cannot be read."""
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read().strip()
+    except OSError:
+        return ""
+
+
+def load_json(path: str) -> dict[str, Any] | None:
+    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            value = json.load(file)
+    except (OSError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def write_whole(path: str, text: str, mode: int = 0o644) -> None:
     """Into a file beside it, to the disk, and into its place; a missing folder is made."""
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")
-    with os.fdopen(handle, "w") as file:
+    with os.fdopen(handle, "w", encoding="utf-8") as file:
+        os.fchmod(file.fileno(), mode)
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
-    os.chmod(temporary, 0o644)
     os.replace(temporary, path)

@@ -8,7 +8,8 @@ NF0xx settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from statistics import mode
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
@@ -34,12 +35,18 @@ def doctor_finding(
     return {**finding(code, host, problem, remedy, severity), "peer": peer}
 
 
+def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
+    """The hosts whose value is not that of most: host, its value, the usual one. values: by host."""
+    usual = mode(values.values()) if values else ""
+    return [(host, value, usual) for host, value in values.items() if value != usual]
+
+
 def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
     """The result of an action: failed with the table of all findings where one is a refusal."""
     shown = as_typed(table(findings, state))
     if refusals(findings):
         return {"failed": True, "msg": shown}
-    return {"changed": False, "findings": findings, "message": shown}
+    return {"findings": findings, "message": shown}
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:

@@ -68,26 +68,6 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
     return plan
 
 
-def lab_cpus(status: str) -> list[int]:
-    """The cores this machine gives, by /proc/self/status: `0-2,5` -> [0, 1, 2, 5]."""
-    match = re.search(r"^Cpus_allowed_list:\s*(\S+)", status, re.MULTILINE)
-    cpus: list[int] = []
-    for part in match[1].split(",") if match else ["0"]:
-        low, _, high = part.partition("-")
-        cpus.extend(range(int(low), int(high or low) + 1))
-    return cpus
-
-
-def lab_subnets(networks: list[dict[str, Any]], name: str = "") -> list[str]:
-    """The subnets in the output of `podman network ls --format json`: of the network `name`, or of all."""
-    return [
-        subnet["subnet"]
-        for network in networks
-        if not name or network["name"] == name
-        for subnet in network.get("subnets") or []
-    ]
-
-
 def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[dict[str, str]]:
     """Lab `name`'s containers in the output of `podman ps --format json`, each with its owner's state folder.
 
@@ -100,17 +80,6 @@ def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[d
             if labels.get("nanofleet.lab") == name or re.fullmatch(re.escape(name) + r"-\d+", called):
                 found.append({"name": called, "owner": labels.get("nanofleet.state", "")})
     return found
-
-
-def lab_stopped(containers: list[dict[str, Any]] | None, name: str) -> list[str]:
-    """Lab `name`'s containers that are there and not up, in the output of `podman ps --format json`."""
-    ours = {container["name"] for container in lab_containers(containers, name)}
-    return [
-        called
-        for container in containers or []
-        for called in container["Names"]
-        if called in ours and container.get("State") not in ("running", "paused")
-    ]
 
 
 def lab_failures(results: list[dict[str, Any]]) -> str:

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import socket
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import (
+    is_link_local,
+    is_loopback,
+    parse_ip,
+    resolved,
+)
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 
@@ -35,34 +40,12 @@ def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
 
 def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
     """IP address by host name: IPv4 first; loopback and link-local ones only if nothing else is known."""
-    resolved = {}
-    for host, name in addresses.items():
-        try:
-            found = socket.getaddrinfo(str(name), None, proto=socket.IPPROTO_TCP)
-        except OSError:
-            resolved[host] = str(name)  # left as it is: preflight and the route report what is wrong with it
-            continue
-        found.sort(key=lambda i: (is_loopback(i[4][0]), is_link_local(i[4][0]), i[0] != socket.AF_INET))
-        resolved[host] = str(found[0][4][0])
-    return resolved
 
+    def rank(address: str) -> tuple[bool, bool, bool]:
+        return is_loopback(address), is_link_local(address), ":" in address
 
-def parse_ip(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(str(text))
-    except ValueError:
-        return None
-
-
-def is_loopback(address: Any) -> bool:
-    parsed = parse_ip(address)
-    return parsed is not None and parsed.is_loopback
-
-
-def is_link_local(address: Any) -> bool:
-    """An IPv6 address that means something only together with one host's name of an interface."""
-    parsed = parse_ip(str(address).partition("%")[0])
-    return parsed is not None and parsed.version == 6 and parsed.is_link_local
+    # A name without an address is left as it is: preflight and the route report what is wrong with it.
+    return {host: min(resolved(str(name)) or [str(name)], key=rank) for host, name in addresses.items()}
 
 
 def addresses_of(link: Mapping[str, Any]) -> list[Interface]:

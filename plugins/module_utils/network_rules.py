@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import base64
-import ipaddress
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import connection_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import is_loopback, parse_ip
 
 KERNELS_RANGE = "32768 60999"
 
 
 def plain(address: Any) -> str:
     """An address as firewalls write it back, so that a rule is found again."""
-    try:
-        return str(ipaddress.ip_address(str(address)))
-    except ValueError:
-        return str(address)
+    return str(parse_ip(address) or address)
 
 
 def is_local(address: str) -> bool:
     """Loopback, or an address with a zone: such a one means nothing to a firewall."""
-    if not address or "%" in address:
-        return True
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return False
+    return not address or "%" in address or is_loopback(address)
 
 
 def sources(peers: Mapping[str, str], hostvars: Mapping[str, Any]) -> list[str]:

@@ -8,16 +8,14 @@ broken paths treat other traffic otherwise. Standard library only.
 from __future__ import annotations
 
 import errno
-import json
-import os
 import socket
 import statistics
 import struct
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip
 from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
     drain,
     family_of,
@@ -185,26 +183,9 @@ def options(connection: socket.socket) -> int:
     return 12 if struct.unpack("8B", info)[5] & 1 else 0
 
 
-def ask_ip(*words: str) -> Any:
-    """The first object of what `ip -j ...` prints, empty if it prints nothing."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    try:
-        done = subprocess.run(
-            ["ip", "-j", *words],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=5,
-            env={**os.environ, "PATH": path},
-        )
-        return (json.loads(done.stdout or "[]") or [{}])[0]
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return {}
-
-
 def route_to(address: str) -> dict[str, Any]:
     """The interface and source address that the kernel takes to reach an address."""
-    answer = ask_ip("route", "get", address)
+    answer = (ask_ip("route", "get", address)[0] or [{}])[0]
     return {"interface": answer.get("dev", ""), "source": answer.get("prefsrc", "")}
 
 

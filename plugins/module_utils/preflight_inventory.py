@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import re
 import shlex
-import socket
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import resolved
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 SAMPLE = (
@@ -41,13 +41,6 @@ SSH_ERRORS = (
     ("network is unreachable", "this machine has no route to it", "{ssh}"),
     ("timed out", "it is down, asleep or behind a firewall", "{ssh}"),
 )
-
-
-def is_resolvable(address: str) -> bool:
-    try:
-        return bool(socket.getaddrinfo(address, None, proto=socket.IPPROTO_TCP))
-    except OSError:
-        return False
 
 
 def inventory_findings(
@@ -86,7 +79,7 @@ def inventory_findings(
         if address in owners:
             problem = f"It has the same address as {owners[address]}, {address}."
             yield finding("NF013", host, problem, f"give {host} an ansible_host of its own, or remove it")
-        elif not is_resolvable(address):
+        elif not resolved(address):
             problem = f"Its address {address} does not resolve on this machine."
             yield finding(
                 "NF014", host, problem, f"set ansible_host of {host} to its IP address in the inventory"

@@ -12,6 +12,7 @@ import os
 import re
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     attempt_of,
     first_error,
@@ -34,14 +35,12 @@ RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
-def load_json(path: str) -> dict[str, Any] | None:
-    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+def names_in(folder: str) -> list[str]:
+    """The names in a folder, sorted; none where it is missing or may not be read."""
     try:
-        with open(path, encoding="utf-8") as file:
-            value = json.load(file)
-    except (OSError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def last_with(path: str, key: str) -> dict[str, Any] | None:
@@ -68,7 +67,7 @@ def attempts(path: str) -> list[dict[str, Any]]:
 
 def ended_ranks(run_dir: str) -> set[Any]:
     """The ranks whose attempt is over: the next one takes their outcome away as it begins."""
-    names = [name for name in os.listdir(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
+    names = [name for name in names_in(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
     return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
 
 
@@ -77,7 +76,7 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     ended = ended_ranks(run_dir)
     # torchrun may take its time to end after its ranks have.
     ends = between_attempts(unit) or unit["active_state"] == "deactivating" or not is_up(unit)
-    for name in sorted(os.listdir(run_dir)):
+    for name in names_in(run_dir):
         beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
         if beat:
             gone = beat.get("pid") is not None and is_missing(beat["pid"])
@@ -93,11 +92,7 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
 def newest_checkpoint(run_dir: str) -> str | None:
     """The newest checkpoint with a meta.json, which is written last."""
     folder = os.path.join(run_dir, "checkpoints")
-    try:
-        names = os.listdir(folder)
-    except OSError:
-        return None
-    for name in sorted(names, reverse=True):
+    for name in reversed(names_in(folder)):
         if re.fullmatch(r"step_[0-9]+", name) and os.path.exists(os.path.join(folder, name, "meta.json")):
             return "checkpoints/" + name
     return None
@@ -118,10 +113,10 @@ def rebooted_since(
 def links(run_dir: str) -> dict[str, str]:
     """The links in the run directory and where they lead; a run makes none."""
     found = {}
-    for entry in os.scandir(run_dir):
-        if entry.is_symlink() and not LEFTOVER.fullmatch(entry.name):
+    for path in (os.path.join(run_dir, name) for name in names_in(run_dir) if not LEFTOVER.fullmatch(name)):
+        if os.path.islink(path):
             with contextlib.suppress(OSError):
-                found[entry.path] = os.readlink(entry.path)
+                found[path] = os.readlink(path)
     return found
 
 
@@ -135,18 +130,14 @@ def modified(path: str) -> float | None:
 
 def last_sign(run_dir: str) -> float:
     """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
-    names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
+    names = [name for name in names_in(run_dir) if name.endswith(".json")]
     return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
 
 
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
-    try:
-        names = os.listdir(runs_dir)
-    except OSError:
-        names = []
     found = []
-    for name in filter(RUN_ID.fullmatch, names):
+    for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
         run_dir = os.path.join(runs_dir, name)
         if os.path.exists(os.path.join(run_dir, "run.json")):
             found.append((last_sign(run_dir), name))
@@ -172,17 +163,21 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
-    """What the run directory holds."""
+    """What the run directory holds; a folder without run.json is no run, and nothing in it counts."""
+    found = os.path.exists(os.path.join(run_dir, "run.json"))
+    run_dir = run_dir if found else os.devnull
     beats = heartbeats(run_dir, now, unit)
     outcome = load_json(os.path.join(run_dir, "outcome.json"))
     metrics = os.path.join(run_dir, "metrics.jsonl")
     log = tail(os.path.join(run_dir, "train.log"))
     rebooted = rebooted_since(run_dir, unit, beats, outcome or {}, now)
-    failed = unit["active_state"] == "failed" or (not is_up(unit) and outcome is None and not rebooted)
+    lost = not is_up(unit) and outcome is None and not rebooted
+    failed = found and (unit["active_state"] == "failed" or lost)
     checkpoint = newest_checkpoint(run_dir)
     bad = failed or (not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final"))
     bad = (bad and not rebooted) or between_attempts(unit)
     return {
+        "found": found,
         "failed_unit": failed,
         "rebooted": rebooted,
         "stepped": any(beat.get("loss") is not None and not beat["before"] for beat in beats),
@@ -191,36 +186,13 @@ def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, 
         "evaluation": last_with(metrics, "val_bpb"),
         "outcome": outcome,
         "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
-        "log": log[-log_lines:],
         "error": [in_words(line) for line in first_error(attempt_of(log), log_lines)] if bad else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
         "prediction": "\n".join(tail(os.path.join(run_dir, "prediction.txt"))),
         "checkpoint": checkpoint,
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
-        "leftovers": sorted(name for name in os.listdir(run_dir) if LEFTOVER.fullmatch(name)),
+        "leftovers": [name for name in names_in(run_dir) if LEFTOVER.fullmatch(name)],
         "links": links(run_dir),
         "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
         "began": (load_json(os.path.join(run_dir, "attempt.json")) or {}).get("began"),
     }
-
-
-NOTHING: dict[str, Any] = {
-    "failed_unit": False,
-    "rebooted": None,
-    "stepped": False,
-    "heartbeats": [],
-    "metrics": None,
-    "evaluation": None,
-    "outcome": None,
-    "stop_requested": False,
-    "log": [],
-    "error": [],
-    "run_file": None,
-    "prediction": "",
-    "checkpoint": None,
-    "checkpoint_time": None,
-    "leftovers": [],
-    "links": {},
-    "past_attempts": [],
-    "began": None,
-}

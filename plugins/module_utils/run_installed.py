@@ -20,20 +20,15 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
     """A sentence on what differs between the hosts' installations, or an empty string.
 
     installed: host -> what installed_environment read there; digest: of this checkout's trainer.
-    One environment is one lock's, and each Python, machine and build of torch has its own; a build is not a
-    version, so 2.13.0+cpu trains with 2.13.0+cu130.
     """
     differences = []
     for field in dict.fromkeys(name for facts in installed.values() for name in facts):
-        kinds: dict[tuple[str, ...], dict[str, list[str]]] = {}
-        for host, facts in installed.items():
-            kind = _kind(facts) if field == "environment" else ()
-            value = facts.get(field, "missing")
-            value = value.split("+")[0] if field == "torch" else value
-            kinds.setdefault(kind, {}).setdefault(value, []).append(host)
-        for values in kinds.values() if field != "machine" else ():
-            if len(values) > 1:
-                shown = "; ".join(f"{value[:12]} on {', '.join(where)}" for value, where in values.items())
+        for values in by_kind(installed, field) if field != "machine" else ():
+            hosts: dict[str, list[str]] = {}
+            for host, value in values.items():
+                hosts.setdefault(value, []).append(host)
+            if len(hosts) > 1:
+                shown = "; ".join(f"{value[:12]} on {', '.join(where)}" for value, where in hosts.items())
                 differences.append(f"{field} is {shown}")
     if differences:
         differing = ", and ".join(differences)
@@ -45,7 +40,16 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
     return ""
 
 
-def _kind(facts: Mapping[str, str]) -> tuple[str, ...]:
-    """What an environment depends on."""
-    python, torch = facts.get("python", ""), facts.get("torch", "")
-    return python.rpartition(".")[0], facts.get("machine", ""), torch.partition("+")[2]
+def by_kind(installed: Mapping[str, Mapping[str, str]], field: str) -> list[dict[str, str]]:
+    """The values of a field by host, in groups of hosts that must not differ in it.
+
+    One environment is one lock's, and each Python, machine and build of torch has its own; a build is not a
+    version, so 2.13.0+cpu trains with 2.13.0+cu130.
+    """
+    kinds: dict[tuple[str, ...], dict[str, str]] = {}
+    for host, facts in installed.items():
+        python, (version, _plus, build) = facts.get("python", ""), facts.get("torch", "").partition("+")
+        kind = (python.rpartition(".")[0], facts.get("machine", ""), build) if field == "environment" else ()
+        value = version if field == "torch" else facts.get(field, "missing")
+        kinds.setdefault(kind, {})[host] = value or "missing"
+    return list(kinds.values())

@@ -6,7 +6,7 @@ Lines come from the module run_log. Used by the action plugin follow_log too.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report as report
@@ -57,13 +57,8 @@ def merged_logs(
     more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
     more = more if len(shown) == newest < LINES_AT_MOST else ""
     ended = {host: state for host, state in (states or {}).items() if state.get("found") and state["ended"]}
-    over = _ending(ended)
-    return _printable([*missing, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])
-
-
-def _ending(ended: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """How the run ended, in the words of status.yml."""
-    return report.ending(ended)
+    over = report.ending(ended)
+    return report.screen([*missing, *error, f"Run {run_id}: {head.lower()}{more}", "", *shown, "", *over])
 
 
 def _timed(read: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str, Line]]:
@@ -82,12 +77,6 @@ def _first_error(read: Mapping[str, Mapping[str, Any]], dated: bool) -> list[str
         return []
     host = min(errors, key=lambda host: errors[host][0]["time"] or 0.0)
     return ["First error:", *(f"  {rendered(host, line, dated)}" for line in errors[host]), ""]
-
-
-def _printable(lines: Sequence[str]) -> str:
-    """One text that YAML output shows as it is."""
-    kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
-    return "\n".join(line.rstrip() for line in kept).rstrip()
 
 
 def fetched(

@@ -10,7 +10,6 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_refusals as refusals
-from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as facts
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
 
@@ -74,22 +73,17 @@ def plan_run(
         )
         fleet = dict(zip(hosts, states, strict=True))
         action, message, ends = _decide(run_file, stored, fleet)
+        file, first = run_file.to_dict(), fleet[run_file.hosts[0]]
+        saves = set(run_file.hosts) <= set(ends) and _trains(first)
     except (trainer.ConfigError, refusals.RefusedError) as error:
-        return {
-            "run_id": name,
-            "file": None,
-            "action": "refuse",
-            "message": str(error),
-            "ends": {},
-            "saves": False,
-        }
+        file, action, message, ends, saves = None, "refuse", str(error), {}, False
     return {
         "run_id": name,
-        "file": run_file.to_dict(),
+        "file": file,
         "action": action,
         "message": message,
         "ends": ends,
-        "saves": set(run_file.hosts) <= set(ends) and _trains(fleet[run_file.hosts[0]]),
+        "saves": saves,
     }
 
 
@@ -214,7 +208,7 @@ def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts:
             f"The unit of the run {run_file.run_id} cannot start on {', '.join(unable)}: the run is taken "
             "over, and resumed on all hosts from its last checkpoint."
         )
-    ending = any(facts.is_settled(hosts[host].get("outcome") or {}) for host in missing)
+    ending = any((hosts[host].get("outcome") or {}).get("settled") for host in missing)
     if ending and all(hosts[host].get("stepped") and not hosts[host].get("between") for host in active):
         return ""  # the others are about to end as well
     if missing:
@@ -258,7 +252,7 @@ def _left_by_ended_runs(fleet: Mapping[str, State], unit: str) -> Ends:
                 for run in s.get("runs", [])
                 if run["run_id"] == run_id
             ]
-            ended = any(facts.is_settled(run) for run in elsewhere)
+            ended = any(run.get("settled") for run in elsewhere)
             if other != unit and ended and not any(run.get("active") for run in elsewhere):
                 left.setdefault(host, []).append(other)
     return left

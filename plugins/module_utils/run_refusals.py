@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
 State = Mapping[str, Any]
@@ -52,18 +53,10 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
     for held in own[first].get("listeners", []):
         if held.get("unit") in (unit, *ends.get(first, [])):
             continue
-        who = (
-            f"process {held['pid']} of {held['user']} ({held['command']})"
-            if held.get("pid")
-            else f"a process of {held['user']}"
-            if held.get("user")
-            else "an unknown process"
-        )
-        of_unit = f", unit {held['unit']}" if held.get("unit") else ""
-        end = f"systemctl stop {held['unit']}" if held.get("unit") else f"kill {held.get('pid') or 'PID'}"
+        who, end = holder(held, held["port"])
         raise RefusedError(
-            f"Port {held['port']} on {first} is held by {who}{of_unit}: the run's store needs it. "
-            f"End that on {first} (sudo {end}), or take another port: -e store_port=PORT"
+            f"Port {held['port']} on {first} is held by {who}: the run's store needs it. "
+            f"End that on {first} ({end}), or take another port: -e store_port=PORT"
         )
 
 

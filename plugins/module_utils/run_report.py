@@ -5,9 +5,10 @@ The words that status.yml shares with them stand here too; its screen is run_sta
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import KILLED
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
     State,
     active_runs,
@@ -21,20 +22,20 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
 """Columns whose cells stand to the right."""
-KILLED = "Killed (by SIGKILL, or because memory ran out)"
-"""As log_lines has it, which runs on the hosts."""
 GFLOPS_A_THREAD = 40
 """Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
 USUAL_VOCABULARY = 32_768
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as aligned lines under a header; numbers to the right."""
+def table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = NUMBERS
+) -> list[str]:
+    """Rows as aligned lines under a header; the columns of `numbers` to the right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
         cells = (
-            cell.rjust(width) if name in NUMBERS else cell.ljust(width)
+            cell.rjust(width) if name in numbers else cell.ljust(width)
             for name, cell, width in zip(header, row, widths, strict=True)
         )
         return "  ".join(cells).rstrip()

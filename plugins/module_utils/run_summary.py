@@ -123,8 +123,3 @@ def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         if outcome.get("outcome") == "final" and alone.get("host") in states:
             return dict(alone)
     return {}
-
-
-def is_settled(outcome: State) -> bool:
-    """Whether nobody wants another attempt: a host that shuts down ends its ranks unasked."""
-    return bool(outcome.get("settled"))

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from statistics import mode
 from typing import Any
 from urllib.parse import urlsplit
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, unlike_most
 
 PROJECT = "nanofleet"
 SETUP = "ansible-playbook setup.yml  (for all hosts)"
@@ -43,7 +42,7 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
     for host, each in environments.items():
         by_kind.setdefault(hostvars[host]["runtime_kind"]["name"], {})[host] = each["installed"]
     for kind, digests in by_kind.items():
-        for host, digest, usual in _odd(digests):
+        for host, digest, usual in unlike_most(digests):
             problem = f"Its environment {digest[:12]} is not that of the other {kind} hosts, {usual[:12]}."
             typed = "remove its folder under venvs there, then ansible-playbook setup.yml"
             yield finding("NF301", host, problem, typed)
@@ -51,18 +50,12 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
     for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
         # A kind may need a package that another does not; whoever has it has the same, whatever the build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
-        for host, version, usual in _odd(have):
+        for host, version, usual in unlike_most(have):
             yield finding("NF302", host, f"It has {name} {version}, the others {usual}.", SETUP)
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
-    for host, digest, usual in _odd(trainers):
+    for host, digest, usual in unlike_most(trainers):
         problem = f"It has the trainer {digest[:12]}, the others {usual[:12]}."
         yield finding("NF303", host, problem, SETUP)
-
-
-def _odd(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """The hosts whose value is not that of most: host, its value, the usual one."""
-    usual = mode(values.values()) if values else ""
-    return [(host, value, usual) for host, value in values.items() if value != usual]
 
 
 def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:

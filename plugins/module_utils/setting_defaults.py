@@ -6,7 +6,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import read_yaml
 
 COLLECTION = Path(__file__).resolve().parents[2]
 SETTINGS = COLLECTION / "roles" / "preflight" / "vars" / "declared_settings.yml"
@@ -17,11 +17,6 @@ def setting_defaults() -> dict[str, Any]:
     """The default by name: of the roles' variables, and of settings that belong to no role."""
     found: dict[str, Any] = {}
     for path in sorted(COLLECTION.glob("roles/*/defaults/main.yml")):
-        found |= _read(path)
-    settings = _read(SETTINGS)["preflight_declared_settings"]
+        found |= read_yaml(path)
+    settings = read_yaml(SETTINGS)["preflight_declared_settings"]
     return found | {name: spec["default"] for name, spec in settings.items() if "default" in spec}
-
-
-def _read(path: Path) -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), loader) or {}

@@ -27,7 +27,8 @@ EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load(path.read_text(encoding="utf-8"), loader) or {}
 
 
 def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Collection
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
 from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
 
@@ -104,7 +105,7 @@ def between_attempts(unit: Unit) -> bool:
 
 def process_state(pid: int) -> str:
     """State of a process in the kernel: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
-    for line in _read(f"/proc/{pid}/status").splitlines():
+    for line in read_text(f"/proc/{pid}/status").splitlines():
         if line.startswith("State:"):
             return line.partition("(")[2].rstrip(")")
     return ""
@@ -118,18 +119,10 @@ def is_missing(pid: int) -> bool:
 def booted(now: float) -> float | None:
     """When this host came up (a container: when it was started): the start of process 1. None if closed."""
     try:
-        started = int(_read("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-        return round(now - float(_read("/proc/uptime").split()[0]) + started, 1)
+        started = int(read_text("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        return round(now - float(read_text("/proc/uptime").split()[0]) + started, 1)
     except (IndexError, ValueError):
         return None
-
-
-def _read(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return file.read().decode("utf-8", "replace")
-    except OSError:
-        return ""
 
 
 def _pids() -> list[int]:
@@ -138,7 +131,7 @@ def _pids() -> list[int]:
 
 def unit_of(pid: int) -> str:
     """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
-    for line in _read(f"/proc/{pid}/cgroup").splitlines():
+    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
         for part in reversed(line.rstrip().split("/")):
             if part.endswith(".service") and not part.startswith("user@"):
                 return part
@@ -162,16 +155,14 @@ def _uid_of(pid: int) -> int | None:
 
 
 def _is_zombie(pid: int) -> bool:
-    return ") Z " in _read(f"/proc/{pid}/stat")
+    return ") Z " in read_text(f"/proc/{pid}/stat")
 
 
 def describe(pid: int) -> Process | None:
     """A process in words: pid, user, command, unit; None once it has ended."""
-    command = _read(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or _read(f"/proc/{pid}/comm").strip()
-    unit = unit_of(pid)
-    try:
-        uid = os.stat(f"/proc/{pid}").st_uid
-    except OSError:
+    command = read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read_text(f"/proc/{pid}/comm")
+    unit, uid = unit_of(pid), _uid_of(pid)
+    if uid is None:
         return None
     return {"pid": pid, "user": user_name(uid), "command": command[:200], "unit": unit}
 

@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 
 LISTEN = "0A"
 """TCP_LISTEN in the fourth column."""
@@ -24,13 +25,7 @@ class Socket:
 
 def tables() -> list[str]:
     """The text of both tables, as far as this kernel has them."""
-    texts = []
-    for name in ("/proc/net/tcp", "/proc/net/tcp6"):
-        try:
-            texts.append(Path(name).read_text())
-        except OSError:
-            continue
-    return texts
+    return [read_text(name) for name in ("/proc/net/tcp", "/proc/net/tcp6")]
 
 
 def listening(texts: list[str]) -> list[Socket]:

@@ -1,7 +1,5 @@
 """Documentation of the action of the same name, which runs on the controller."""
 
-from __future__ import annotations
-
 DOCUMENTATION = r"""
 module: bench_plan
 short_description: Decide which benchmark stages are measured

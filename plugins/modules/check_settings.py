@@ -1,7 +1,5 @@
 """Documentation of the action of the same name, which runs on the controller."""
 
-from __future__ import annotations
-
 DOCUMENTATION = r"""
 module: check_settings
 short_description: Check extra vars and settings before any host is changed

@@ -5,16 +5,17 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import platform
 import socket
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import resolved
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
 
 DOCUMENTATION = r"""
 module: doctor_host
@@ -67,14 +68,6 @@ FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 COPY_SECONDS = 0.25
 
 
-def read(path: str) -> str:
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
-
-
 def number(text: str) -> int | None:
     try:
         return int(text)
@@ -84,26 +77,13 @@ def number(text: str) -> int | None:
 
 def links() -> dict[str, dict[str, Any]]:
     """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
-    try:
-        done = subprocess.run(
-            ["ip", "-j", "address"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=5,
-            env={**os.environ, "PATH": path},
-        )
-        entries = json.loads(done.stdout or "[]")
-    except (OSError, ValueError, subprocess.TimeoutExpired):
-        return {}
     found = {}
-    for entry in entries:
+    for entry in ask_ip("address")[0]:
         name = entry.get("ifname")
         if not name or name == "lo":
             continue
         folder = f"/sys/class/net/{name}"
-        speed = number(read(f"{folder}/speed"))
+        speed = number(read_text(f"{folder}/speed"))
         found[name] = {
             "addresses": [
                 f"{each['local']}/{each['prefixlen']}"
@@ -112,10 +92,10 @@ def links() -> dict[str, dict[str, Any]]:
             ],
             "mtu": entry.get("mtu"),
             "speed_mbit": speed if speed and speed > 0 else None,
-            "duplex": read(f"{folder}/duplex"),
-            "wireless": os.path.exists(f"{folder}/wireless") or os.path.exists(f"{folder}/phy80211"),
+            "duplex": read_text(f"{folder}/duplex"),
+            "wireless": is_wireless(name),
             "physical": os.path.exists(f"{folder}/device"),
-            "carrier": read(f"{folder}/carrier") == "1",
+            "carrier": read_text(f"{folder}/carrier") == "1",
         }
     return found
 
@@ -135,14 +115,6 @@ def disk_of(path: str) -> dict[str, Any]:
         "inodes_free": status.f_favail if status.f_files else None,
         "writable": not status.f_flag & os.ST_RDONLY,
     }
-
-
-def resolves_to(name: str) -> list[str]:
-    try:
-        found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
-    except OSError:
-        return []
-    return sorted({str(each[4][0]) for each in found})
 
 
 def mark(path: str) -> str:
@@ -173,14 +145,14 @@ def copy_rate(mib: int, threads: int) -> float:
 
 def cpu() -> tuple[str, list[str]]:
     """Model and the flags that decide how fast matrices are multiplied."""
-    lines = [line.partition(":") for line in read("/proc/cpuinfo").splitlines()]
+    lines = [line.partition(":") for line in read_text("/proc/cpuinfo").splitlines()]
     fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return fields.get("model name", ""), [flag for flag in FLAGS if flag in flags]
 
 
 def memory_gib() -> float | None:
-    for line in read("/proc/meminfo").splitlines():
+    for line in read_text("/proc/meminfo").splitlines():
         if line.startswith("MemTotal:"):
             return round(int(line.split()[1]) / 2**20, 1)
     return None
@@ -205,7 +177,7 @@ def main() -> None:
         "sent": p["sent"],
         "time": now,
         "hostname": socket.gethostname(),
-        "resolves_to": resolves_to(socket.gethostname()),
+        "resolves_to": sorted(resolved(socket.gethostname())),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "cpu": model,
@@ -215,13 +187,13 @@ def main() -> None:
         "load": round(os.getloadavg()[0], 2),
         "memory_gib": memory_gib(),
         "copy_gb_s": copy_rate(p["copy_mib"], max(1, p["threads"])) if p["copy_mib"] else None,
-        "port_range": [int(word) for word in read("/proc/sys/net/ipv4/ip_local_port_range").split()],
+        "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
         "links": links(),
         "disks": {path: disk_of(path) for path in p["paths"]},
     }
     marks = {path: mark(path) for path in p["marks"]}
     module.exit_json(
-        changed=False, facts=facts, marks=dict(marks, boot=read("/proc/sys/kernel/random/boot_id"))
+        changed=False, facts=facts, marks=dict(marks, boot=read_text("/proc/sys/kernel/random/boot_id"))
     )
 
 

@@ -1,7 +1,5 @@
 """Documentation of the action of the same name, which runs on the controller."""
 
-from __future__ import annotations
-
 DOCUMENTATION = r"""
 module: end_run
 short_description: End a run on a host and record who ended it
@@ -23,7 +21,7 @@ options:
   grace: {description: "Seconds until SIGKILL; -1 leaves that to the unit.", type: int, default: -1}
   outcome: {description: Outcome to record., type: str, choices: [stopped, retryable], required: true}
   reason: {description: Its reason., type: str, required: true}
-  log_lines: {description: Lines of the log in the state., type: int, default: 20}
+  log_lines: {description: Lines of an error in the state at most., type: int, default: 20}
 attributes:
   action: {support: full}
   check_mode: {support: full}

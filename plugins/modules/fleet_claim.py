@@ -4,13 +4,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import parse_ip
 
 DOCUMENTATION = r"""
 module: fleet_claim
@@ -143,11 +143,8 @@ def refusal(
 
 def routable(address: str) -> str:
     """An address in its usual form; empty for loopback and for link-local ones."""
-    try:
-        parsed = ipaddress.ip_address(address)
-    except ValueError:
-        return ""
-    return "" if parsed.is_loopback or parsed.is_link_local else str(parsed)
+    parsed = parse_ip(address)
+    return "" if parsed is None or parsed.is_loopback or parsed.is_link_local else str(parsed)
 
 
 def merge(claim: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,5 @@
 """Documentation of the action of the same name, which runs on the controller."""
 
-from __future__ import annotations
-
 DOCUMENTATION = r"""
 module: follow_log
 short_description: Print a host's part of a run's log as it grows

@@ -5,8 +5,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import socket
 import threading
 import time
@@ -14,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
 
 DOCUMENTATION = r"""
 module: network_links
@@ -56,18 +55,6 @@ slow_names:
 """
 
 
-def parse(text: str) -> list[dict[str, Any]]:
-    """A list from the JSON that ip prints, empty if it printed none."""
-    try:
-        return json.loads(text or "[]")
-    except ValueError:
-        return []
-
-
-def is_wireless(name: str, root: str = "/sys/class/net") -> bool:
-    return any(os.path.exists(os.path.join(root, name, entry)) for entry in ("wireless", "phy80211"))
-
-
 def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
     """Those among {name: function} that are still busy after `limit` seconds; all run at once."""
     threads = {name: threading.Thread(target=call, daemon=True) for name, call in lookups.items()}
@@ -97,24 +84,14 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    ip = module.get_bin_path("ip", opt_dirs=["/usr/sbin", "/sbin"])
-    if ip is None:
+    if module.get_bin_path("ip", opt_dirs=["/usr/sbin", "/sbin"]) is None:
         module.fail_json(msg="The command ip is missing. Type on this host: sudo apt install iproute2")
-
-    def ask(*words: str) -> tuple[int, str, str]:
-        return module.run_command([ip, "-json", *words], environ_update={"LC_ALL": "C"})
-
-    _code, out, _error = ask("-details", "address", "show", "up")
-    links = [link for link in parse(out) if link.get("ifname")]
+    links = [link for link in ask_ip("-details", "address", "show", "up")[0] if link.get("ifname")]
     routes = {}
     for target in module.params["targets"]:
-        _code, out, error = ask("route", "get", target)
-        route = (parse(out) or [{}])[0]
-        routes[target] = {
-            "dev": route.get("dev", ""),
-            "prefsrc": route.get("prefsrc", ""),
-            "error": error.strip(),
-        }
+        found, error = ask_ip("route", "get", target)
+        route = found[0] if found else {}
+        routes[target] = {"dev": route.get("dev", ""), "prefsrc": route.get("prefsrc", ""), "error": error}
     # torchrun looks up this host's name when it starts, and each rank the names of those it talks to.
     lookups = {socket.gethostname(): quietly(socket.getfqdn)}
     for target in module.params["targets"][:1]:

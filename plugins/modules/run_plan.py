@@ -1,7 +1,5 @@
 """Documentation of the action of the same name, which runs on the controller."""
 
-from __future__ import annotations
-
 DOCUMENTATION = r"""
 module: run_plan
 short_description: Decide whether to start or resume a run, or refuse

@@ -11,7 +11,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
-    NOTHING,
     PREFIX,
     known_runs,
     read_run,
@@ -46,7 +45,7 @@ options:
     type: str
     default: ""
   log_lines:
-    description: How many lines of the log's end to return, and of an error at most.
+    description: How many lines of an error to return at most.
     type: int
     default: 20
   wait_for:
@@ -115,7 +114,6 @@ metrics: {description: The last line of metrics.jsonl with a loss, type: dict, r
 evaluation: {description: The last line of metrics.jsonl with a val_bpb, type: dict, returned: always}
 outcome: {description: outcome.json, type: dict, returned: always}
 stop_requested: {description: Whether the file C(stop) is there, type: bool, returned: always}
-log: {description: The log's last lines, type: list, elements: str, returned: always}
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
 prediction: {description: "What the ranks have predicted, or empty", type: str, returned: always}
@@ -183,10 +181,8 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     run_dir = os.path.join(runs_dir, run_id)
     unit = find_unit(PREFIX + (run_id or "none"), now)
     with acting_as(params["user"]):
-        found = bool(run_id) and os.path.exists(os.path.join(run_dir, "run.json"))
-        state = read_run(run_dir, unit, now, params["log_lines"]) if found else NOTHING
+        state = read_run(run_dir if run_id else os.devnull, unit, now, params["log_lines"])
     return {
-        "found": found,
         "run_id": run_id,
         "run_dir": run_dir,
         "ended": not is_up(unit),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
 DOCUMENTATION = r"""
@@ -56,12 +57,8 @@ class Memory:
 
     def __init__(self, folder: Path) -> None:
         self.path, self.hashed = folder / MEMORY, 0
-        self.known: dict[str, list[Any]] = {}
+        self.known: dict[str, list[Any]] = load_json(str(self.path)) or {}
         self.kept: dict[str, list[Any]] = {}
-        try:
-            self.known = dict(json.loads(self.path.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError):
-            self.known = {}
 
     def sha256(self, name: str, path: Path) -> str:
         status = path.stat()

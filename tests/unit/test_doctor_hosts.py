@@ -134,8 +134,7 @@ def test_the_odd_torch_is_named_once_and_the_builds_tag_does_not_count() -> None
 
 def test_environments_are_compared_among_hosts_of_a_kind() -> None:
     measured = fleet("tower", "laptop", "attic")
-    measured["attic"]["facts"]["machine"] = "aarch64"
-    measured["attic"]["installed"]["environment"] = "e2"
+    measured["attic"]["installed"].update(machine="aarch64", environment="e2")
     assert all_findings(measured) == []
     measured["laptop"]["installed"]["environment"] = "e3"
     assert only(measured)["host"] == "laptop"

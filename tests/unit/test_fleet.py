@@ -3,7 +3,6 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 
@@ -14,22 +13,18 @@ from fleet.runview import RunView
 
 
 class TestInventory:
-    LISTING: ClassVar[dict[str, Any]] = {
-        "_meta": {
-            "hostvars": {
-                "a": {"ansible_host": "10.1.0.2", "ansible_user": "ops"},
-                "b": {"fleet_address": "x"},
-            }
-        },
-        "coordinator": {"hosts": ["a"]},
-        "workers": {"children": ["more"], "hosts": ["b"]},
-        "more": {"hosts": ["c"]},
-    }
-
-    def test_rank_order_and_addresses(self) -> None:
-        fleet = inventory.from_listing(self.LISTING, None)
-        assert fleet.hosts == ["a", "b", "c"]
-        assert fleet.addresses == {"a": "10.1.0.2", "b": "x", "c": "c"}
+    @pytest.mark.parametrize(
+        ("own", "address"),
+        [
+            ({"ansible_host": "10.1.0.2", "ansible_user": "ops"}, "10.1.0.2"),
+            ({"ansible_host": "10.1.0.2", "ansible_user": "ops", "fleet_address": "x"}, "x"),
+            ({"ansible_user": "ops"}, "a"),
+        ],
+    )
+    def test_the_coordinators_address(self, own: dict[str, str], address: str) -> None:
+        listing = {"coordinator": {"children": ["first"]}, "first": {"hosts": ["a"]}}
+        found = inventory.from_listing({**listing, "_meta": {"hostvars": {"a": own}}}, None)
+        assert found == inventory.Coordinator(address, "ops")
 
     def test_no_coordinator_and_two_get_a_sentence(self) -> None:
         with pytest.raises(FleetError, match="no host in the group 'coordinator'"):
@@ -38,8 +33,7 @@ class TestInventory:
             inventory.from_listing({"coordinator": {"hosts": ["a", "b"]}}, "my.yml")
 
     def test_a_tracker_out_of_reach_comes_with_its_tunnel(self) -> None:
-        fleet = inventory.Fleet(["a"], {"a": "127.0.0.1"}, {"a": "ops"}, tracker_port=9)
-        said = inventory.tracker(fleet)
+        said = inventory.tracker(inventory.Coordinator("127.0.0.1", "ops", tracker_port=9))
         assert "ssh -N -L 9:127.0.0.1:9 ops@127.0.0.1" in said
 
     @pytest.mark.parametrize(("extra", "port"), [([], 5050), (["-e", "tracker_port=6060"], 6060)])
@@ -131,10 +125,8 @@ class TestDemo:
 
 
 def test_places_name_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        inventory, "read", lambda where, extra: inventory.Fleet(["a"], {"a": "10.0.0.2"}, {"a": ""})
-    )
-    monkeypatch.setattr(inventory, "tracker", lambda fleet: "http://10.0.0.2:5000")
+    monkeypatch.setattr(inventory, "read", lambda where, extra: inventory.Coordinator("10.0.0.2"))
+    monkeypatch.setattr(inventory, "tracker", lambda coordinator: f"http://{coordinator.address}:5000")
     view = RunView(coordinator="a", run_dir="/r", checkpoint="checkpoints/step_000100")
     assert places(view, None) == [
         ("checkpoint", "a:/r/checkpoints/step_000100"),

@@ -88,12 +88,12 @@ class TestRunView:
         view.fold(
             "b", state(1, ended=True, rebooted=1000.0, outcome={"outcome": "stopped", "settled": False})
         )
-        assert view.rebooted == {"b": 1000.0}
+        assert [line.startswith("Rebooted:    b at ") for line in view.reboots] == [True]
         assert "Start it again: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
             progress.run_panel(view), 200
         )
         view.fold("a", state(0, ended=True, outcome={"outcome": "stopped", "settled": True}))
-        assert not view.rebooted, "somebody has stopped it"
+        assert not view.reboots, "somebody has stopped it"
 
     def test_ends_when_every_host_has(self) -> None:
         view = RunView()

@@ -26,23 +26,25 @@ with open(mark, "a") as file:
 step = os.path.getsize(mark)
 folder, rank = module.params["folder"], module.params["rank"]
 there = os.listdir(folder)
-waits = "reboots" in there and "trained" not in there
-# Another console has ended the units of this run and starts them anew.
-between = "another" in there and 3 <= step < 6
-rebooted = 1000.0 if waits and rank == 1 and step >= 2 else None
-ended = bool(rebooted) if waits else step >= 3
+returns = "returns" in there
+rebooted = 1000.0 if "reboots" in there and rank == 1 and step >= 2 else None
+if returns and step == 2:
+    rebooted = time.time() - 10
+ended = bool(rebooted) or step >= 3
 made = min(step, 3)  # a host may be read once more while the other one ends
 beat = {"rank": rank, "phase": "done" if ended else "forward", "step": made,
         "num_iterations": 3, "loss": 9.0 - made, "tok_per_s": 100.0, "eta_seconds": 1.0, "age": 0.1}
 outcome = {"outcome": "finished", "reason": "All 3 steps were taken.", "step": 3, "loss": 6.0,
            "settled": True}
+if "reboots" in there:
+    outcome = {"outcome": "retryable", "reason": "Lost rank 1 (b).", "step": 3, "settled": False}
 with open(os.path.join(folder, "metrics.jsonl"), "w") as file:
     file.write('{"step": 1, "loss": 8.5}\\n')
 module.exit_json(changed=False, found=True, run_id="t", run_dir=folder, ended=ended, between=False,
                  error=[], unit={"active_state": "active"}, heartbeats=[beat], failed_unit=False,
-                 rebooted=rebooted, time=time.time(), runs=[], active_units=[], past_attempts=[],
-                 checkpoint=None, checkpoint_time=None, evaluation=None, stop_requested=False,
-                 run_file=None, outcome=outcome if ended and not rebooted and not between else None)
+                 rebooted=rebooted, at_boot=returns, time=time.time(), runs=[], active_units=[],
+                 past_attempts=[], checkpoint=None, checkpoint_time=None, evaluation=None,
+                 stop_requested=False, run_file=None, outcome=outcome if ended and not rebooted else None)
 """
 
 
@@ -94,29 +96,26 @@ class TestThroughAnsibleRunner:
         assert 2 in view.losses  # a retry on the way was heard
         assert (fake / "cache" / "logs" / "watch.log").exists()
 
-    def test_a_rebooted_host_is_put_back(self, fake: Path) -> None:
+    def test_a_rebooted_host_without_a_boot_entry_comes_with_its_command(self, fake: Path) -> None:
         (fake / "reboots").touch()
-        train = {"name": "Train", "hosts": "coordinator", "gather_facts": False}
-        train["tasks"] = [{"name": "Start", "ansible.builtin.copy": {
-            "dest": str(fake / "trained"), "content": "{{ run_id }} {{ depth }}", "mode": "0644"}}]  # type: ignore[assignment]  # fmt: skip
-        (fake / "train.yml").write_text(json.dumps([train]))
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
-        follower = watch.Follower(screen, str(fake / "hosts.yml"), ["-e", "depth=4"])
-        assert follower.follow() == watch.FINISHED
-        assert (fake / "trained").read_text() == "t 4"
+        follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
+        assert follower.follow() == watch.FAILED
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]
         assert said.count("Rebooted:    b at ") == 1
         typed = f"ansible-playbook -i {fake / 'hosts.yml'} train.yml -e run_id=t"
-        assert f"Start it again: {typed} Doing that now:" in " ".join(said.split())
+        assert f"Start it again: {typed}" in " ".join(said.split())
+        assert [typed in line for line in follower.view.reboots] == [True]
 
-    def test_two_consoles_may_put_a_host_back(self, fake: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_run_whose_hosts_start_it_again_is_not_over(
+        self, fake: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(watch, "_RETRY_SECONDS", (0, 0))
-        (fake / "another").touch()
+        (fake / "returns").touch()
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
         follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
-        follower._put_back.add(("b", 1000.0))
         assert follower.follow() == watch.FINISHED
-        assert "active on no host" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert "the run starts again by itself on a, b" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))

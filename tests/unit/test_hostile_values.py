@@ -94,7 +94,7 @@ def test_a_setting_of_the_whole_fleet_has_one_value(name: str) -> None:
 
 @pytest.mark.parametrize("name", ['lap"top', "lap top", "$(x)", "-oProxyCommand=x", "a\nb"])
 def test_a_host_s_own_name_is_checked(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "is_resolvable", lambda _address: True)
+    monkeypatch.setattr(preflight, "resolved", lambda address: [address])
     found = list(
         preflight.inventory_findings({"t": "10.0.0.1", name: "10.0.0.2"}, ["t"], [name], ["t", name])
     )

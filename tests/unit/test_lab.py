@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible.parsing.dataloader import DataLoader
+from ansible.template import Templar
 from ansible_collections.nanofleet.fleet.plugins.module_utils import lab_plan as lab
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,15 +52,22 @@ def test_no_room_left_is_a_sentence():
         lab.lab_free_subnet("lab", [f"10.{b}.0.0/16" for b in range(89, 99)])
 
 
-def test_subnets_are_read_from_podman_with_and_without_a_name():
+def rendered(name: str, **given: object) -> object:
+    """A variable of the role, with `given` beside those of its vars/main.yml."""
+    loader = DataLoader()
+    variables = loader.load_from_file(str(ROLE / "vars" / "main.yml"), trusted_as_template=True)
+    return Templar(loader=loader, variables={**variables, **given}).template(variables[name])
+
+
+@pytest.mark.parametrize(("name", "subnets"), [("a", ["10.90.1.0/24"]), ("v6", []), ("b", [])])
+def test_the_subnet_of_a_lab_is_read_from_podman(name: str, subnets: list[str]) -> None:
     networks = [
         {"name": "nanofleet-a", "subnets": [{"subnet": "10.90.1.0/24", "gateway": "10.90.1.1"}]},
         {"name": "none"},
-        {"name": "v6", "subnets": None},
+        {"name": "nanofleet-v6", "subnets": None},
     ]
-    assert lab.lab_subnets(networks) == ["10.90.1.0/24"]
-    assert lab.lab_subnets(networks, "nanofleet-a") == ["10.90.1.0/24"]
-    assert lab.lab_subnets(networks, "nanofleet-b") == []
+    listed = {"stdout": json.dumps(networks)}
+    assert rendered("__lab_current", lab_name=name, __lab_networks=listed) == subnets
 
 
 # The hosts
@@ -86,12 +95,10 @@ def test_two_hundred_hosts_fit_the_subnet():
     assert "10.90.1.255" not in addresses
 
 
-def test_this_machines_cores_and_rights_are_read_from_proc():
+def test_this_machines_rights_are_read_from_proc():
     status = "Name:\tx\nCapBnd:\t000001fffeffffff\nCpus_allowed_list:\t0-2,5\n"
-    assert lab.lab_cpus(status) == [0, 1, 2, 5]
     assert not lab.lab_can_raise_limits(status)
     assert lab.lab_can_raise_limits("CapBnd:\t000001ffffffffff\n")
-    assert lab.lab_cpus("") == [0]
 
 
 # Whose containers they are
@@ -111,13 +118,11 @@ def test_containers_of_the_name_are_found_with_their_owner():
     assert lab.lab_containers(None, "x") == []
 
 
-def test_stopped_hosts_are_told_from_those_that_are_up():
-    ours = {"nanofleet.lab": "x", "nanofleet.state": "/a/.lab/x"}
+def test_stopped_hosts_are_told_from_those_that_are_up() -> None:
     states = {"x-1": "running", "x-2": "exited", "x-3": "paused", "x-4": "created"}
-    containers = [{"Names": [name], "Labels": ours, "State": state} for name, state in states.items()]
-    containers.append({"Names": ["other"], "Labels": {}, "State": "exited"})
-    assert lab.lab_stopped(containers, "x") == ["x-2", "x-4"]
-    assert lab.lab_stopped(None, "x") == []
+    containers = [{"Names": [name], "State": state} for name, state in states.items()]
+    for listed, stopped in ((containers, ["x-2", "x-4"]), (None, [])):
+        assert rendered("__lab_stopped", __lab_containers={"stdout": json.dumps(listed)}) == stopped
 
 
 def test_failures_name_the_host_and_its_words():

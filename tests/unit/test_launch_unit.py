@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
-from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed
+from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed, cpu_list
 from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 from trainer.health.attempt import SIGTERM_WRITE_SECONDS
@@ -80,6 +80,10 @@ def test_the_unit_talks_to_its_hosts_and_loopback_alone() -> None:
 def test_names_become_addresses_and_what_does_not_resolve_is_left_out() -> None:
     assert allowed(["localhost", "name.invalid", ""], "http://[fd42::9]:5000") == ["localhost", "fd42::9"]
     assert allowed(["10.0.0.1"], "sqlite:///mlflow.db") == ["localhost", "10.0.0.1"]
+
+
+def test_a_list_of_processors_is_expanded() -> None:
+    assert (cpu_list("0-3,6"), cpu_list("")) == ([0, 1, 2, 3, 6], [])
 
 
 def test_torchrun_gets_its_place_its_time_out_and_the_run_alone() -> None:

@@ -1,10 +1,11 @@
 """The network role: the interface to the peers, and what about it would stand in a run's way."""
 
-import json
+import socket
 import threading
 from pathlib import Path
 
 import pytest
+from ansible_collections.nanofleet.fleet.plugins.module_utils import kernel_links
 from ansible_collections.nanofleet.fleet.plugins.module_utils import network_interfaces as network
 from ansible_collections.nanofleet.fleet.plugins.modules import network_links as links_module
 
@@ -225,10 +226,10 @@ def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: 
     def answers(name: str, *_: object, **__: object) -> list[tuple[object, ...]]:
         if name == "gone":
             raise OSError
-        inet = network.socket.AF_INET, network.socket.AF_INET6
+        inet = socket.AF_INET, socket.AF_INET6
         return [(inet[":" in a], 0, 0, "", (a, 0)) for a in known.get(name, [name])]
 
-    monkeypatch.setattr(network.socket, "getaddrinfo", answers)
+    monkeypatch.setattr(socket, "getaddrinfo", answers)
     resolved = network.resolve({"tower": "tower.lan", "laptop": "10.0.0.11", "six": "six", "attic": "gone"})
     assert resolved == {"tower": "10.0.0.10", "laptop": "10.0.0.11", "six": "fd00::12", "attic": "gone"}
 
@@ -236,8 +237,8 @@ def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: 
 def test_wifi_is_told_by_what_the_kernel_says(tmp_path: Path) -> None:
     (tmp_path / "wlp2s0" / "phy80211").mkdir(parents=True)
     (tmp_path / "enp3s0").mkdir()
-    assert links_module.is_wireless("wlp2s0", str(tmp_path))
-    assert not links_module.is_wireless("enp3s0", str(tmp_path))
+    assert kernel_links.is_wireless("wlp2s0", str(tmp_path))
+    assert not kernel_links.is_wireless("enp3s0", str(tmp_path))
 
 
 def test_a_slow_lookup_is_waited_for_no_longer_than_said() -> None:
@@ -248,6 +249,13 @@ def test_a_slow_lookup_is_waited_for_no_longer_than_said() -> None:
         stuck.set()
 
 
-def test_what_ip_prints_may_be_nothing() -> None:
-    assert links_module.parse("") == links_module.parse("no JSON") == []
-    assert links_module.parse(json.dumps([{"ifname": "lo"}])) == [{"ifname": "lo"}]
+@pytest.mark.parametrize(
+    ("prints", "links"), [("", []), ("no JSON", []), ('[{"ifname": "lo"}]', [{"ifname": "lo"}])]
+)
+def test_ip_is_read_with_its_error(
+    prints: str, links: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "ip").write_text(f"#!/bin/sh\necho '{prints}'\necho unreachable >&2\nexit 2\n")
+    (tmp_path / "ip").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert kernel_links.ask_ip("address") == (links, "unreachable")

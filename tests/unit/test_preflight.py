@@ -189,7 +189,7 @@ def test_the_sample_inventory_lists_the_runs_knobs_with_their_defaults() -> None
 
 @pytest.fixture
 def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "is_resolvable", lambda address: address != "nowhere")
+    monkeypatch.setattr(preflight, "resolved", lambda address: [a for a in [address] if a != "nowhere"])
 
 
 @pytest.mark.usefixtures("_every_name_resolves")

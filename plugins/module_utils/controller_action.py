@@ -1,0 +1,23 @@
+"""What the actions share that decide on the controller: they need no connection and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ansible.plugins.action import ActionBase
+
+
+class ControllerAction(ActionBase):
+    """Subclasses return the result of `decide`."""
+
+    _requires_connection = False
+    _supports_check_mode = True
+
+    def run(self, tmp: str | None = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        return {**result, "changed": False, **self.decide(self._task.args, task_vars or {})}
+
+    def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
+        """The result. asked: the arguments of the task; variables: those of its host."""
+        raise NotImplementedError

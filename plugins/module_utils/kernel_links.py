@@ -1,0 +1,33 @@
+# SPDX-License-Identifier: MIT
+"""What the kernel shows of this host's interfaces and routes. Needs no root. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+
+def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
+    """What `ip -json WORDS` prints, empty if it prints nothing, and its error."""
+    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+    try:
+        done = subprocess.run(
+            ["ip", "-json", *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=5,
+            env={**os.environ, "PATH": path, "LC_ALL": "C"},
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return [], str(error)
+    try:
+        return json.loads(done.stdout or "[]"), done.stderr.strip()
+    except ValueError:
+        return [], done.stderr.strip()
+
+
+def is_wireless(name: str, root: str = "/sys/class/net") -> bool:
+    return any(os.path.exists(os.path.join(root, name, entry)) for entry in ("wireless", "phy80211"))
