@@ -31,6 +31,7 @@ from trainer.config import RunFile
 from trainer.data.dataset import Dataset
 from trainer.distributed.process_group import Collectives
 from trainer.health.attempt import Attempt
+from trainer.health.run_status import STEP_PHASES
 from trainer.host.facts import host_facts
 from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface
@@ -38,7 +39,6 @@ from trainer.host.numerics import name_of
 from trainer.host.rank_env import RankEnv
 from trainer.setup import RunSetup
 from trainer.tracking.files import METRICS
-from trainer.tracking.reporter import SPLIT
 from trainer.train import Trainer
 
 REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
@@ -221,7 +221,7 @@ class BenchTrainer(Trainer):
             "step_seconds_mean": statistics.mean(walls),
             "step_seconds_all": seconds,
             "tok_per_s": self.plan.total_batch_size / step_seconds,
-            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in SPLIT},
+            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in STEP_PHASES},
             "share_of_limit": share_of_limit([rank["limit_seconds_all"] for rank in ranks], seconds),
             "ranks": ranks,
             "torch": torch.__version__,
