@@ -28,7 +28,6 @@ from trainer.bench import SCHEMA, WARM_STEPS
 from trainer.bench.limits import Rates, count_operations, measure
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
-from trainer.data.dataset import Dataset
 from trainer.distributed.process_group import Collectives
 from trainer.health.attempt import Attempt
 from trainer.health.run_status import STEP_PHASES
@@ -37,7 +36,6 @@ from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import name_of
 from trainer.host.rank_env import RankEnv
-from trainer.setup import RunSetup
 from trainer.tracking.files import METRICS
 from trainer.train import Trainer
 
@@ -59,24 +57,8 @@ class Mark:
     received: int | None
 
 
-class BenchSetup(RunSetup):
-    """The setup, with a prediction to compare with."""
-
-    def predicts(self) -> bool:
-        return self.env.world_size > 1
-
-
-class SyntheticSetup(BenchSetup):
-    """The setup with synthetic rows."""
-
-    def open_data(self) -> Dataset:
-        return synthetic(self.config.sequence_len)
-
-
 class BenchTrainer(Trainer):
     """A trainer that measures its steps."""
-
-    setup_class = BenchSetup
 
     def __init__(
         self,
@@ -87,9 +69,10 @@ class BenchTrainer(Trainer):
         attempt: Attempt,
         log: RunLogger,
     ) -> None:
-        if data_dir is None:
-            self.setup_class = SyntheticSetup
         super().__init__(run_file, data_dir or Path(), run_dir, env, attempt, log)
+        self.setup.predicts = env.world_size > 1  # to compare with
+        if data_dir is None:
+            self.setup.open_data = lambda: synthetic(self.config.sequence_len)  # type: ignore[method-assign]
         self.interface = NetworkInterface(env.address()).name if env.world_size > 1 else ""
         self.marks: list[Mark] = []  # as each step begins
         self.ends: list[Mark] = []
