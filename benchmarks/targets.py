@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench.text import markdown, percent
+from trainer.formatting import counted
 
 HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # target share of the roofline limit; bfloat16 with AMX
 MOST_MEMORY = 4.5e9
@@ -46,7 +47,7 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
             verdict = f"{percent(required)} with AMX, which this processor lacks"
         table.append(
             [
-                f"{name.removeprefix('host-')}, {rank['threads']} threads",
+                f"{name.removeprefix('host-')}, {counted(rank['threads'], 'thread')}",
                 f"{result['step_seconds']:.2f}",
                 f"{result['tok_per_s']:,.0f}",
                 f"{rank['limit_seconds']:.2f}",

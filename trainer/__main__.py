@@ -14,18 +14,27 @@ python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import difflib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from trainer.config import ConfigError, RunConfig, RunFile, number_from_zero, parse_shares
-from trainer.data import DataError
+from trainer.bench import cli as bench
+from trainer.config import (
+    ConfigError,
+    RunConfig,
+    RunFile,
+    add_config_arguments,
+    number_from_zero,
+    parse_shares,
+)
+from trainer.data import DataError, prepare
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
+from trainer.interchange import cli as interchange
+from trainer.tracking import sender
 
 if TYPE_CHECKING:
     from trainer.health.attempt import Attempt
@@ -37,17 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m trainer", description="Train nanochat models data-parallel."
     )
-    names = ",".join(COMMANDS)
-    commands = parser.add_subparsers(dest="command", required=True, metavar=f"{{{names}}}")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, command in COMMANDS.items():
+        command.add_arguments(commands.add_parser(name, allow_abbrev=False, help=command.help))
+    return parser
 
-    command = commands.add_parser(
-        "prepare", allow_abbrev=False, help="turn text into shards, a tokenizer and rows"
-    )
-    from trainer.data import prepare
 
-    prepare.add_arguments(command)
-
-    command = commands.add_parser("train", allow_abbrev=False, help="train, as one process or under torchrun")
+def add_train_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     command.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="directory for the files of the run"
@@ -58,39 +63,10 @@ def make_parser() -> argparse.ArgumentParser:
     command.add_argument("--json", action="store_true", help="log one JSON object per line")
     add_run_arguments(command)
 
-    command = commands.add_parser(
-        "plan", allow_abbrev=False, help="predict the seconds of a step in each sync mode"
-    )
+
+def add_plan_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     add_run_arguments(command)
-
-    command = commands.add_parser(
-        "bench", allow_abbrev=False, help="measure the seconds of a step and its parts"
-    )
-    from trainer.bench import cli as bench_cli
-
-    bench_cli.add_arguments(command)
-
-    command = commands.add_parser(
-        "track", allow_abbrev=False, help="send the figures of a run to its tracker"
-    )
-    from trainer.tracking import sender
-
-    sender.add_arguments(command)
-
-    command = commands.add_parser("again", allow_abbrev=False, help="decide whether to restart a run")
-    restart_policy.add_arguments(command)
-
-    command = commands.add_parser("sample", allow_abbrev=False, help="generate text from a checkpoint")
-    add_sample_arguments(command)
-
-    from trainer.interchange import cli
-
-    cli.add_export_arguments(
-        commands.add_parser("export", allow_abbrev=False, help="write a checkpoint in the format of nanochat")
-    )
-    cli.add_import_arguments(commands.add_parser("import", allow_abbrev=False, help="read files of nanochat"))
-    return parser
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
@@ -107,11 +83,7 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="rows per rank; auto: by measured speed (default: equal)",
     )
-    settings = command.add_argument_group("settings of the run")
-    for setting in dataclasses.fields(RunConfig):
-        flag = "--" + setting.name.replace("_", "-")
-        help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
-        settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
+    add_config_arguments(command)
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -181,46 +153,28 @@ def sample(args: argparse.Namespace) -> int:
     return sample.run(args)
 
 
-def prepare(args: argparse.Namespace) -> int:
-    from trainer.data import prepare
+class Command(NamedTuple):
+    """A subcommand. `run` returns the exit code and may raise ConfigError or DataError."""
 
-    return prepare.run(args)
-
-
-def bench(args: argparse.Namespace) -> int:
-    from trainer.bench import cli
-
-    return cli.run(args)
-
-
-def track(args: argparse.Namespace) -> int:
-    from trainer.tracking import sender
-
-    return sender.run(args)
-
-
-def export(args: argparse.Namespace) -> int:
-    from trainer.interchange import cli
-
-    return cli.run_export(args)
-
-
-def import_(args: argparse.Namespace) -> int:
-    from trainer.interchange import cli
-
-    return cli.run_import(args)
+    help: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], int]
 
 
 COMMANDS = {
-    "prepare": prepare,
-    "train": train,
-    "bench": bench,
-    "plan": plan,
-    "track": track,
-    "again": restart_policy.run,
-    "sample": sample,
-    "export": export,
-    "import": import_,
+    "prepare": Command("turn text into shards, a tokenizer and rows", prepare.add_arguments, prepare.run),
+    "train": Command("train, as one process or under torchrun", add_train_arguments, train),
+    "plan": Command("predict the seconds of a step in each sync mode", add_plan_arguments, plan),
+    "bench": Command("measure the seconds of a step and its parts", bench.add_arguments, bench.run),
+    "track": Command("send the figures of a run to its tracker", sender.add_arguments, sender.run),
+    "again": Command("decide whether to restart a run", restart_policy.add_arguments, restart_policy.run),
+    "sample": Command("generate text from a checkpoint", add_sample_arguments, sample),
+    "export": Command(
+        "write a checkpoint in the format of nanochat",
+        interchange.add_export_arguments,
+        interchange.run_export,
+    ),
+    "import": Command("read files of nanochat", interchange.add_import_arguments, interchange.run_import),
 }
 
 
@@ -241,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand; returns its exit code. Bad input prints a sentence and returns 2."""
     args = parse(argv)
     try:
-        return COMMANDS[args.command](args)
+        return COMMANDS[args.command].run(args)
     except (ConfigError, DataError) as error:
         print(error, file=sys.stderr)
         return 2

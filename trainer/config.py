@@ -293,6 +293,16 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     return number
 
 
+def add_config_arguments(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
+    """An option for each setting of a run but those `left_out`; None if it is not given."""
+    group = parser.add_argument_group("settings of the run")
+    for setting in dataclasses.fields(RunConfig):
+        if setting.name not in left_out:
+            flag = "--" + setting.name.replace("_", "-")
+            help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
+            group.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
+
+
 def number_from_zero(text: str) -> float:
     """A number of a command line: not negative, finite, and not nan, which passes every comparison."""
     try:

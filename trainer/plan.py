@@ -21,23 +21,14 @@ from trainer.run_plan import describe_plan
 from trainer.setup import RunSetup
 
 
-class PlanSetup(RunSetup):
-    """The setup, for its measurements and prediction."""
-
-    def predicts(self) -> bool:
-        return True
-
-    def trains(self) -> bool:
-        return False
-
-
 def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> int:
     """Set up, log the prediction, close; returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
         run_status = RunStatus(run_dir, env, run_file.run_id)
         watchdog = Watchdog(run_status, env, run_dir, Attempt(run_dir, env), log)
-        setup = PlanSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log)
+        setup = RunSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log)
+        setup.predicts, setup.trains = True, False
         watchdog.start()
         try:
             components = setup.components()

@@ -43,19 +43,15 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
 
     Raises ConfigError if a step has fewer rows than ranks, or the shares do not add up to it.
     """
-
-    def model_of(depth: int) -> GPTConfig:
-        return GPTConfig.from_depth(
-            depth,
-            vocab_size=vocab_size,
-            sequence_len=config.sequence_len,
-            aspect_ratio=config.aspect_ratio,
-            head_dim=config.head_dim,
-            n_kv_head=config.n_kv_head,
-            window_pattern=config.window_pattern,
-        )
-
-    model = model_of(config.depth)
+    model = GPTConfig.from_depth(
+        config.depth,
+        vocab_size,
+        config.sequence_len,
+        config.aspect_ratio,
+        config.head_dim,
+        config.n_kv_head,
+        config.window_pattern,
+    )
     size = scaling_params(model)
     reference = GPTConfig.from_depth(
         REFERENCE_DEPTH, vocab_size, config.sequence_len, config.aspect_ratio, config.head_dim

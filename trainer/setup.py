@@ -92,7 +92,13 @@ class RunComponents:
 
 
 class RunSetup:
-    """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from."""
+    """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
+
+    predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
+    """
+
+    predicts = False
+    trains = True
 
     def __init__(
         self,
@@ -174,14 +180,6 @@ class RunSetup:
                 "With sync=auto a run moves to its host if that is faster."
             )
 
-    def predicts(self) -> bool:
-        """Whether to measure and predict although nothing is automatic."""
-        return False
-
-    def trains(self) -> bool:
-        """Whether the ranks train after the setup."""
-        return True
-
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
@@ -248,7 +246,7 @@ class RunSetup:
         self.placement = Placement("exact" if automatic else config.sync, tuple(self.plan.shares))
         if self._same_hosts(meta):
             self.placement = decide.restore_placement(self.placement, meta, by_speed, automatic)
-        elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts():
+        elif by_speed or (automatic and together) or self.run_file.chosen_from or self.predicts:
             measured = decide.measure_all(
                 group, self.model, self.optimizer, self.numerics, gpu, self.micro_batch
             )
@@ -258,7 +256,7 @@ class RunSetup:
             obstacles = find_obstacles(config, self.run_file.fixed_shares, meta, group.peers, requested)
             placement, lines = decide.decide(measured, names, self.plan, work, config, by_speed, obstacles)
             self.placement = decide.broadcast_placement(group, placement)
-            if self.placement.alone and self.trains():
+            if self.placement.alone and self.trains:
                 raise self.placement.alone.end(group.peers, names, lines)
             if self.env.is_coordinator:
                 for line in lines:

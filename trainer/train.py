@@ -55,8 +55,6 @@ WRITE_CHECK_SECONDS = 2.0  # between collective checks whether the last checkpoi
 class Trainer:
     """One attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd."""
 
-    setup_class = RunSetup
-
     def __init__(
         self,
         run_file: RunFile,
@@ -72,6 +70,7 @@ class Trainer:
         self.env, self.attempt, self.log = env, attempt, log
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
+        self.setup = RunSetup(run_file, data_dir, run_dir, env, self.run_status, self.watchdog, log)
         self.stopping = False  # whether all ranks end after this step
         self.reporter = Reporter(self.run_status, attempt, log, env.is_host_leader)
         self.stop_file = run_dir / "stop"
@@ -88,11 +87,8 @@ class Trainer:
         self.watchdog.start()
         if self.env.is_coordinator:
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier attempt
-        setup = self.setup_class(
-            self.run_file, self.data_dir, self.run_dir, self.env, self.run_status, self.watchdog, self.log
-        )
         try:
-            self._use(setup.components())
+            self._use(self.setup.components())
         except TransferToHost as end:  # in the outcome even if that of another rank is written first
             self.attempt.update(alone=end.alone)
             raise

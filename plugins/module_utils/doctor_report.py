@@ -198,7 +198,8 @@ def _own_cell(host: Mapping[str, Any]) -> list[str]:
     lines = [f"{host['interface'] or 'no interface'}: {cores}{memory}"]
     gemm = host["gemm_gflops"]
     if gemm["float32"]:
-        lines.append(f"fp32 {gemm['float32']:.0f}, bf16 {gemm['bfloat16'] or 0:.0f} GFLOP/s")
+        narrow = f", bf16 {gemm['bfloat16']:.0f}" if gemm["bfloat16"] else ""
+        lines.append(f"fp32 {gemm['float32']:.0f}{narrow} GFLOP/s")
     return lines
 
 

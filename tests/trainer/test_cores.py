@@ -119,7 +119,8 @@ def test_sigterm_is_heeded_where_its_sender_is_not_told(ranks: str, outcome: str
 def test_nothing_starts_a_thread_before_sigterm_is_blocked() -> None:
     """numpy and torch start threads as they are imported, and SIGTERM would end the process through one."""
     program = (
-        "import sys, trainer.__main__, trainer.host.logger, trainer.health.attempt\n"
+        "import sys, trainer.__main__, trainer.bench.text, trainer.host.logger, trainer.health.attempt\n"
+        "trainer.__main__.make_parser()\n"
         "print([name for name in ('numpy', 'torch', 'pyarrow') if name in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 from shard_server import SHARDS, Handler, Server, Site, shard_bytes
 
-from trainer.data import DataError, prepare, transfer
-from trainer.data.download import PUBLIC, public_shards
+from trainer.data import PUBLIC, DataError, prepare, transfer
+from trainer.data.download import public_shards
 from trainer.data.progress import Progress
 
 

@@ -74,7 +74,7 @@ def test_upstream_trajectory(golden: dict[str, Any]) -> None:
         )
         loss.backward()
         optimizer.step()
-        optimizer.zero_grad()
+        model.zero_grad()
         assert loss.item() == pytest.approx(expected["loss"], abs=2e-5)
         norms = {name: weights[name].norm().item() for name in expected["param_norms_after"]}
         assert norms == pytest.approx(expected["param_norms_after"], rel=1e-4)

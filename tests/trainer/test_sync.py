@@ -124,7 +124,7 @@ def test_one_rank_steps_as_the_optimizer_alone_does(mode: str) -> None:
     sync = make_sync(mode, Collectives(RankEnv(), []), synced, other)
     idx = torch.randint(300, (2, 33))
     for _ in range(3):
-        optimizer.zero_grad()
+        plain.zero_grad()
         plain(idx[:, :-1], idx[:, 1:], loss_reduction="sum").backward()
         for parameter in plain.parameters():
             assert parameter.grad is not None

@@ -263,6 +263,16 @@ def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
     assert " met " in targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
 
 
+def test_the_table_of_one_host_counts_its_threads() -> None:
+    one, two = measured(4096, 9.0), measured(4096, 5.0)
+    for result, threads in ((one, 1), (two, 2)):
+        result["tok_per_s"] = 500.0
+        result["ranks"][0] |= {"limit_seconds": 4.0, "threads": threads}
+    text = targets.host_table({"host-4096": one, "host-8192": two})
+    assert "| 4096, 1 thread " in text
+    assert "| 8192, 2 threads " in text
+
+
 def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
     """The result, with another rate of products on rank 0, at its best."""
     first, *others = result["ranks"]

@@ -42,6 +42,15 @@ def test_the_screen_has_one_matrix_and_one_line_a_finding() -> None:
     assert not made["good"]
 
 
+def test_a_rate_that_was_not_measured_is_left_out() -> None:
+    measured = fleet("tower", "laptop")
+    for of_host in measured.values():
+        del of_host["rehearsal"]["gemm_gflops"]["bfloat16"]
+    text = report.text(report.report(measured, [], ABOUT))
+    assert "fp32 200 GFLOP/s" in text
+    assert "bf16" not in text
+
+
 def test_warnings_alone_do_not_prevent_training() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["resolves_to"] = ["127.0.1.1"]

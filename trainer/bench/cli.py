@@ -11,7 +11,6 @@ process, so that they do not share memory and threads.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import logging
 import subprocess
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench import WARM_STEPS
-from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
+from trainer.config import ConfigError, RunConfig, RunFile, add_config_arguments, parse_shares
 from trainer.data.files import write_json
 from trainer.formatting import counted
 from trainer.host.logger import RunLogger
@@ -61,12 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
-    settings = parser.add_argument_group("settings of the run")
-    for setting in dataclasses.fields(RunConfig):
-        if setting.name not in SET_HERE:
-            flag = "--" + setting.name.replace("_", "-")
-            help = f"{setting.metadata['help']} ({setting.default})".replace("%", "%%")
-            settings.add_argument(flag, metavar=str(setting.type).upper(), default=None, help=help)
+    add_config_arguments(parser, SET_HERE)
 
 
 def progress_logger(env: RankEnv) -> RunLogger:
@@ -90,7 +84,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(args: argparse.Namespace, env: RankEnv) -> int:
-    from trainer.bench.steps import run_bench
     from trainer.bench.text import describe
     from trainer.health.attempt import run_attempt
 
@@ -100,6 +93,8 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
         log = RunLogger(env, args.json) if args.run_file else progress_logger(env)
 
         def start(run_file: RunFile, attempt: Any, log: RunLogger) -> str:
+            from trainer.bench.steps import run_bench
+
             result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log))
             if result:
                 write_json(args.run_dir / RESULT, result)

@@ -264,7 +264,6 @@ def _share(value: float | None) -> str:
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
     """Plot tokens per second of each case, with the bound as a red mark if it is known."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
@@ -280,8 +279,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
     axes.set_yticks(list(places), [row["case"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second; red: the bound of the processor or the link")
-    with open(path, "wb") as file:
-        FigureCanvasAgg(figure).print_png(file)
+    figure.savefig(path)
 
 
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:

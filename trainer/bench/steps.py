@@ -21,29 +21,25 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from trainer.bench import SCHEMA, WARM_STEPS
 from trainer.bench.limits import Rates, count_operations, measure
 from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
-from trainer.data.dataset import Dataset
-from trainer.distributed.process_group import Collectives
+from trainer.distributed.process_group import CPU
 from trainer.health.attempt import Attempt
+from trainer.health.run_status import STEP_PHASES
 from trainer.host.facts import host_facts
 from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import name_of
 from trainer.host.rank_env import RankEnv
-from trainer.setup import RunSetup
-from trainer.tracking.files import METRICS
-from trainer.tracking.reporter import SPLIT
+from trainer.placement.microbenchmark import measure_link
+from trainer.tracking.files import METRICS, read_lines
 from trainer.train import Trainer
 
-REDUCE_BYTES = 64 * 2**20  # of the all-reduce that is measured; less where that would take long
-REDUCE_SECONDS = 6.0
-REDUCE_REPEATS = 3
+LINK_REPEATS = 3
 
 Result = dict[str, Any]
 
@@ -59,24 +55,8 @@ class Mark:
     received: int | None
 
 
-class BenchSetup(RunSetup):
-    """The setup, with a prediction to compare with."""
-
-    def predicts(self) -> bool:
-        return self.env.world_size > 1
-
-
-class SyntheticSetup(BenchSetup):
-    """The setup with synthetic rows."""
-
-    def open_data(self) -> Dataset:
-        return synthetic(self.config.sequence_len)
-
-
 class BenchTrainer(Trainer):
     """A trainer that measures its steps."""
-
-    setup_class = BenchSetup
 
     def __init__(
         self,
@@ -87,10 +67,11 @@ class BenchTrainer(Trainer):
         attempt: Attempt,
         log: RunLogger,
     ) -> None:
-        if data_dir is None:
-            self.setup_class = SyntheticSetup
         super().__init__(run_file, data_dir or Path(), run_dir, env, attempt, log)
-        self.interface = NetworkInterface(env.address()).name if env.world_size > 1 else ""
+        self.setup.predicts = env.world_size > 1  # to compare with
+        if data_dir is None:
+            self.setup.open_data = lambda: synthetic(self.config.sequence_len)  # type: ignore[method-assign]
+        self.interface = NetworkInterface(env.address()) if env.world_size > 1 else None
         self.marks: list[Mark] = []  # as each step begins
         self.ends: list[Mark] = []
         self.rates: list[Rates] = []
@@ -119,7 +100,7 @@ class BenchTrainer(Trainer):
         self.marks.append(self._mark())
 
     def _mark(self) -> Mark:
-        sent, received = interface_bytes(self.interface)
+        sent, received = self.interface.counters() if self.interface else (None, None)
         return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
 
     def _measure(self) -> None:
@@ -130,10 +111,12 @@ class BenchTrainer(Trainer):
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _goodput(self) -> float | None:
+        """The effective bandwidth of an all-reduce in bytes per second, a median; None with one rank."""
         if self.group.world_size == 1:
             return None
         with self._long_phase("evaluate"):
-            return reduce_goodput(self.group)
+            links = [measure_link(self.group, CPU) for _ in range(LINK_REPEATS)]
+            return statistics.median(link.bandwidth for link in links if link)
 
     # -- parts of a run that are not measured ------------------------------------------------------------
 
@@ -179,8 +162,8 @@ class BenchTrainer(Trainer):
             "limit_seconds": work.seconds(rates),
             "limit_seconds_all": [work.seconds(one) for one in self.rates],
             "limit_seconds_of_done": work.seconds_of_done(rates),
-            "interface": self.interface,
-            "link_mbit": link_mbit(self.interface),
+            "interface": self.interface.name if self.interface else "",
+            "link_mbit": self.interface.link_mbit() if self.interface else None,
             "counted": _median([b.counted - a.counted for a, b in spans]),
             "counted_mean": _mean([b.counted - a.counted for a, b in spans]),
             "sent": _median(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
@@ -199,8 +182,8 @@ class BenchTrainer(Trainer):
         return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
-        lines = [json.loads(line) for line in (self.run_dir / METRICS).read_text().splitlines()]
-        steps = [line for line in lines if "step_seconds" in line][WARM_STEPS:]
+        lines = read_lines(self.run_dir / METRICS)
+        steps = [line for _, line in lines if "step_seconds" in line][WARM_STEPS:]
         seconds = [step["step_seconds"] for step in steps]
         walls = [end.wall - begin.wall for begin, end in self._spans()]
         step_seconds = statistics.median(seconds)
@@ -221,7 +204,7 @@ class BenchTrainer(Trainer):
             "step_seconds_mean": statistics.mean(walls),
             "step_seconds_all": seconds,
             "tok_per_s": self.plan.total_batch_size / step_seconds,
-            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in SPLIT},
+            "split": {name: statistics.median(step[f"{name}_s"] for step in steps) for name in STEP_PHASES},
             "share_of_limit": share_of_limit([rank["limit_seconds_all"] for rank in ranks], seconds),
             "ranks": ranks,
             "torch": torch.__version__,
@@ -240,36 +223,6 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
         return statistics.mean(longest) / statistics.median(steps)
     pairs = itertools.pairwise(longest)
     return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
-
-
-def reduce_goodput(group: Collectives) -> float:
-    """The effective bandwidth of an all-reduce of gradient size: bytes sent per second, a median."""
-    share = 2 * (group.world_size - 1) / group.world_size
-    size = REDUCE_BYTES // 16
-    first = _reduce_seconds(group, size)
-    slowest = group.gather_int64(torch.tensor([int(first * 1e6)])).max().item() / 1e6
-    size = int(min(REDUCE_BYTES, max(1, REDUCE_SECONDS / REDUCE_REPEATS / slowest) * size)) // 4 * 4
-    return share * size / statistics.median(_reduce_seconds(group, size) for _ in range(REDUCE_REPEATS))
-
-
-def _reduce_seconds(group: Collectives, size: int) -> float:
-    payload = torch.zeros(size // 4)
-    group.all_reduce([torch.zeros(1)])  # all ranks begin together
-    started = time.perf_counter()
-    group.all_reduce([payload])
-    return time.perf_counter() - started
-
-
-def interface_bytes(name: str) -> tuple[int | None, int | None]:
-    """Bytes sent and received so far, by the counters of the interface; None if it has none."""
-    counters = psutil.net_io_counters(pernic=True).get(name) if name else None
-    return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
-
-
-def link_mbit(name: str) -> int | None:
-    """The rate that the network card reports in Mbit/s; None if it reports none (WiFi, virtual cards)."""
-    known = psutil.net_if_stats().get(name) if name else None
-    return known.speed or None if known else None
 
 
 def peak_rss() -> int:

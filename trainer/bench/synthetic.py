@@ -6,11 +6,11 @@ from pathlib import Path
 
 import numpy as np
 
+from trainer.data import VOCAB_SIZE
 from trainer.data.dataset import Dataset
 from trainer.data.rows import RowsInfo, row_dtype
 from trainer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 
-VOCAB_SIZE = 32_768
 ROWS = 512
 SEED = 7
 

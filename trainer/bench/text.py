@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.formatting import counted
-from trainer.tracking.reporter import SPLIT
+from trainer.health.run_status import STEP_PHASES
 
 Result = dict[str, Any]
 _PAIRED = " (each compared with the rates measured before and after it)"
@@ -22,7 +22,7 @@ def describe(result: Result) -> str:
         f"{_ranks(result)}",
         f"  step       {result['step_seconds']:.2f} s ({min(result['step_seconds_all']):.2f} to "
         f"{max(result['step_seconds_all']):.2f} over {result['steps']}), {result['tok_per_s']:,.0f} tok/s",
-        "  of which   " + ", ".join(f"{name} {result['split'][name]:.2f}" for name in SPLIT) + " s",
+        "  of which   " + ", ".join(f"{name} {result['split'][name]:.2f}" for name in STEP_PHASES) + " s",
         f"  limit      {max(r['limit_seconds'] for r in result['ranks']):.2f} s, of which the step reaches "
         f"{percent(result['share_of_limit'])}" + (_PAIRED if around_each else ""),
     ]
@@ -77,7 +77,7 @@ def table(results: Sequence[Result]) -> str:
         "format",
         "threads",
         "step, s",
-        *(f"{name}, s" for name in SPLIT),
+        *(f"{name}, s" for name in STEP_PHASES),
         "tok/s",
         "limit, s",
         "reached",
@@ -90,7 +90,7 @@ def table(results: Sequence[Result]) -> str:
             result["ranks"][0]["compute_dtype"],
             str(result["ranks"][0]["threads"]),
             f"{result['step_seconds']:.2f}",
-            *(f"{result['split'][name]:.2f}" for name in SPLIT),
+            *(f"{result['split'][name]:.2f}" for name in STEP_PHASES),
             f"{result['tok_per_s']:,.0f}",
             f"{max(rank['limit_seconds'] for rank in result['ranks']):.2f}",
             percent(result["share_of_limit"]),

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.data import DataError
+from trainer.data import SEED, SHARD_BYTES, VOCAB_SIZE, DataError
 from trainer.data.corpus import MANIFEST, SHARDS, build_shards, read_manifest, source_digest
 from trainer.data.download import download, download_sums, public_shards
 from trainer.data.files import file_sha256, link_or_copy, locked, sync_folder, write_json
@@ -35,14 +35,6 @@ TOKENIZER_SAMPLE_BYTES = 30_000_000  # more text hardly changes the merges
 
 # Writes shards to a folder; returns their manifest entries and the number of skipped files by reason.
 Make = Callable[[Path], tuple[list[Entry], Counter[str]]]
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """The requested tokenizer: one of `size` tokens to train, or the existing one in the folder `given`."""
-
-    size: int
-    given: Path | None
 
 
 @dataclass
@@ -76,10 +68,10 @@ class Clock:
 def prepare_corpus(
     sources: Sequence[Path],
     out: Path,
-    vocab_size: int = 32768,
+    vocab_size: int = VOCAB_SIZE,
     max_bytes: int = 0,
-    shard_bytes: int = 100_000_000,
-    seed: int = 42,
+    shard_bytes: int = SHARD_BYTES,
+    seed: int = SEED,
     tokenizer: Path | None = None,
 ) -> Prepared:
     """Prepare shuffled shards of the text in `sources`. `tokenizer`: folder of an existing one to use."""
@@ -97,13 +89,13 @@ def prepare_corpus(
 
     digest = source_digest(files, max_bytes, shard_bytes, seed)
     with locked(out / ".lock"):
-        return _prepare(out, digest, make, Vocabulary(vocab_size, tokenizer), clock)
+        return _prepare(out, digest, make, vocab_size, tokenizer, clock)
 
 
 def prepare_shards(
     folder: Path,
     out: Path,
-    vocab_size: int = 32768,
+    vocab_size: int = VOCAB_SIZE,
     sums: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
@@ -119,15 +111,16 @@ def prepare_shards(
     clock.lap("looking")
     digest = source_digest(files, sorted(known.items()))
     with locked(out / ".lock"):
-        vocabulary = Vocabulary(vocab_size, tokenizer)
-        return _prepare(out, digest, lambda to: (adopt(files, to, known), Counter()), vocabulary, clock)
+        return _prepare(
+            out, digest, lambda to: (adopt(files, to, known), Counter()), vocab_size, tokenizer, clock
+        )
 
 
 def prepare_public(
     base_url: str,
     count: int,
     out: Path,
-    vocab_size: int = 32768,
+    vocab_size: int = VOCAB_SIZE,
     sums: Path | None = None,
     val_shard: int | None = None,
     tokenizer: Path | None = None,
@@ -151,7 +144,7 @@ def prepare_public(
 
     digest = source_digest([], url, *names, sorted(given.items()))
     with locked(out / ".lock"):
-        return _prepare(out, digest, make, Vocabulary(vocab_size, tokenizer), clock, {"base_url": url})
+        return _prepare(out, digest, make, vocab_size, tokenizer, clock, {"base_url": url})
 
 
 def _kept(out: Path, url: str, sums: Mapping[str, str]) -> dict[str, Entry]:
@@ -176,16 +169,20 @@ def _prepare(
     out: Path,
     digest: str,
     make: Make,
-    vocabulary: Vocabulary,
+    vocab_size: int,
+    tokenizer_dir: Path | None,
     clock: Clock,
     notes: Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Make shards and tokenizer unless `out` has those of this digest. The caller holds the lock."""
+    """Make shards and tokenizer unless `out` has those of this digest. The caller holds the lock.
+
+    The tokenizer has `vocab_size` tokens, or is the existing one in `tokenizer_dir`.
+    """
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)
-    given = Tokenizer.load(vocabulary.given) if vocabulary.given else None
+    given = Tokenizer.load(tokenizer_dir) if tokenizer_dir else None
     manifest = _unchanged(out, digest)
-    if manifest and _same_tokenizer(out, manifest, given, vocabulary.size):
+    if manifest and _same_tokenizer(out, manifest, given, vocab_size):
         return _prepared(out, manifest, "all", clock)
     reused = "shards" if manifest else ""
     with tempfile.TemporaryDirectory(prefix=".preparing-", dir=out) as name:
@@ -195,9 +192,9 @@ def _prepare(
             entries, skipped = make(work / SHARDS)
             manifest = _manifest(entries, digest, skipped) | dict(notes or {})
             clock.lap("shards")
-        tokenizer = given or _learn((out if reused else work) / SHARDS, manifest, vocabulary.size)
+        tokenizer = given or _learn((out if reused else work) / SHARDS, manifest, vocab_size)
         manifest["tokenizer_sha256"] = file_sha256(tokenizer.save(work / TOKENIZER))
-        manifest["requested_vocab_size"] = tokenizer.vocab_size if given else vocabulary.size
+        manifest["requested_vocab_size"] = tokenizer.vocab_size if given else vocab_size
         clock.lap("tokenizer")
         _put_in_place(work, out, manifest)
     shutil.rmtree(out / DOWNLOADS, ignore_errors=True)

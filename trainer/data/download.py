@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
-from trainer.data import DataError
+from trainer.data import PUBLIC, DataError
 from trainer.data.files import sync_folder
 from trainer.data.progress import Progress
 from trainer.data.shards import SUMS, Entry, inspect, parse_sums, shard_name
 from trainer.data.transfer import InterruptedTransferError, Retries, SharedState, Transfer, open_url
 
-# The data sets of nanochat (nanochat/dataset.py): URL and number of the last shard, which is for validation.
-PUBLIC = {
-    "climbmix": ("https://huggingface.co/datasets/karpathy/climbmix-400b-shuffle/resolve/main", 6542),
-    "fineweb-edu": ("https://huggingface.co/datasets/karpathy/fineweb-edu-100b-shuffle/resolve/main", 1822),
-}
 WORKERS = 4
 NO_SUMS = (401, 403, 404, 410)  # status codes of servers that have no such file
 MOST_SUMS = 2**20  # bytes of a list of checksums, at most

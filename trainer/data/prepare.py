@@ -6,21 +6,19 @@ python -m trainer prepare --base-url climbmix --count 9 --out data
 python -m trainer prepare --rows --data-dir data --sequence-len 256
 """
 
+from __future__ import annotations
+
 import argparse
 import json
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from trainer.data import DataError
-from trainer.data.directory import Prepared, prepare_corpus, prepare_public, prepare_shards
-from trainer.data.download import PUBLIC
-from trainer.data.rows import pack
-from trainer.data.tokenizer import MIN_VOCAB_SIZE
+from trainer.data import PUBLIC, SEED, SHARD_BYTES, VOCAB_SIZE, DataError
 
-VOCAB_SIZE = 32768
-SHARD_BYTES = 100_000_000
-SEED = 42
+if TYPE_CHECKING:
+    from trainer.data.directory import Prepared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -128,6 +126,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
+    from trainer.data.tokenizer import MIN_VOCAB_SIZE
+
     if args.rows:
         if not args.data_dir or args.sequence_len is None:
             raise DataError("--rows needs --data-dir DIR and --sequence-len T.")
@@ -159,6 +159,8 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _run_rows(args: argparse.Namespace) -> int:
+    from trainer.data.rows import pack
+
     info = pack(args.data_dir, args.sequence_len, args.threads)
     if args.json:
         keys = ("digest", "train_rows", "val_rows", "train_sha256", "val_sha256", "packed", "seconds")
@@ -196,6 +198,8 @@ def _run_corpus(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> Prepared:
+    from trainer.data.directory import prepare_corpus, prepare_public, prepare_shards
+
     if args.shards:
         return prepare_shards(args.shards, args.out, args.vocab_size, args.sha256, args.tokenizer)
     if args.base_url:

@@ -34,7 +34,7 @@ PHASES = (
     "checkpoint",
     "done",
 )
-OF_A_STEP = ("data", "forward", "backward", "sync", "optimizer")
+STEP_PHASES = ("data", "forward", "backward", "sync", "optimizer")
 PUBLISH_SECONDS = 1.0
 SENSOR_SECONDS = 10.0
 CPU_WINDOW = 5  # publications over which the share of a core is measured
@@ -114,7 +114,7 @@ class RunStatus:
         The thread writes the file: a step has many such waits.
         """
         before = self.phase
-        if before == "sync" or before not in OF_A_STEP:
+        if before == "sync" or before not in STEP_PHASES:
             yield
             return
         self._switch("sync")
@@ -138,7 +138,7 @@ class RunStatus:
             setattr(self._record, name, value)  # AttributeError for one that the record lacks
 
     def _enter_stage(self, now: float) -> None:
-        stage = ("step" if self.phase in OF_A_STEP else self.phase, self._record.step)
+        stage = ("step" if self.phase in STEP_PHASES else self.phase, self._record.step)
         if stage != self._stage:
             self._stage_entered, self._stage = now, stage
             self._record.blame = None

@@ -19,7 +19,7 @@ class NetworkInterface:
 
     def __init__(self, address: str) -> None:
         self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
-        self._then, self._before = time.monotonic(), self._received()
+        self._then, self._before = time.monotonic(), self.counters()[1]
         self._rate: float | None = None
         self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
 
@@ -28,15 +28,23 @@ class NetworkInterface:
         with self._lock:
             now = time.monotonic()
             if now - self._then >= SPAN_SECONDS:
-                received = self._received()
+                _, received = self.counters()
                 if received is not None and self._before is not None:
                     self._rate = (received - self._before) / (now - self._then)
                 self._then, self._before = now, received
         return {"interface": self.name, "up": self._is_up(), "received": self._rate}
 
-    def _received(self) -> int | None:
+    def counters(self) -> tuple[int | None, int | None]:
+        """Bytes sent and received so far; None for an interface without counters."""
         with contextlib.suppress(*NOT_AVAILABLE):
-            return int(psutil.net_io_counters(pernic=True)[self.name].bytes_recv)
+            counters = psutil.net_io_counters(pernic=True)[self.name]
+            return counters.bytes_sent, counters.bytes_recv
+        return None, None
+
+    def link_mbit(self) -> int | None:
+        """The rate that the network card reports in Mbit/s; None if it reports none (WiFi, virtual cards)."""
+        with contextlib.suppress(*NOT_AVAILABLE):
+            return psutil.net_if_stats()[self.name].speed or None
         return None
 
     def _is_up(self) -> bool | None:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import argparse
 import shlex
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError, RunConfig
-from trainer.data.tokenizer import Tokenizer
 from trainer.interchange.layout import find_pair, find_tokenizer
+
+if TYPE_CHECKING:
+    from trainer.data.tokenizer import Tokenizer
 
 SHAPE_SETTINGS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_len", "window_pattern")
 

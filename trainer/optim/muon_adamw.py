@@ -185,11 +185,6 @@ class MuonAdamW:
             self._muon_state[p] = self._fresh_state(p)
         return self._muon_state[p]
 
-    def zero_grad(self) -> None:
-        """Drop all gradients."""
-        for p in self._names.values():
-            p.grad = None
-
     def state_dict(self) -> dict[str, ParameterState]:
         """The live state tensors by parameter name, in the model's order, of what this process has stepped.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,9 +42,6 @@ class Speed:
         """Seconds of a step of so many rows on this rank alone."""
         return rows * self.row + self.muon + self.adamw
 
-    def saved(self) -> dict[str, float]:
-        return {name: round(value, 6) for name, value in asdict(self).items()}
-
 
 @dataclass(frozen=True)
 class Link:
@@ -52,9 +49,6 @@ class Link:
 
     bandwidth: float
     latency: float
-
-    def saved(self) -> dict[str, float]:
-        return {"bandwidth": round(self.bandwidth), "latency": round(self.latency, 6)}
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:

@@ -5,12 +5,14 @@ matplotlib is imported only to draw them, and never in the process that trains.
 
 from __future__ import annotations
 
+import io
 import os
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.files import write_whole
+from trainer.health.run_status import STEP_PHASES
 from trainer.tracking import files
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 4_000  # per line, at most
-PHASES = ("data_s", "forward_s", "backward_s", "sync_s", "optimizer_s")
 
 
 def make_plots(run_dir: Path) -> list[Path]:
@@ -70,16 +71,12 @@ def read_series(path: Path) -> Series:
 
 
 def _draw(path: Path, draw: Any, series: Series) -> Path:
-    import io
-
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5), dpi=110, layout="constrained")
-    canvas = FigureCanvasAgg(figure)
     draw(figure, series)
     data = io.BytesIO()
-    canvas.print_png(data)
+    figure.savefig(data, format="png")
     write_whole(path, data.getvalue())
     return path
 
@@ -102,12 +99,11 @@ def _throughput(figure: Figure, series: Series) -> None:
     above, below = figure.subplots(2, 1, sharex=True)
     _line(above, series, "tok_per_s", "", linewidth=0.8)
     above.set(ylabel="tokens per second", title="Throughput", ylim=(0, None))
-    phases = [name for name in PHASES if name in series]
+    phases = [name for name in STEP_PHASES if f"{name}_s" in series]
     if phases:
-        steps = series[phases[0]][0]
-        labels = [name.removesuffix("_s") for name in phases]
-        below.stackplot(steps, *(series[name][1] for name in phases), labels=labels)
-        below.legend(loc="upper right", ncols=len(labels), fontsize="small")
+        steps = series[f"{phases[0]}_s"][0]
+        below.stackplot(steps, *(series[f"{name}_s"][1] for name in phases), labels=phases)
+        below.legend(loc="upper right", ncols=len(phases), fontsize="small")
     below.set(xlabel="step", ylabel="seconds of a step")
     for axes in (above, below):
         axes.grid(alpha=0.3)
@@ -116,10 +112,3 @@ def _throughput(figure: Figure, series: Series) -> None:
 def _line(axes: Axes, series: Series, name: str, label: str, **style: Any) -> None:
     if name in series:
         axes.plot(*series[name], label=label, **style)
-
-
-if __name__ == "__main__":
-    import sys
-
-    for made in make_plots(Path(sys.argv[1])):
-        print(made)

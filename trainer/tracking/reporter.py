@@ -12,13 +12,12 @@ from typing import Any
 from trainer.checkpoint.train_state import TrainState
 from trainer.formatting import counted, duration
 from trainer.health.attempt import Attempt
-from trainer.health.run_status import RunStatus
+from trainer.health.run_status import STEP_PHASES, RunStatus
 from trainer.host.logger import RunLogger, fields
 from trainer.placement.cost_model import Prediction
 from trainer.run_plan import Plan
 from trainer.tracking.tracker import Tracker
 
-SPLIT = ("data", "forward", "backward", "sync", "optimizer")
 LINE_EVERY_SECONDS = 0.5
 MEASURED_STEPS = 3  # after which the remaining time is logged and collectives get their time-out
 RECENT_STEPS = 50
@@ -94,7 +93,7 @@ class Reporter:
         train_state.first_loss = loss if train_state.first_loss is None else train_state.first_loss
         speed = self.plan.total_batch_size / seconds
         phases = self.run_status.lap()
-        split = {name: phases.get(name, 0.0) for name in SPLIT}
+        split = {name: phases.get(name, 0.0) for name in STEP_PHASES}
         average = self.plan.total_batch_size / self.typical
         share = split["sync"] / seconds
         before = share if self.sync_share is None else self.sync_share
