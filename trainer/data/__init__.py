@@ -11,8 +11,8 @@ PUBLIC = {
 
 
 class DataError(ValueError):
-    """The data cannot be used. The message is a full sentence that names the file or folder."""
+    """Raised if training data cannot be used. The message is a sentence that names the file or folder."""
 
 
 class RowsChangedError(DataError):
-    """A row differs from its checksum, which was computed when its file was opened."""
+    """Raised if the bytes of a packed row differ from the CRC-32 computed when its file was opened."""

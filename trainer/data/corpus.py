@@ -1,4 +1,4 @@
-"""Documents -> shards: zstd parquet files of the shuffled documents, and a manifest with their hashes.
+"""Writes documents as shards (shuffled, in zstd parquet files), and reads the manifest of a data directory.
 
 The last shard is for validation. The documents are shuffled on disk (spool.py), so memory does not grow with
 the text, only with the number of files (about 300 bytes each).
@@ -39,23 +39,30 @@ GROUP_BYTES = 8 * 2**20
 
 @dataclass
 class _Reading:
-    """The documents of a file, and the bytes of the file on disk that are not reported as progress yet."""
+    """A file that is being read: its remaining documents and `left`.
+
+    `left` is the number of its bytes on disk that are not reported as progress yet.
+    """
 
     documents: Iterator[str]
     left: int
 
     def part(self, n_bytes: int) -> int:
-        """The bytes on disk that `n_bytes` of text count for: a compressed file has more text than bytes."""
+        """The bytes on disk to report as progress for `n_bytes` of text, at most those not yet reported.
+
+        A compressed file has more bytes of text than bytes on disk.
+        """
         part = min(n_bytes, self.left)
         self.left -= part
         return part
 
 
 def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int) -> Counter[str]:
-    """Add the documents of `files` to `spool`, at most `max_bytes` of text (0: all of it).
+    """Add the documents of `files` to `spool`, at most `max_bytes` of text (0: no limit).
 
-    The files are read in a seeded order, in turns of about a thirtieth of `max_bytes`, so that neither the
-    first folder nor a few huge files fill the corpus. Returns the number of skipped files by reason.
+    The order of the files depends on `seed`. With a limit, files are read in turns of about 1/32 of
+    `max_bytes`, so that neither the first folder nor a few huge files fill the corpus. Returns the number of
+    skipped files by reason.
     """
     skipped: Counter[str] = Counter()
     on_disk = sum(file.size for file in files)
@@ -98,7 +105,10 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 @dataclass(frozen=True)
 class Plan:
-    """Assigns documents to shards: training shards of equal size, then one for validation."""
+    """Assigns documents to shards: `n_train` training shards of equal size, then one shard for validation.
+
+    `total` and `train_bytes` are the bytes of all text and of the text for training.
+    """
 
     total: int
     n_train: int
@@ -106,19 +116,25 @@ class Plan:
 
     @classmethod
     def make(cls, total: int, shard_bytes: int) -> Self:
-        """Plan training shards of about `shard_bytes` for `total` bytes of text."""
+        """Plan training shards of about `shard_bytes` each for `total` bytes of text."""
         val = min(shard_bytes, max(total // VALIDATION_PART, min(MIN_VALIDATION, total // 5)))
         return cls(total, max(1, round((total - val) / shard_bytes)), total - val)
 
     def shard(self, start: int, end: int) -> int:
-        """The shard of the document from byte `start` to `end` of the text; the last is for validation."""
+        """The number of the shard for the document from byte `start` to byte `end` of the text.
+
+        Training shards are 0 to `n_train` - 1; `n_train` is the validation shard.
+        """
         if start >= self.train_bytes or end == self.total:
             return self.n_train
         return start * self.n_train // self.train_bytes
 
 
 def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> list[Entry]:
-    """Write the documents of `spool` as shards to `folder`; returns their manifest entries."""
+    """Write the documents of `spool`, `n_bytes` in all, to `folder` as shards of about `shard_bytes` each.
+
+    Returns their manifest entries, with the keys name, sha256, bytes, documents, text_bytes and split.
+    """
     plan = Plan.make(n_bytes, shard_bytes)
     entries = []
     with Progress("writing shards", n_bytes) as progress:
@@ -145,7 +161,7 @@ def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
 
 
 def _write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
-    """Write the documents to `path`; returns their number and their bytes."""
+    """Write `documents`, in UTF-8, to the parquet file `path`; returns their number and their bytes."""
     schema = pa.schema([("text", pa.string())])
     n_documents = n_bytes = 0
     with open(path, "wb") as file:
@@ -177,7 +193,10 @@ def _groups(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
 def build_shards(
     files: Sequence[SourceFile], folder: Path, max_bytes: int, shard_bytes: int, seed: int
 ) -> tuple[list[Entry], Counter[str]]:
-    """Write the shards of `files` to `folder`; returns their entries, and skipped files by reason."""
+    """Write the text of `files` to `folder` as shards; returns manifest entries, and skipped files by reason.
+
+    Raises DataError if there are fewer than two distinct documents.
+    """
     with Spool(folder, seed) as spool:
         skipped = collect(files, spool, max_bytes, seed)
         n_documents, n_bytes = spool.close_input()
@@ -195,7 +214,11 @@ def build_shards(
 
 
 def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
-    """A digest of the names, sizes and times of `files` and of the arguments that shape the shards."""
+    """The sha256, 64 hex digits, of the names, sizes and times of `files` and of `arguments`.
+
+    `arguments` are the options that determine the shards. If the digest in the manifest is the same,
+    `prepare` keeps the shards.
+    """
     digest = hashlib.sha256(repr(arguments).encode())
     for file in files:
         digest.update(f"{file.size} {file.mtime_ns} ".encode() + os.fsencode(file.name) + b"\0")
@@ -203,7 +226,7 @@ def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
 
 
 def read_manifest(data_dir: Path) -> dict[str, Any]:
-    """Read the manifest of a data directory. Raises DataError if it is missing or damaged."""
+    """The content of manifest.json in `data_dir`. Raises DataError if the file is missing or damaged."""
     path = data_dir / MANIFEST
     try:
         manifest = json.loads(path.read_bytes())

@@ -1,4 +1,4 @@
-"""The dataset of a rank: an open data directory. Missing rows are packed when it is opened."""
+"""Opens a data directory for training: packed rows, tokenizer and hashes. Missing rows are packed first."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 @dataclass(frozen=True)
 class Dataset:
-    """Rows, tokenizer, and the hashes that must be equal on all ranks."""
+    """The training data of a rank: the rows of both splits, the tokenizer, and `hashes`.
+
+    `hashes` maps "manifest", "tokenizer" and "rows" to the first 16 hex digits of a sha256. They must be
+    equal on all ranks.
+    """
 
     tokenizer: Tokenizer
     info: RowsInfo
@@ -28,7 +32,11 @@ class Dataset:
 
     @classmethod
     def open(cls, data_dir: Path, sequence_len: int, threads: int = 0) -> Dataset:
-        """Open `data_dir`. Raises DataError if the data are missing, damaged or too little."""
+        """Open `data_dir` with rows of `sequence_len` + 1 tokens. Missing or damaged rows are packed.
+
+        `threads` threads encode the text (0: one per usable core). Raises DataError if the data are missing,
+        damaged or too little.
+        """
         if not data_dir.is_dir():
             raise DataError(
                 f"There is no data directory {data_dir}. Make it with: python -m trainer prepare "

@@ -39,7 +39,12 @@ Make = Callable[[Path], tuple[list[Entry], Counter[str]]]
 
 @dataclass
 class Prepared:
-    """The result of a preparation, for the closing summary."""
+    """The figures of a prepared data directory, which `prepare` prints at its end.
+
+    `val_bytes`: bytes of text in the validation shard. `reused`: "" if shards and tokenizer are new, "shards"
+    if the shards were kept, "all" if both were kept. `skipped`: number of files by reason. `seconds`: by
+    step, and "all".
+    """
 
     documents: int
     text_bytes: int
@@ -52,14 +57,14 @@ class Prepared:
 
 
 class Clock:
-    """Seconds of each step."""
+    """Measures the seconds of each step of a preparation; `seconds` has them by the name of the step."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
         self.last = time.monotonic()
 
     def lap(self, step: str) -> None:
-        """Record the time since the last lap as that of `step`."""
+        """Record the seconds since the last call, or since the construction, as those of `step`."""
         now = time.monotonic()
         self.seconds[step] = now - self.last
         self.last = now
@@ -74,7 +79,11 @@ def prepare_corpus(
     seed: int = SEED,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Prepare shuffled shards of the text in `sources`. `tokenizer`: folder of an existing one to use."""
+    """Make the data directory `out` from the text in `sources`: shuffled shards and a tokenizer.
+
+    `max_bytes` limits the text (0: no limit); shards have about `shard_bytes` of text. `tokenizer` is the
+    folder of an existing tokenizer; without it, one of `vocab_size` tokens is trained. Raises DataError.
+    """
     clock = Clock()
     out = out.resolve()
     files, skipped = find_files(sources, leave_out=out)
@@ -99,7 +108,11 @@ def prepare_shards(
     sums: Path | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Use the shards of `folder` unchanged, in their order. `sums` is a file that lists their sha256."""
+    """Make the data directory `out` from the shards of `folder`, unchanged and in the order of their names.
+
+    `sums` is a file with their sha256 (default: SHA256SUMS beside the shards, if it exists). For `vocab_size`
+    and `tokenizer` see `prepare_corpus`. Raises DataError.
+    """
     clock = Clock()
     out = out.resolve()
     files = find_shards(folder.resolve())
@@ -125,7 +138,11 @@ def prepare_public(
     val_shard: int | None = None,
     tokenizer: Path | None = None,
 ) -> Prepared:
-    """Download `count` shards of the data set at `base_url`, except those that `out` already has."""
+    """Make the data directory `out` from `count` shards of the data set at `base_url`, which are downloaded.
+
+    Valid shards that `out` already has are kept. For `val_shard` see `public_shards`; for the other arguments
+    see `prepare_shards`. Raises DataError.
+    """
     clock = Clock()
     out = out.resolve()
     url, names = public_shards(base_url, count, val_shard)
@@ -148,7 +165,10 @@ def prepare_public(
 
 
 def _kept(out: Path, url: str, sums: Mapping[str, str]) -> dict[str, Entry]:
-    """The manifest entries of shards in `out` that came from `url` and whose files are still valid."""
+    """The manifest entries, by name, of the shards in `out` that came from `url` and are still valid.
+
+    A shard is valid if its file has the right size and its sha256 is that of `sums`, if `sums` lists it.
+    """
     try:
         manifest = read_manifest(out)
     except DataError:
@@ -226,7 +246,7 @@ def _prepared(out: Path, manifest: dict[str, Any], reused: str, clock: Clock) ->
 
 
 def _unchanged(out: Path, digest: str) -> dict[str, Any] | None:
-    """The manifest in `out` if it has this source digest and its shards exist, else None."""
+    """The manifest in `out` if it has this source digest and its shard files have their sizes, else None."""
     try:
         manifest = read_manifest(out)
     except DataError:
@@ -250,7 +270,7 @@ def _same_tokenizer(out: Path, manifest: dict[str, Any], given: Tokenizer | None
 
 
 def _learn(shards: Path, manifest: dict[str, Any], vocab_size: int) -> Tokenizer:
-    """Train a tokenizer on the training shards."""
+    """Train a tokenizer of `vocab_size` tokens on the first documents of the training shards."""
     train = [entry for entry in manifest["shards"] if entry["split"] == "train"]
     expected = min(sum(entry["text_bytes"] for entry in train), TOKENIZER_SAMPLE_BYTES)
     with Progress("training the tokenizer", expected) as progress:
@@ -258,7 +278,7 @@ def _learn(shards: Path, manifest: dict[str, Any], vocab_size: int) -> Tokenizer
 
 
 def _sample(shards: Sequence[Path], progress: Progress) -> Iterator[str]:
-    """The training text of the tokenizer: the first documents of each shard."""
+    """Yield the first documents of each shard, about TOKENIZER_SAMPLE_BYTES in all."""
     for number, path in enumerate(shards, 1):
         enough = TOKENIZER_SAMPLE_BYTES * number // len(shards)
         for batch in shard_texts(path):
@@ -272,7 +292,7 @@ def _sample(shards: Sequence[Path], progress: Progress) -> Iterator[str]:
 
 
 def _put_in_place(work: Path, out: Path, manifest: dict[str, Any]) -> None:
-    """Remove the old manifest, move the new folders, write the new manifest last."""
+    """Delete the old manifest, move the new folders from `work` to `out`, write the new manifest last."""
     (out / MANIFEST).unlink(missing_ok=True)
     for name in (SHARDS, TOKENIZER):
         if (work / name).exists():

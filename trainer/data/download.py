@@ -18,10 +18,11 @@ MOST_SUMS = 2**20  # bytes of a list of checksums, at most
 
 
 def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tuple[str, list[str]]:
-    """The URL of a data set, and the names of `count` of its shards, the validation shard last.
+    """The URL of a data set, and the file names of `count` of its shards, the validation shard last.
 
-    The default of `val_shard` is the last shard of a data set in `PUBLIC`; for another URL, `count` - 1.
-    Raises DataError.
+    `base_url` is a URL or a name in `PUBLIC`. `val_shard` is the number of the validation shard; its default
+    is the last shard of a data set in `PUBLIC`, and `count` - 1 for another URL. Raises DataError for invalid
+    arguments.
     """
     url, last = PUBLIC.get(base_url, (base_url.rstrip("/"), None))
     if not url.startswith(("http://", "https://")):
@@ -37,9 +38,10 @@ def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tu
 
 
 def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
-    """Download the shards `names` to `folder`; returns their manifest entries (without a split), in order.
+    """Download the shards `names` to `folder`, `WORKERS` at a time; returns their manifest entries, in order.
 
-    `sums` has the known sha256 by name. Raises DataError if a download fails; partial files are kept.
+    The entries have no split. `sums` maps file names to their known sha256. Raises DataError if a download
+    fails; partial files are kept.
     """
     with Progress(f"downloading {len(names)} shards") as progress:
         shared = SharedState(progress, len(names))
@@ -65,10 +67,10 @@ def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[st
 
 
 def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
-    """Download the shard at `url` to `path` unless it exists; returns its manifest entry.
+    """Download the shard at `url` to `path` unless it exists; returns its manifest entry, without a split.
 
-    The file is named `.part` until its length, its text and, if known, its sha256 are verified. A file that
-    fails is downloaded once more from the start. Raises DataError if that fails too.
+    The file name ends with `.part` until length, text and, if known, sha256 are verified. A file that fails
+    is downloaded once more from the start. Raises DataError if that fails too.
     """
     if path.exists() and (entry := inspect(path))["sha256"] == (sha256 or entry["sha256"]):
         shared.progress.add_existing(entry["bytes"])
@@ -99,7 +101,10 @@ def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
 
 
 def download_sums(base_url: str) -> dict[str, str]:
-    """The sha256 by name from the file SHA256SUMS at `base_url`; empty if it does not exist."""
+    """Download SHA256SUMS from `base_url`; returns the sha256 by file name, empty if there is no such file.
+
+    Raises DataError if the server answers with another error, or not at all.
+    """
     url = f"{base_url}/{SUMS}"
     with Progress(SUMS) as progress:
         retries = Retries(url, SharedState(progress))

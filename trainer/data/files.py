@@ -19,7 +19,7 @@ NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, 
 
 
 def is_full(error: BaseException) -> bool:
-    """Whether the error means that the disk or quota is full."""
+    """Whether `error` is an OSError for a full disk or an exhausted disk quota."""
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -42,13 +42,13 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def sync_file(file: IO[Any]) -> None:
-    """Flush an open file's buffer, then the file, to the disk."""
+    """Write the Python buffer of an open file, then the file itself, to the disk (fsync)."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's entries to the disk: a rename survives a power failure only after this."""
+    """Write the entries of `folder` to the disk (fsync). Only then does a rename survive a power failure."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -57,7 +57,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def file_sha256(path: Path, count: Callable[[int], None] | None = None) -> str:
-    """The sha256 of a file as 64 hex digits; `count` is called with the bytes of each read."""
+    """The sha256 of a file as 64 hex digits.
+
+    After each read, `count` is called with the number of bytes read.
+    """
     digest = hashlib.sha256()
     block = bytearray(2**20)
     with open(path, "rb", buffering=0) as file:
@@ -69,9 +72,9 @@ def file_sha256(path: Path, count: Callable[[int], None] | None = None) -> str:
 
 
 def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None = None) -> bool:
-    """Hard-link `source` to `target`, or copy it if that is not possible; returns whether it is a link.
+    """Create `target` as a hard link to `source`, or as a copy if a link is not possible.
 
-    `count` is called with the bytes of each copied block.
+    Returns whether `target` is a link. `count` is called with the number of bytes of each copied block.
     """
     source = source.resolve()
     try:
@@ -90,9 +93,10 @@ def link_or_copy(source: Path, target: Path, count: Callable[[int], None] | None
 
 
 def try_lock(path: Path, seconds: float) -> IO[str] | None:
-    """Lock `path` and write this process's PID to it; None if another process holds it after `seconds`.
+    """Lock the file `path` and write the PID of this process to it; returns the open file, which is the lock.
 
-    Closing the file, or the end of the process, releases the lock. Raises OSError.
+    Returns None if another process still holds the lock after `seconds`. Closing the file, or the end of the
+    process, releases the lock. Raises OSError.
     """
     deadline = time.monotonic() + seconds
     file = open(path, "a+", encoding="utf-8")  # noqa: SIM115 - the caller keeps it open
@@ -113,7 +117,10 @@ def try_lock(path: Path, seconds: float) -> IO[str] | None:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock `path`; waits, with a message, while another process of this host holds it."""
+    """Hold an exclusive lock on the file `path`. Waits, and prints a line, while another process holds it.
+
+    Raises DataError if the file cannot be created.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)

@@ -1,7 +1,8 @@
 """The global batch of a step, a pure function of (seed, step), and its split over the ranks.
 
-There is no state between steps, so the loss curve does not depend on the number of ranks, and resuming is a
-seek. The orders of two epochs are cached: 16 bytes per row.
+No state is kept between steps: the loss curve does not depend on the number of ranks, and a resumed run
+computes its next batch from the number of the step. The permutations of two epochs are cached: 16 bytes per
+row.
 """
 
 import functools
@@ -16,9 +17,10 @@ from trainer.data.split import Split
 
 
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
-    """A permutation of 0..n-1 that depends only on `seed`.
+    """A pseudorandom permutation of 0..n-1 that depends only on `n` and `seed`.
 
-    Sorts raw draws: numpy keeps those stable between releases, but not `Generator.permutation`.
+    It is the argsort of raw PCG64 draws. NumPy keeps these draws stable between releases, but not
+    `Generator.permutation`.
     """
     draws = np.random.PCG64(np.random.SeedSequence(seed)).random_raw(n)
     return np.argsort(draws, kind="stable").astype(np.int64)
@@ -32,10 +34,11 @@ def _epoch(seed: int, epoch: int, n_rows: int) -> NDArray[np.int64]:
 
 
 def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray[np.int64]:
-    """The row indices of the global batch of `step` (0-based), shape (rows_per_step,).
+    """The row numbers of the global batch of `step` (0-based), int64 of shape (rows_per_step,).
 
-    The steps read one endless sequence of rows, in which each epoch is a new permutation of all `n_rows`. A
-    batch may span two epochs, so that no row is left out.
+    All steps together read one endless sequence of rows, in which each epoch is a new permutation of all
+    `n_rows` rows. A batch may span two epochs, so no row is left out. Raises ValueError for a negative `seed`
+    or `step`, or a number of rows below 1.
     """
     if min(seed, step) < 0 or min(rows_per_step, n_rows) < 1:
         raise ValueError(
@@ -52,7 +55,7 @@ def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray
 
 
 class Batch(NamedTuple):
-    """The global batch of a step, which every rank reads whole."""
+    """The global batch of a step. Every rank reads all of it; `rank_rows` gives the rows of one rank."""
 
     tokens: NDArray[Any]  # (rows, T+1)
     active: NDArray[np.int64]  # the active rows: all input ids, each once, ascending
@@ -60,7 +63,10 @@ class Batch(NamedTuple):
 
 
 def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: int) -> Batch:
-    """Read the global batch of `step` (0-based). Raises RowsChangedError."""
+    """Read the global batch of `step` (0-based) from `data`, the rows of a split, shape (n, T+1).
+
+    Raises RowsChangedError if `data` is a Split and a row differs from its checksum.
+    """
     numbers = batch_rows(seed, step, rows_per_step, len(data))
     tokens = data[numbers]
     active = np.unique(tokens[:, :-1]).astype(np.int64)
@@ -71,7 +77,11 @@ def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: 
 
 
 def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:
-    """The contiguous slice of a global batch for `rank`; `shares` are the rows per rank."""
+    """The contiguous slice of the global batch `rows` that `rank` trains on.
+
+    `shares` holds the rows per rank, in rank order. Raises ValueError if their sum is not the length of
+    `rows`.
+    """
     if sum(shares) != len(rows) or min(shares) < 0:
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
     start = sum(shares[:rank])
@@ -79,13 +89,17 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
 
 
 def equal_split(rows: int, world_size: int) -> list[int]:
-    """Rows per rank in equal parts; a remainder goes to the first ranks."""
+    """Rows per rank if `rows` are split equally. With a remainder, the first ranks have one row more."""
     share, rest = divmod(rows, world_size)
     return [share + (rank < rest) for rank in range(world_size)]
 
 
 def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
-    """Split `rows` in the proportions of `shares`; equal shares stay equal."""
+    """Rows per rank if `rows` are split in the proportions of `shares`, in rank order.
+
+    Shares that differ by at most 1 give `equal_split`. A remainder goes to the ranks with the largest
+    fractions.
+    """
     if max(shares) - min(shares) <= 1:
         return equal_split(rows, len(shares))
     whole = sum(shares)

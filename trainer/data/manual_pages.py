@@ -16,18 +16,22 @@ _OVERSTRIKE = re.compile(".\b")  # bold and underlined text, as terminals print 
 
 
 def is_manual(path: Path, text: str) -> bool:
-    """Whether a file is a manual page, by its folder and its first macro."""
+    """Whether a file is a manual page: `path` is in a man folder, and `text` has the macro .TH or .Dd."""
     return bool(_PATH.search(path.as_posix())) and _FIRST_MACRO.search(text) is not None
 
 
 @functools.cache
 def find_mandoc() -> str | None:
-    """The path of mandoc; None if it is not on PATH."""
+    """The path of the program mandoc; None if it is not on PATH."""
     return shutil.which("mandoc")
 
 
 def render_manual(mandoc: str, page: str) -> str:
-    """The text of a page as a terminal shows it, without fonts. Raises OSError if mandoc prints none."""
+    """The plain text of `page`, the source of a manual page, rendered by the program at the path `mandoc`.
+
+    Bold and underlined text becomes plain. Raises OSError if mandoc prints nothing or takes more than
+    RENDER_SECONDS.
+    """
     command = [mandoc, "-T", "utf8", "-I", "os="]  # else an mdoc page names the system it is rendered on
     try:
         done = subprocess.run(

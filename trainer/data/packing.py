@@ -17,7 +17,7 @@ BUFFER_TOKENS = 2**24
 
 
 class Buffer:
-    """Documents that are not in a row yet, ordered by length and then by arrival."""
+    """Documents (arrays of token ids) that are not in a row yet, ordered by length and then by arrival."""
 
     def __init__(self) -> None:
         self.order: list[tuple[int, int]] = []
@@ -26,14 +26,14 @@ class Buffer:
         self.tokens = 0
 
     def add(self, document: NDArray[Any]) -> None:
-        """Add a document."""
+        """Add a document, an array of token ids."""
         self.arrivals += 1
         insort(self.order, (len(document), self.arrivals))
         self.documents[self.arrivals] = document
         self.tokens += len(document)
 
     def best_fit(self, room: int) -> NDArray[Any]:
-        """Remove and return the largest document of at most `room` tokens, else the shortest of all."""
+        """Remove and return the longest document of at most `room` tokens; if none fits, the shortest."""
         position = max(0, bisect_left(self.order, (room + 1, 0)) - 1)
         length, arrival = self.order.pop(position)
         self.tokens -= length
@@ -41,14 +41,15 @@ class Buffer:
 
     @property
     def full(self) -> bool:
-        """Whether it has enough documents to choose from."""
+        """Whether the buffer holds BUFFER_DOCUMENTS documents or BUFFER_TOKENS tokens."""
         return len(self.order) >= BUFFER_DOCUMENTS or self.tokens >= BUFFER_TOKENS
 
 
 def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -> Iterator[NDArray[Any]]:
-    """Pack documents, each of which starts with `bos_id`, into rows of `row_tokens` tokens.
+    """Pack `documents`, arrays of token ids that start with `bos_id`, into rows of `row_tokens` tokens.
 
-    Modifies the documents: a cut overwrites the last token that a row has taken with `bos_id`.
+    Modifies the documents: where a document is cut, `bos_id` overwrites the last token that is already in the
+    row, so that the rest starts with `bos_id` too.
     """
     buffer = Buffer()
     exhausted = False

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the subcommand."""
+    """Add the options of the subcommand `prepare` to `parser`."""
     parser.description = (
         "Make a data directory: shards, a tokenizer and a manifest, from text or from nanochat's shards; "
         "with --rows, pack its shards into rows."
@@ -106,7 +106,10 @@ def _add_shards(shards: argparse._ArgumentGroup) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the subcommand; returns the exit code: 0; 2 for an error, which is printed; 130 for Ctrl-C."""
+    """Run the subcommand `prepare`; returns its exit code.
+
+    0: done; 2: an error, which is printed on standard error; 130: Ctrl-C.
+    """
     try:
         _check(args)
         return _run_rows(args) if args.rows else _run_corpus(args)

@@ -1,4 +1,4 @@
-"""Progress of a long step: tqdm's bar on a terminal, a plain line every few seconds in a log."""
+"""Progress of long work on standard error: tqdm's bar on a terminal, a line every few seconds in a log."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ LOG_SECONDS = 5.0
 
 
 class Progress(tqdm):
-    """Counts bytes (or, with `unit`, other things); threads may share it.
+    """A progress counter on standard error, in bytes or in `unit`. Several threads may call `add` at once.
 
     with Progress("reading text", total) as progress: progress.add(n)
     """
@@ -37,33 +37,33 @@ class Progress(tqdm):
         )
 
     def add(self, n: int) -> None:
-        """Count `n` more; a negative `n` removes lost work."""
+        """Add `n` to the count; a negative `n` subtracts work that has to be repeated."""
         with self.lock:
             self.update(n)
 
     def add_existing(self, n: int) -> None:
-        """Count `n` that an earlier process has done: they do not count for the rate."""
+        """Add `n` that an earlier process has completed: part of the count, but not of the displayed rate."""
         with self.lock:
             self.initial += n
             self.n += n
             self.last_print_n += n
 
     def note(self, text: str) -> None:
-        """Print a line of its own."""
+        """Print `text` as a line of its own on standard error, above the bar if there is one."""
         if self.terminal:
             self.write(text, file=sys.stderr)
         else:
             print(text, file=sys.stderr, flush=True)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> Any:
-        """Draw the bar, or print a line where there is no terminal."""
+        """Called by tqdm at each update: draws the bar on a terminal, else prints the figures as a line."""
         if self.terminal:
             return super().display(msg, pos)
         print(self, file=sys.stderr, flush=True)
         return True
 
     def close(self) -> None:
-        """Remove the bar; lines stay."""
+        """End the progress: on a terminal the bar is removed, in a log the printed lines stay."""
         if not self.terminal:
             self.disable = True  # tqdm would print carriage returns
         super().close()

@@ -1,4 +1,4 @@
-"""Rows of T+1 tokens, packed once and memory-mapped.
+"""Packs the shards of a data directory into files of rows of T+1 tokens, and memory-maps these files.
 
     info = pack(data_dir, sequence_len); rows = Rows(info.path).split("train")
 
@@ -37,9 +37,10 @@ BLOCK_BYTES = 2**20  # per read, about
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """The rows that `pack` found or made; `seconds` and `tokens_per_s` are 0 if it found them.
+    """The packed rows of a data directory for one sequence length, in the folder `path`.
 
-    `sums` are the checksums of the rows of each split, if the files were verified.
+    `packed` is False if `pack` found existing rows; `seconds` and `tokens_per_s` are then 0. `sums` maps
+    "train" and "val" to the CRC-32 of each row; it is empty if the files were not verified.
     """
 
     path: Path
@@ -61,22 +62,25 @@ class RowsInfo:
 
 
 def row_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The smallest dtype that holds every token id."""
+    """The dtype of token ids: uint16 for a vocabulary of up to 65,536 tokens, else uint32."""
     return np.dtype(np.uint16 if vocab_size <= 2**16 else np.uint32)
 
 
 def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
-    """The digest that identifies the rows: of shards, tokenizer and sequence length."""
+    """The sha256, 64 hex digits, of what determines the rows.
+
+    That is: the version of the packing algorithm, the shards, the tokenizer and the sequence length.
+    """
     shards = [shard["sha256"] for shard in manifest["shards"]]
     return hashlib.sha256(json.dumps([PACKING, shards, tokenizer_sha256, sequence_len]).encode()).hexdigest()
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
-    """Return the rows of `data_dir` for T = `sequence_len`; pack them if they are missing or damaged.
+    """Return the rows of `data_dir` for T = `sequence_len`; packs them if they are missing or damaged.
 
-    Several processes of a host may call it at once: one packs, the others wait and use the result. `threads`
-    encode (0: all cores this process may use); the rows do not depend on their number. Raises DataError if
-    the data are missing, damaged or too little, or if the rows cannot be written.
+    Several processes of a host may call this function at once: one packs, the others wait and use its rows.
+    `threads` threads encode the text (0: one per usable core); the rows do not depend on their number. Raises
+    DataError if the data are missing, damaged or too little, or if the rows cannot be written.
     """
     if sequence_len < 2:
         raise DataError(f"A sequence length of {sequence_len} is too small: give 2 or more.")
@@ -119,9 +123,10 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
 
 
 def _remove_stale(rows: Path, manifest: dict[str, Any], tokenizer_sha256: str) -> None:
-    """Remove the rows of earlier shards or of an earlier tokenizer. Those of other sequence lengths stay.
+    """Delete the folders in `rows` that belong to other shards or another tokenizer, or that are damaged.
 
-    A run that has removed files mapped can read them until it ends.
+    Rows of other sequence lengths stay. A run that has deleted files memory-mapped can read them until it
+    ends.
     """
     for folder in rows.glob("[!.]*"):
         try:
@@ -186,7 +191,7 @@ def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
 def _encoded(
     data_dir: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, split: str, threads: int
 ) -> Iterator[NDArray[Any]]:
-    """The token ids of each document of the shards, in order, with <|bos|> in front."""
+    """Yield each document of `shards`, in order, as an array: <|bos|> and the token ids of its text."""
     dtype = row_dtype(tokenizer.vocab_size)
     with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
         for ids in tokenizer.encode_batch(_texts(data_dir, shards, progress), threads):
@@ -220,7 +225,7 @@ def _write_rows(path: Path, rows: Iterator[NDArray[Any]]) -> tuple[int, str]:
 
 
 def _read_info(folder: Path, digest: str) -> RowsInfo | None:
-    """The rows in `folder` if they are complete and have this digest, else None."""
+    """The RowsInfo of `folder` if its files are complete and meta.json has this `digest`, else None."""
     try:
         meta = json.loads((folder / "meta.json").read_bytes())
         info = RowsInfo(path=folder, packed=False, **meta)
@@ -232,7 +237,10 @@ def _read_info(folder: Path, digest: str) -> RowsInfo | None:
 
 
 def _find(folder: Path, digest: str) -> tuple[RowsInfo | None, str]:
-    """The rows in `folder` if their sha256 is right, else None and a sentence on the damage, if any."""
+    """The rows in `folder` and "" if their sha256 is right, else None and a sentence on the damage.
+
+    The sentence is empty if the rows are missing or incomplete.
+    """
     info = _read_info(folder, digest)
     if info is None:
         return None, ""
@@ -243,7 +251,10 @@ def _find(folder: Path, digest: str) -> tuple[RowsInfo | None, str]:
 
 
 def _compare(info: RowsInfo) -> RowsInfo:
-    """Verify the files; returns `info` with the checksums of all rows. DataError if a sha256 differs."""
+    """Verify the sha256 of both files; returns `info` with `sums` set.
+
+    Raises DataError if a sha256 differs.
+    """
     sums = {}
     total = (info.train_rows + info.val_rows) * info.row_bytes
     with Progress("comparing rows with their sha256", total) as progress:
@@ -259,7 +270,7 @@ def _compare(info: RowsInfo) -> RowsInfo:
 
 
 def _read_sums(path: Path, row_bytes: int, progress: Progress) -> tuple[str, NDArray[np.uint32]]:
-    """The sha256 of a file of rows, and the checksum of each row, in one pass."""
+    """The sha256 (64 hex digits) of a file of rows, and the CRC-32 of each row, computed in one pass."""
     sha256, sums = hashlib.sha256(), [np.empty(0, dtype=np.uint32)]
     with open(path, "rb") as file:
         while block := file.read(max(1, BLOCK_BYTES // row_bytes) * row_bytes):
@@ -270,7 +281,11 @@ def _read_sums(path: Path, row_bytes: int, progress: Progress) -> tuple[str, NDA
 
 
 class Rows:
-    """The rows of one folder `rows/<digest16>`, memory-mapped: nothing is read until it is indexed."""
+    """The memory-mapped rows of one folder `rows/<digest16>`. Checksums are not verified.
+
+    A row is read from the disk when it is indexed. The constructor raises DataError if the folder is
+    incomplete.
+    """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
@@ -286,7 +301,7 @@ class Rows:
         self.info = info
 
     def split(self, name: str) -> NDArray[Any]:
-        """The rows of "train" or "val", shape (n, T+1)."""
+        """The rows of the split `name`, "train" or "val", as a read-only memory map of shape (n, T+1)."""
         if name not in SPLITS:
             raise ValueError(f"there is no split {name!r}, only {' and '.join(SPLITS)}")
         return np.memmap(

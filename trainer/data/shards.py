@@ -1,6 +1,7 @@
-"""Existing shards, such as those of nanochat: verified, hashed and used unchanged.
+"""Takes existing shards, such as those of nanochat, into a data directory: verified, hashed, unchanged.
 
-The folder has `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is for validation.
+The source folder has `shard_00000.parquet`, `shard_00001.parquet`, ...; the last one by name is for
+validation.
 """
 
 import functools
@@ -27,12 +28,15 @@ Entry = dict[str, Any]
 
 
 def shard_name(number: int) -> str:
-    """nanochat's name of shard `number`."""
+    """The file name of shard `number`, as nanochat writes it: `shard_00000.parquet`."""
     return f"shard_{number:05d}.parquet"
 
 
 def find_shards(folder: Path) -> list[SourceFile]:
-    """The shards in `folder` or, if it is nanochat's base directory, below it, by name. Raises DataError."""
+    """The parquet files in `folder`, or below it if it is nanochat's base directory, by name.
+
+    Raises DataError if there are fewer than two, or if the folder is missing or cannot be read.
+    """
     if not folder.is_dir():
         raise DataError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is no folder.")
     places = [folder, *(folder / name for name in BASE_FOLDERS)]
@@ -54,9 +58,10 @@ def find_shards(folder: Path) -> list[SourceFile]:
 
 
 def inspect(path: Path, progress: Progress | None = None) -> Entry:
-    """The manifest entry of a shard, without its split. Reads the file twice: for its hash and for its text.
+    """The manifest entry of the shard `path`: name, sha256, bytes, documents and text_bytes, but no split.
 
-    Raises DataError, naming the file, if the file is not a shard of text.
+    Reads the file twice: for its hash and for its text. Raises DataError, naming the file, if it is not a
+    shard of text.
     """
     try:
         sha256 = file_sha256(path, None if progress is None else progress.add)
@@ -84,9 +89,10 @@ def inspect(path: Path, progress: Progress | None = None) -> Entry:
 
 
 def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
-    """Link or copy `files` to `folder`; returns their manifest entries. The last one is for validation.
+    """Link or copy `files` to `folder`; returns their manifest entries. The last file is for validation.
 
-    `sums` has the expected sha256 by name. Raises DataError if one differs, or a file is not a shard of text.
+    `sums` maps file names to their expected sha256. Raises DataError if a sha256 differs, or if a file is not
+    a shard of text.
     """
     total = 2 * sum(file.size for file in files)
     with (
@@ -118,13 +124,16 @@ def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) ->
 
 
 def with_splits(entries: Iterable[Entry]) -> list[Entry]:
-    """The entries with their split; the last one is for validation."""
+    """The manifest entries with the key `split`: "val" for the last entry, "train" for the others."""
     named = list(entries)
     return [entry | {"split": "val" if entry is named[-1] else "train"} for entry in named]
 
 
 def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
-    """Read a file as `sha256sum` writes it: sha256 by name. Raises DataError if it does not list `names`."""
+    """Read a file in the format of `sha256sum`; returns the sha256 by file name.
+
+    Raises DataError if the file cannot be read, lists no file, or lacks one of `names`.
+    """
     try:
         sums = parse_sums(path.read_text(encoding="utf-8"))
         missing = [name for name in names if name not in sums]
@@ -139,6 +148,6 @@ def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
 
 
 def parse_sums(text: str) -> dict[str, str]:
-    """Parse the lines `<64 hex digits>  name` of a text; other lines are ignored."""
+    """Parse the lines `<64 hex digits>  name`; returns the sha256 by file name. Other lines are ignored."""
     lines = re.findall(r"^([0-9a-fA-F]{64}) [ *](?:.*/)?([^/\n]+?)\r?$", text, re.MULTILINE)
     return {name: sha256.lower() for sha256, name in lines}

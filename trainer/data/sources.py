@@ -1,8 +1,8 @@
-"""Text files of a machine: the files under given folders, and the documents in them.
+"""Finds text files under given folders and reads the documents in them.
 
-A file is one document, or several if it is long; so is a row of the column `text` of a parquet file. Manual
-pages are rendered by mandoc, and skipped without it. Hidden files and symlinks are ignored. Files that are
-not UTF-8 text are skipped and counted.
+A text file is one document, or several if it is long. In a parquet file, each value of the column `text` is
+such a document. Manual pages are rendered by mandoc, and skipped without it. Hidden files and symlinks are
+ignored. Files that are not UTF-8 text are skipped and counted.
 """
 
 import codecs
@@ -40,7 +40,10 @@ MANUAL = "manual page(s), which need mandoc on PATH"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file that may contain text, with size and time to detect changes. There may be millions of them."""
+    """Path, size in bytes and modification time of a file that may contain text.
+
+    Size and time serve to detect changes. There may be millions of these objects.
+    """
 
     name: str  # the full path
     size: int
@@ -48,20 +51,24 @@ class SourceFile:
 
     @property
     def path(self) -> Path:
-        """Where it is."""
+        """The full path of the file."""
         return Path(self.name)
 
 
 class SkippedFileError(Exception):
-    """The file has no usable text; the message is the reason, under which it is counted."""
+    """Raised for a file without usable text.
+
+    The message is the reason; skipped files are counted by reason.
+    """
 
 
 def find_files(
     sources: Sequence[Path], leave_out: Path | None = None
 ) -> tuple[list[SourceFile], Counter[str]]:
-    """All regular files under `sources` in a fixed order, each once, and the skipped ones by reason.
+    """All regular files under `sources` in a fixed order, each once, and a count of skipped files by reason.
 
-    `leave_out` is a folder to ignore: the one to which the shards are written.
+    Hidden files, symlinks and __pycache__ are ignored. `leave_out` is a folder to ignore: the one to which
+    the shards are written. Raises DataError if a source does not exist or cannot be read.
     """
     found: list[SourceFile] = []
     skipped: Counter[str] = Counter()
@@ -102,7 +109,10 @@ def find_files(
 
 
 def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
-    """The sources that are not within another source."""
+    """The resolved `sources` that are not within another source.
+
+    Raises DataError if a source is missing, cannot be read, or is in `leave_out`, the output folder.
+    """
     roots: list[Path] = []
     for source in sources:
         if not source.exists():
@@ -118,9 +128,10 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
-    """The documents of a file, each of at most `limit` characters.
+    """Yield the documents of `file`, each of at most `limit` characters.
 
-    Raises SkippedFileError for a file that is not text, DataError for a damaged parquet file.
+    Raises SkippedFileError for a file that is not text or cannot be read, DataError for a damaged parquet
+    file.
     """
     if file.path.suffix == ".parquet":
         for batch in shard_texts(file.path):
@@ -137,7 +148,10 @@ def documents(file: SourceFile, limit: int) -> Iterator[str]:
 
 
 def _without_markup(path: Path, text: str) -> str:
-    """The text of a manual page, rendered; any other text as it is."""
+    """`text`, rendered by mandoc if it is a manual page.
+
+    Raises SkippedFileError if mandoc is not installed.
+    """
     if not is_manual(path, text):
         return text
     mandoc = find_mandoc()
@@ -147,7 +161,10 @@ def _without_markup(path: Path, text: str) -> str:
 
 
 def _text_blocks(path: Path) -> Iterator[str]:
-    """Read a text file in blocks of whole lines, so that memory does not grow with its size."""
+    """Yield the text of a file (.gz too) in blocks of whole lines, to limit the memory used.
+
+    Raises SkippedFileError for a binary file, UnicodeDecodeError if it is not UTF-8, OSError.
+    """
     decoder = codecs.getincrementaldecoder("utf-8-sig")()
     carry = ""
     with _open(path) as file:
@@ -174,16 +191,16 @@ def _open(path: Path) -> BinaryIO:
 
 
 def shard_texts(path: Path) -> Iterator[list[str]]:
-    """The documents of a parquet file in batches: the column `text` without nulls and empty strings.
+    """Yield lists of documents from a parquet file: the column `text` without nulls and empty strings.
 
-    Raises DataError, as `text_columns` does.
+    Raises the DataError of `text_columns`.
     """
     for column in text_columns(path):
         yield [text for text in column.to_pylist() if text]
 
 
 def text_columns(path: Path) -> Iterator[pa.Array]:
-    """The column `text` of a parquet file in arrays of a few MB, whatever the size of its row groups.
+    """Yield the column `text` of a parquet file as arrays of a few MB, whatever the size of its row groups.
 
     Raises DataError, naming the file, if the file is damaged, or the column is missing, empty or not strings.
     """
@@ -222,7 +239,7 @@ def _refuse_other_columns(path: Path, schema: pa.Schema) -> None:
 
 
 def _batch_documents(shard: pq.ParquetFile) -> int:
-    """The number of documents that have about BATCH_BYTES together."""
+    """The number of documents with about BATCH_BYTES of text together, at most BATCH_DOCUMENTS."""
     index = shard.schema_arrow.names.index(TEXT_COLUMN)
     groups = [shard.metadata.row_group(i) for i in range(shard.num_row_groups)]
     size = sum(group.column(index).total_uncompressed_size for group in groups if group.num_columns > index)

@@ -28,7 +28,10 @@ INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("size", "<u4")])
 
 
 class Spool:
-    """Temporary files in `folder`, which the system deletes when the process ends."""
+    """Collects documents in temporary files in `folder`, then yields them shuffled and without duplicates.
+
+    `seed` determines the order. The system deletes the files when the process ends.
+    """
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.key = str(seed).encode()
@@ -47,7 +50,11 @@ class Spool:
         self.files.close()
 
     def add(self, data: bytes) -> int:
-        """Add a document (UTF-8); returns its bytes, or 0 if it is blank or a duplicate of a recent one."""
+        """Add a document, in UTF-8; returns its number of bytes, or 0 for a document that is left out.
+
+        Blank documents are left out, and duplicates of one of the first RECENT documents. `close_input` finds
+        all other duplicates.
+        """
         if not data.strip():
             return 0
         digest = hashlib.blake2b(data, digest_size=16, key=self.key).digest()
@@ -62,7 +69,7 @@ class Spool:
         return len(data)
 
     def close_input(self) -> tuple[int, int]:
-        """End the input; returns the number of distinct documents, and their bytes."""
+        """End the input; returns the number of distinct documents and the sum of their bytes."""
         self.recent.clear()
         n_documents = n_bytes = 0
         for part in range(PARTS):
@@ -74,7 +81,7 @@ class Spool:
         return n_documents, n_bytes
 
     def __iter__(self) -> Iterator[bytes]:
-        """The distinct documents in the order of their hashes."""
+        """Yield the distinct documents, in UTF-8, in the order of their hashes. Call `close_input` first."""
         for part in range(PARTS):
             offsets, sizes = self._order(part)
             descriptor = self.texts[part].fileno()
@@ -82,7 +89,7 @@ class Spool:
                 yield os.pread(descriptor, size, offset)
 
     def _order(self, part: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Offsets and sizes of the distinct documents of a part, sorted by hash."""
+        """Offsets and sizes, in bytes, of the distinct documents in file number `part`, sorted by hash."""
         index = _read_index(self.indexes[part])
         sizes = index["size"].astype(np.int64)
         offsets = np.cumsum(sizes) - sizes

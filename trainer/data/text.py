@@ -1,12 +1,12 @@
-"""Splits long text."""
+"""Splits long text into pieces of limited length."""
 
 from collections.abc import Iterator
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:
-    """Split `text` into pieces of similar size, each of at most `limit` characters.
+    """Yield consecutive pieces of `text`, of similar size and of at most `limit` characters each.
 
-    A piece ends after a line break if the limit allows it.
+    A piece ends after a line break if there is one within the limit.
     """
     start = 0
     while len(text) - start > limit:

@@ -49,7 +49,7 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer: tokens in merge order, then the special tokens."""
+    """A byte-level BPE tokenizer. Tokens have ids in merge order; the ids of the special tokens follow."""
 
     def __init__(
         self, ranks: Sequence[bytes], pattern: str = SPLIT_PATTERN, specials: Sequence[str] = SPECIAL_TOKENS
@@ -69,9 +69,10 @@ class Tokenizer:
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> Self:
-        """Train a vocabulary of `vocab_size` tokens, special tokens included.
+        """Train a tokenizer of `vocab_size` tokens on `texts`. The special tokens count as tokens.
 
-        Text with too few repeated pieces gives a smaller one; ask the result for its `vocab_size`.
+        Texts with too few repeated pieces give fewer tokens: read `vocab_size` of the result. Raises
+        DataError if `vocab_size` is less than MIN_VOCAB_SIZE.
         """
         if vocab_size < MIN_VOCAB_SIZE:
             raise DataError(
@@ -85,24 +86,24 @@ class Tokenizer:
         return cls([bytes(piece) for piece, _ in by_rank])
 
     def __eq__(self, other: object) -> bool:
-        """Whether the two give every text the same ids, and the special tokens too."""
+        """Whether `other` is a tokenizer with the same split pattern, tokens and special tokens."""
         return isinstance(other, Tokenizer) and self.to_json() == other.to_json()
 
     @property
     def token_bytes(self) -> NDArray[np.int32]:
-        """Bytes of text behind each token, shape (vocab_size,); 0 for special tokens.
+        """Number of bytes of each token, int32 of shape (vocab_size,); 0 for special tokens.
 
-        These are the lengths of the raw bytes, not of decoded text (a token may be half a character), so the
-        sum over the tokens of a text is the length of its UTF-8.
+        Raw bytes are counted, not those of decoded text (a token may be half a character). The sum over the
+        tokens of a text is thus the length of its UTF-8.
         """
         return np.array([len(piece) for piece in self.ranks] + [0] * len(self.specials), dtype=np.int32)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`. Special tokens in it are encoded as plain text."""
+        """Token ids of `text`, without <|bos|>. Special tokens in `text` are encoded as plain text."""
         return [i for piece in split_text(text, LONGEST) for i in self._encoding.encode_ordinary(piece)]
 
     def encode_batch(self, texts: Iterable[str], threads: int = 0) -> Iterator[NDArray[np.uint32]]:
-        """Token ids of each text, in order, encoded on `threads` cores (0: all this process may use).
+        """Yield the token ids of each text, in order, encoded by `threads` threads (0: one per usable core).
 
         Texts are consumed lazily: at most `JOBS_AHEAD` jobs per thread are queued.
         """
@@ -130,11 +131,11 @@ class Tokenizer:
         return done
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of `ids`; invalid UTF-8 becomes the replacement character."""
+        """The text of the token `ids`. Invalid UTF-8 becomes the replacement character U+FFFD."""
         return self._encoding.decode(list(ids))
 
     def to_json(self) -> bytes:
-        """Serialize as JSON; equal tokenizers give equal bytes."""
+        """The content of tokenizer.json. Equal tokenizers give equal bytes."""
         content = {
             "schema": 1,
             "pattern": self.pattern,
@@ -144,7 +145,7 @@ class Tokenizer:
         return (json.dumps(content, ensure_ascii=False, indent=0) + "\n").encode()
 
     def save(self, folder: Path | str) -> Path:
-        """Write `tokenizer.json` to `folder`."""
+        """Write tokenizer.json to `folder`, which is created if missing; returns the path of the file."""
         path = Path(folder) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, self.to_json())
@@ -152,7 +153,10 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path | str) -> Self:
-        """Read what `save` wrote. Raises DataError, naming the file, if it is missing or damaged."""
+        """Read tokenizer.json from `folder`.
+
+        Raises DataError, naming the file, if it is missing or damaged.
+        """
         path = Path(folder) / FILE_NAME
         try:
             content = json.loads(path.read_bytes())
@@ -175,7 +179,7 @@ class Tokenizer:
 
 
 def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Group the texts into jobs of about JOB_CHARACTERS, so that a thread gets more work than overhead."""
+    """Group `texts` into lists of about JOB_CHARACTERS characters. A thread encodes one list per call."""
     job: list[str] = []
     size = 0
     for text in texts:

@@ -1,8 +1,8 @@
 """A resumable HTTP download of one file: `Transfer(url, path, shared).run()`.
 
-The content is written to `path`, the metadata of the response to `path`.json. After a failure, a transfer
-continues where it stopped (Range and If-Range), with growing pauses between the tries; so does a later
-process. A server that ignores Range sends the whole file again.
+The content is written to `path`, the metadata of the response to `path`.json. After a failure, and in a later
+process, a transfer continues where it stopped (Range and If-Range). Pauses between tries grow. If the server
+ignores Range, the whole file is downloaded again.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ TRANSIENT = (408, 425, 429, 500, 502, 503, 504)
 
 
 class StoppedError(Exception):
-    """The download was stopped: another transfer failed, or a person pressed Ctrl-C."""
+    """Raised in a transfer that was stopped: another transfer failed, or a person pressed Ctrl-C."""
 
 
 class InterruptedTransferError(Exception):
-    """The request failed or the response ended too early. Another try may succeed after `pause` seconds."""
+    """Raised if a request failed or a response ended early. Another try may succeed after `pause` seconds."""
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
@@ -44,7 +44,7 @@ class InterruptedTransferError(Exception):
 
 
 class SharedState:
-    """The state that concurrent transfers share: progress, file sizes, and the request to stop."""
+    """State that concurrent transfers share: progress, file sizes by URL, and the event `stop`."""
 
     def __init__(self, progress: Progress, n_files: int = 1) -> None:
         self.progress = progress
@@ -54,24 +54,30 @@ class SharedState:
         self.unverified: list[str] = []  # files without a known sha256
 
     def set_size(self, url: str, size: int) -> None:
-        """Set the size of the file at `url`; files of unknown size count as the mean of the known ones."""
+        """Set the size in bytes of the file at `url`, and estimate the total size.
+
+        Files of unknown size count with the mean of the known sizes.
+        """
         self.sizes[url] = size
         self.progress.total = sum(self.sizes.values()) * self.n_files // len(self.sizes)
 
 
 class Retries:
-    """Counts the consecutive failures of a URL and waits between the tries."""
+    """Counts the consecutive failures of a URL and sleeps between the tries."""
 
     def __init__(self, url: str, shared: SharedState) -> None:
         self.url, self.shared = url, shared
         self.reset()
 
     def reset(self) -> None:
-        """Forget the failures so far, after a try that has received bytes."""
+        """Start to count again from 0. Call this after a try that has received bytes."""
         self.failures, self.pause = 0, FIRST_PAUSE
 
     def failed(self, error: InterruptedTransferError) -> None:
-        """Count a failure, print it and wait. Raises DataError after the last try."""
+        """Count a failure, print it and sleep. Raises DataError after `TRIES` failures in a row.
+
+        Raises StoppedError if the download is stopped during the sleep.
+        """
         self.failures += 1
         if self.failures == TRIES:
             raise DataError(
@@ -87,7 +93,7 @@ class Retries:
 
 @dataclass
 class RemoteFile:
-    """Metadata of the file on the server, from the first response."""
+    """Metadata of the file at `url`, from the first response. Unknown values: size -1, sha256 ""."""
 
     url: str
     validator: str = ""  # ETag or Last-Modified, to verify that later responses are of the same file
@@ -96,7 +102,7 @@ class RemoteFile:
 
 
 class Transfer:
-    """Downloads the file at `url` to `path`."""
+    """A download of the file at `url` to `path`. A partial file of an earlier process is continued."""
 
     def __init__(self, url: str, path: Path, shared: SharedState) -> None:
         self.path, self.shared = path, shared
@@ -106,11 +112,14 @@ class Transfer:
 
     @property
     def received(self) -> int:
-        """Bytes received so far."""
+        """The bytes in the file at `path`; 0 if it does not exist."""
         return self.path.stat().st_size if self.path.exists() else 0
 
     def run(self) -> RemoteFile:
-        """Send requests until the file is complete. Raises DataError."""
+        """Send requests until the file is complete; returns its metadata.
+
+        Raises DataError if the download fails or the file cannot be written, StoppedError if it is stopped.
+        """
         retries = Retries(self.remote.url, self.shared)
         while self.remote.size < 0 or self.received != self.remote.size:
             before = self.received
@@ -137,14 +146,17 @@ class Transfer:
         return self.remote
 
     def discard(self) -> None:
-        """Delete the partial file and its metadata."""
+        """Delete the partial file and its metadata; the next request starts from the first byte."""
         self.shared.progress.add(-self.received)
         self.path.unlink(missing_ok=True)
         self.metadata_path.unlink(missing_ok=True)
         self.remote = RemoteFile(self.remote.url)
 
     def _read_metadata(self, url: str) -> RemoteFile:
-        """The metadata of a partial file of `url`; deletes a partial file of another one."""
+        """The stored metadata of the partial file if it is of `url`; otherwise the partial file is deleted.
+
+        A partial file that is larger than the remote file is deleted too.
+        """
         try:
             remote = RemoteFile(**json.loads(self.metadata_path.read_bytes()))
         except (OSError, ValueError, TypeError):
@@ -175,7 +187,10 @@ class Transfer:
             raise InterruptedTransferError(f"the response ended after {self.received:,} of {end:,} bytes")
 
     def _start(self, response: Any, received: int) -> int:
-        """The offset of the response in the file: 0, or `received` if it continues the same file."""
+        """The offset at which the response starts: `received` if it continues the same file, else 0.
+
+        Raises InterruptedTransferError, and deletes the partial file, if the file has changed on the server.
+        """
         if response.status != 206:
             return 0
         found = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range") or "")
@@ -204,7 +219,7 @@ class Transfer:
 
 
 def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:
-    """Send a GET request; returns the response, and the sha256 from `X-Linked-ETag` of a model hub, or "".
+    """Send a GET request; returns the response, and the sha256 that a model hub sends (X-Linked-ETag) or "".
 
     Raises InterruptedTransferError for failures that may be temporary, urllib's HTTPError for others.
     """
@@ -225,7 +240,7 @@ def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):
-    """Follows redirects; a model hub gives the sha256 in the response that redirects to its storage."""
+    """Follows redirects and keeps the sha256 that a model hub sends with the redirect."""
 
     linked_sha256 = ""
 
@@ -240,7 +255,7 @@ def _linked_sha256(headers: Any) -> str:
 
 
 def _validator(headers: Any) -> str:
-    """The strong ETag or Last-Modified, which identifies this version of the file."""
+    """The strong ETag, else Last-Modified, else "": identifies a version of the file (If-Range)."""
     etag = headers.get("ETag") or ""
     return str(etag if etag and not etag.startswith("W/") else headers.get("Last-Modified") or "")
 
@@ -255,7 +270,7 @@ def _retry_after(headers: Any) -> float:
 
 
 def _reason(error: BaseException) -> str:
-    """A short description of a failed connection."""
+    """The cause of a failed connection in a few words, such as "no byte in 30 s"."""
     if isinstance(error, urllib.error.URLError) and isinstance(error.reason, BaseException):
         error = error.reason
     if isinstance(error, TimeoutError):

@@ -34,7 +34,10 @@ RESERVE_BYTES = 2**15  # kept on the disk, so that a full disk has room for the 
 
 
 class Attempt:
-    """One attempt at a run on this rank: gathers its figures and writes its outcome once."""
+    """One attempt at a run on this rank: holds the rank's lock and figures, and writes its outcome file once.
+
+    The file is outcome.json for local rank 0, outcome-RANK.json for other local ranks.
+    """
 
     def __init__(self, run_dir: Path, env: RankEnv) -> None:
         name = "outcome.json" if env.is_host_leader else f"outcome-{env.rank}.json"
@@ -74,7 +77,10 @@ class Attempt:
             ) from None
 
     def _remove_previous_outcome(self) -> None:
-        """Add the previous attempt to the history; remove its outcome, and those of ranks that left."""
+        """Add the previous attempt to attempts.jsonl and delete its outcome file.
+
+        Local rank 0 also deletes the outcome files of ranks that are not on this host any more.
+        """
         if self._env.is_host_leader:
             restart_policy.begin(self.path.parent)
             first = self._env.rank
@@ -85,11 +91,17 @@ class Attempt:
         self.path.unlink(missing_ok=True)
 
     def update(self, **figures: Any) -> None:
-        """Set figures of the outcome: step, loss, val_bpb, checkpoint."""
+        """Set fields of the outcome, such as step, loss, val_bpb and checkpoint.
+
+        The file is written by `end`.
+        """
         self._figures = dataclasses.replace(self._figures, **figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
-        """Register `call(outcome, hurry)`, called when the attempt ends."""
+        """Register a function to call when the attempt ends, as `call(outcome, hurry)`.
+
+        `hurry` is true if the process is about to exit, for example after SIGTERM.
+        """
         self._at_end.append(call)
 
     @property
@@ -98,11 +110,14 @@ class Attempt:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the newest checkpoint is that of the newest step."""
+        """Whether the newest checkpoint was written at the newest step."""
         return str(self._figures.checkpoint).endswith(f"step_{self.step:06d}")
 
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
-        """Write the outcome. Only the first end of an attempt counts; returns whether this is it."""
+        """Write the outcome file and call the functions of `at_end`. False if the attempt has ended already.
+
+        `settled` is whether no attempt follows (None: it depends on `outcome`).
+        """
         with self._lock:
             if self._ended:
                 return False
@@ -138,7 +153,10 @@ def run_attempt(
     make: Callable[[], RunFile],
     start: Callable[[RunFile, Attempt, RunLogger], str],
 ) -> int:
-    """Make the run file, start what it describes, write the outcome; returns the exit code."""
+    """Run one attempt: `make()` returns the run file, `start(...)` trains and returns the reason of its end.
+
+    Writes the outcome and returns the exit code. An exception of either function becomes the outcome.
+    """
     set_up_streams()
     attempt = Attempt(run_dir, env)
     try:
@@ -165,13 +183,16 @@ def run_attempt(
 
 
 def _named(lock: Path) -> str:
-    """The process that holds the lock, from its own entry there."""
+    """The PID in the lock file, as " (PID 123)"; "" if the file is empty."""
     pid = lock.read_text(encoding="utf-8").strip()
     return f" (PID {pid})" if pid else ""
 
 
 def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
-    """End this rank when its parent torchrun is gone: a killed torchrun does not end its ranks."""
+    """Start a thread that ends this rank, as retryable, when its parent process torchrun has exited.
+
+    torchrun that is killed does not end its ranks.
+    """
     torchrun = os.getppid()
 
     def watch() -> None:
@@ -187,10 +208,10 @@ def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
 
 
 def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
-    """On SIGTERM write an outcome and end the process, even within a collective.
+    """Start a thread that, on SIGTERM, writes the outcome and ends the process, even during a collective.
 
-    A thread waits for the signal, because a Python handler would run only after the collective returns. Call
-    this before other threads start: they inherit the blocked signal.
+    A Python signal handler would run only after the collective returns, so SIGTERM is blocked and the thread
+    waits for it. Call this before other threads start: they inherit the blocked signal.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
@@ -206,7 +227,10 @@ def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
 
 
 def _await_sigterm() -> bool:
-    """Wait for SIGTERM; returns whether the parent sent it, or may have if the system does not know."""
+    """Wait for SIGTERM; returns whether the parent process sent it.
+
+    True if the system does not report that.
+    """
     if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
         signal.sigwait({signal.SIGTERM})
         return True
@@ -214,7 +238,10 @@ def _await_sigterm() -> bool:
 
 
 def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
-    """The end by SIGTERM. torchrun also sends it to the other ranks of its host when one has died."""
+    """The end of an attempt by SIGTERM: Stopped, or Retryable if another rank of this host has died.
+
+    torchrun then sends SIGTERM to its other ranks, as their parent process.
+    """
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if by_parent and local_world_size > 1:
         return Retryable(

@@ -15,7 +15,10 @@ IMPAIRED_STALLS = 5  # a run ends when a peer's traffic has been impaired for th
 
 
 class Freshness(StrEnum):
-    """How old the last run status of a rank is that arrived through the store."""
+    """The age of the last run status that has arrived from a rank through the rendezvous store.
+
+    FRESH: less than FRESH_SECONDS. STALE: older. NONE: no status has arrived.
+    """
 
     FRESH = "fresh"
     STALE = "stale"
@@ -34,7 +37,11 @@ class EndpointResult(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The state of a rank. `describe_rank` in report.py has the sentences."""
+    """The diagnosed state of a rank; `describe_rank` in report.py has a sentence for each.
+
+    UNHEARD: the address of its health endpoint is unknown and its status is stale. ABSENT: neither its
+    address nor a status has arrived.
+    """
 
     RUNS = "runs"
     IMPAIRED = "impaired"
@@ -71,19 +78,23 @@ TABLE: Mapping[tuple[EndpointResult, bool], Mapping[Freshness, Verdict]] = {
 
 
 def shows_host(endpoint: EndpointResult) -> bool:
-    """Whether the result shows that packets to the rank's host arrive and are answered."""
+    """Whether this result of a query shows that packets reach the rank's host and are answered."""
     return endpoint not in (EndpointResult.UNREACHABLE, EndpointResult.UNKNOWN)
 
 
 def diagnose(freshness: Freshness, endpoint: EndpointResult, reachable: bool) -> Verdict:
-    """The verdict on a rank. `reachable`: whether any endpoint on its host shows that the host is."""
+    """Look up the verdict on a rank in TABLE.
+
+    `freshness` is that of its run status, `endpoint` the result of a query to its health endpoint,
+    `reachable` whether a query to another health endpoint on the same host showed that the host is reachable.
+    """
     return TABLE[endpoint, reachable or shows_host(endpoint)][freshness]
 
 
 def seconds_until_end(verdict: Verdict, stall: float, interval: float) -> float | None:
-    """How long a verdict must last before it ends the attempt; None: it does not end it.
+    """Seconds that a verdict must last before it ends the attempt; None for a verdict that never ends it.
 
-    stall: the seconds after which a step is late; interval: those between two queries.
+    stall: seconds after which a step is late. interval: seconds between two queries.
     """
     return {
         Verdict.GONE: interval,

@@ -1,10 +1,10 @@
-"""The health endpoint: a port at which a rank answers status queries while its collectives do not.
+"""The health endpoint: a port at which a rank answers status queries while its collectives hang.
 
     endpoint = HealthEndpoint(address, answer)     # threads; the kernel picks the port
     query(endpoint.address, stacks=False)          # on another host
 
-A connection that only the kernel accepts belongs to a frozen process. A refused one belongs to a process that
-has ended. No connection at all: the host is down, asleep or cut off.
+If the connection is accepted and no answer follows, the process is frozen: the kernel accepts for it. If the
+connection is refused, the process has ended. If there is no connection, the host is down, asleep or cut off.
 
 A query has two round trips. The first, of small packets, proves that the process runs. The second, with a
 packet of full size each way, proves that such packets pass; a firewall or a tunnel may drop only those.
@@ -34,7 +34,10 @@ PADDING = "." * 2048  # more than a packet of 1500 bytes
 
 
 class EndpointAddress(NamedTuple):
-    """The address of a health endpoint; `secret` proves both sides to each other."""
+    """IP address, port and secret of a health endpoint.
+
+    Both sides of a query prove that they know the secret.
+    """
 
     address: str
     port: int
@@ -53,14 +56,18 @@ class EndpointAddress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of a query, and the status of the rank; an empty one if it did not answer."""
+    """The result of a query to a rank, and its run status, which is empty if the rank did not answer."""
 
     result: EndpointResult
     status: RunStatusRecord = RunStatusRecord()
 
 
 class HealthEndpoint:
-    """Answers on `address` with the result of `answer(stacks)`, which several threads may call at once."""
+    """Answers queries on the IP address `address` with the run status that `answer(stacks)` returns.
+
+    `stacks` is whether the query asks for the stacks of all threads. Several threads may call `answer` at
+    once.
+    """
 
     def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
         """Raises OSError if the address does not belong to this host."""
@@ -74,7 +81,10 @@ class HealthEndpoint:
 
 
 class _Server(socketserver.ThreadingTCPServer):
-    """One thread per connection. One too many closes the oldest that has not shown the secret."""
+    """A TCP server with one thread per connection.
+
+    If MOST_CONNECTIONS clients have not sent the secret yet, a new connection closes the oldest of theirs.
+    """
 
     daemon_threads = True
     block_on_close = False
@@ -113,11 +123,11 @@ class _Server(socketserver.ThreadingTCPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """An exception ends its connection only."""
+        """Ignore the exception: it has ended its own connection only."""
 
 
 class _Query(socketserver.BaseRequestHandler):
-    """One query. An exception closes the connection."""
+    """Handles one query of a client. An exception closes the connection."""
 
     def handle(self) -> None:
         server, connection = cast(_Server, self.server), self.request
@@ -136,7 +146,11 @@ class _Query(socketserver.BaseRequestHandler):
 
 
 def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
-    """Query a rank. Takes `seconds` to connect and as many for the answer, and the same again at most."""
+    """Query the health endpoint at `address`; with `stacks`, also for the stacks of all threads.
+
+    Connecting takes at most `seconds`, and so does the answer. If the connection closes early, there is one
+    more try.
+    """
     # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
     # the process has just ended, the next connection is refused.
     for _ in range(2):
@@ -146,7 +160,7 @@ def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY
 
 
 def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answer | None:
-    """None if the connection was closed without an answer, or if another program answered."""
+    """One try of `query`. None if the connection closed without an answer, or if another program answered."""
     result = EndpointResult.UNREACHABLE
     try:
         with socket.create_connection((address.address, address.port), timeout=seconds) as connection:
@@ -175,13 +189,17 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
 
 
 def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
-    """Raises TimeoutError at the deadline."""
+    """Send `message` as a line of JSON. Raises TimeoutError at `deadline`, a time of time.monotonic()."""
     connection.settimeout(_seconds_left(deadline))
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """One line. Raises TimeoutError at the deadline, ValueError at an early end or beyond the limit."""
+    """Read one line, of about `limit` bytes at most.
+
+    Raises TimeoutError at `deadline`, a time of time.monotonic(); ValueError if the line is too long or the
+    connection closes before its end.
+    """
     parts: list[bytes] = []
     size = 0
     while size <= limit:

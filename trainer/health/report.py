@@ -1,4 +1,4 @@
-"""The diagnosis of a run that makes no progress, in sentences.
+"""Sentences on a run that makes no progress: which rank delays it, which rank is lost, and why.
 
 "rank 1 (laptop) has been in backward of step 812 for 94 s (98 % of a core); rank 0 (tower) waits in sync"
 """
@@ -20,7 +20,12 @@ DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence on a rank: its endpoint, its run status of `age` seconds, its host's reachability."""
+    """The evidence on one rank, from which `verdict` follows.
+
+    `endpoint`: result of a query to its health endpoint. `status`: its last run status, which arrived `age`
+    seconds ago; `freshness` is the class of this age. `reachable`: whether any health endpoint on its host
+    responded.
+    """
 
     peer: Peer
     endpoint: EndpointResult
@@ -35,7 +40,7 @@ class RankEvidence:
 
     @property
     def is_lost(self) -> bool:
-        """Whether the run cannot continue with this rank as it is."""
+        """Whether the rank is frozen, gone or unreachable, or traffic with it is impaired."""
         return self.verdict.is_dead or self.verdict == Verdict.IMPAIRED
 
     @property
@@ -44,7 +49,7 @@ class RankEvidence:
 
 
 def describe_rank(each: RankEvidence) -> str:
-    """The diagnosis of one rank."""
+    """The diagnosis of one rank as a sentence without a full stop: "rank 0 (tower) waits in sync"."""
     peer, status, verdict = each.peer, each.status, each.verdict
     if verdict == Verdict.ABSENT:
         return f"{peer} has not arrived"
@@ -70,7 +75,7 @@ def _death(each: RankEvidence) -> str:
 
 
 def _impairment(each: RankEvidence) -> str:
-    """The impaired traffic with a rank that runs, or may run, and the evidence in brackets."""
+    """The impaired traffic with a rank as a sentence without a full stop; the evidence is in brackets."""
     result = {
         EndpointResult.CUT_SHORT: "packets of full size do not arrive at its health endpoint",
         EndpointResult.REFUSES: "the connection to its health endpoint is refused",
@@ -100,7 +105,7 @@ def _arrives(each: RankEvidence) -> str:
 
 
 def _effort(status: RunStatusRecord) -> str:
-    """How busy a computing rank is, and what slows it down, in brackets."""
+    """CPU share, throttling and high temperature of a computing rank in brackets; "" if none is known."""
     notes = []
     if status.cpu is not None:
         verdict = "slow: " if status.cpu >= BUSY else "idle: " if status.cpu < IDLE else ""
@@ -113,7 +118,7 @@ def _effort(status: RunStatusRecord) -> str:
 
 
 def describe_delay(evidence: Sequence[RankEvidence]) -> str:
-    """One sentence on all ranks; those that delay the others come first."""
+    """One sentence on a late step, with a part for each rank; the ranks that delay the others come first."""
     waiting = [each for each in evidence if each.is_waiting]
     if len(waiting) == len(evidence) > 1:
         phases = sorted({each.status.position for each in waiting})
@@ -132,11 +137,10 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 
 
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
-    """The sentence for a failed collective: which ranks are lost, and how; without one, `fallback`.
+    """The reason why an attempt ends after a failed collective: the lost ranks, how they are lost, a remedy.
 
-    Impaired traffic is named in both cases.
-
-    stood_still: seconds for which this process did not run.
+    `fallback` replaces this if no rank is lost. Impaired traffic is reported in both cases. `stood_still` is
+    the number of seconds for which this process did not run; if it is not 0, the text starts with it.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]

@@ -1,16 +1,17 @@
-"""The attempts at a run on this host, and whether another one makes sense.
+"""The attempts at a run on this host, and the decision whether to start another one.
 
-attempts.jsonl   a line for each ended attempt: outcome, reason, step, seconds
-attempt.json     the running attempt; without an outcome beside it, the attempt was killed
-announced.json   an attempt that may start and has not begun; if none follows, it died while loading
+attempts.jsonl   one line for each ended attempt: outcome, reason, step, seconds
+attempt.json     the running attempt; if no outcome file exists beside it, the attempt was killed
+announced.json   an attempt that is to start; it is deleted when the attempt begins, so if it stays, the
+                 attempt died while loading
 
 python -m trainer again --run-dir runs/mine           # exit code 0: try again; 1: do not, and the reason
 python -m trainer again --run-dir runs/mine --wait    # sleep first, longer after attempts without progress
 
-A run that is requested (its outcome and heartbeats are removed) starts without a wait, and attempts without
-progress are counted from there. With --first-must-step, its first attempt is repeated only if it has made a
-step: whoever requested it reads the error now. If --wait finds that no attempt follows, it sets `settled` in
-outcome.json to true. Only the standard library is imported.
+A run directory without outcome and heartbeat files is that of a requested run: it starts without a wait, and
+attempts without progress are counted from there. With --first-must-step, a first attempt that makes no step
+is not repeated, because the person who requested the run reads the error now. If --wait finds that no attempt
+follows, it sets `settled` in outcome.json to true. Only the standard library is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +42,11 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class RestartDecision(NamedTuple):
-    """Whether to try again, the reason, the attempts in a row without progress, the wait before the next."""
+    """Whether to start another attempt (`again`), and the reason as a sentence.
+
+    `fruitless` is the number of last attempts in a row without progress, `wait_seconds` the wait before the
+    next attempt.
+    """
 
     again: bool
     reason: str
@@ -50,7 +55,11 @@ class RestartDecision(NamedTuple):
 
 
 def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> RestartDecision:
-    """Whether another attempt at the run in `run_dir` makes sense. Reads only."""
+    """Decide whether to start another attempt at the run in `run_dir`. Writes nothing.
+
+    `limit` is the number of attempts in a row without progress after which to give up. With
+    `first_must_step`, a first attempt without a step is not repeated.
+    """
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
     for kind in SETTLED:  # what is final for one rank of this host is final for all
         for end in ends:
@@ -75,10 +84,10 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
 
 
 def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Whether a run that its host ended by going down is still wanted.
+    """Decide, after the host has booted, whether to start the run again that its shutdown has ended.
 
-    An orderly shutdown ends the ranks by SIGTERM: their `stopped` is not settled, and is removed. A request
-    to stop that came before the host went down holds.
+    An orderly shutdown ends the ranks by SIGTERM: their outcome `stopped` is not settled, and its file is
+    deleted here. A file named stop in the run directory, a request to stop, prevents the start.
     """
     if (run_dir / "stop").exists():
         return RestartDecision(False, "stopped: the run was asked to stop before the host went down")
@@ -89,7 +98,7 @@ def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
 
 
 def judge_at_end(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Whether a run whose attempt has just ended is still wanted when its host boots. Reads only."""
+    """Decide, when an attempt has ended, whether to start the run again if the host boots. Writes nothing."""
     if any(_may_be_a_shutdown(_load(path)) for path in run_dir.glob("outcome*.json")):
         return RestartDecision(True, "The attempt was ended by SIGTERM, perhaps because its host goes down.")
     return judge(run_dir, limit)
@@ -100,14 +109,20 @@ def _may_be_a_shutdown(end: dict[str, Any]) -> bool:
 
 
 def wait_after(fruitless: int) -> float:
-    """Seconds to wait after so many attempts in a row without progress: 0, 5, 10, 20, 40, 60, 60 ..."""
+    """Seconds to wait after `fruitless` attempts in a row without progress.
+
+    1 attempt: 0 s; 2, 3, ... attempts: 5, 10, 20, 40, 60, 60 ... s.
+    """
     if fruitless < 2:
         return 0.0
     return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(fruitless - 2, 10))
 
 
 def _fruitless(lines: list[dict[str, Any]]) -> int:
-    """The number of last attempts without progress; the one that reached the furthest step counts."""
+    """The number of last attempts without progress, from the lines of attempts.jsonl since the last request.
+
+    The attempt that reached the furthest step is included in the count.
+    """
     count, furthest = 0, -1
     for line in lines:
         if line.get("asked_anew"):
@@ -119,7 +134,7 @@ def _fruitless(lines: list[dict[str, Any]]) -> int:
 
 
 def history(run_dir: Path) -> list[dict[str, Any]]:
-    """The ended attempts, the oldest first; damaged lines are left out."""
+    """The lines of attempts.jsonl, the oldest first; damaged lines are left out."""
     try:
         raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -132,20 +147,20 @@ def history(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def is_asked_anew(run_dir: Path) -> bool:
-    """Whether the run directory has no trace of an earlier attempt: the run was requested."""
+    """Whether `run_dir` has no outcome, heartbeat or announced.json: the run was requested, not restarted."""
     names = ("outcome*.json", "heartbeat-*.json", ANNOUNCED)
     return not any(path for name in names for path in run_dir.glob(name))
 
 
 def has_stepped(run_dir: Path) -> bool:
-    """Whether a rank of this host made a step in its last attempt."""
+    """Whether a rank of this host made a step in its last attempt: its heartbeat file has a loss."""
     return any(beat.loss is not None for beat in _heartbeats(run_dir))
 
 
 def begin(run_dir: Path) -> None:
-    """Record that an attempt begins, and the end of a killed one. Call it before its outcome is removed.
+    """Write attempt.json for the attempt that begins; adds an earlier killed attempt to attempts.jsonl.
 
-    Raises OSError.
+    Call it before the outcome of the earlier attempt is removed. Raises OSError.
     """
     announced = _load(run_dir / ANNOUNCED)
     if not announced and (killed := killed_attempt(run_dir)) is not None:
@@ -161,12 +176,15 @@ def begin(run_dir: Path) -> None:
 
 
 def was_requested(run_dir: Path) -> bool:
-    """Whether the running attempt was requested, and is not a restart."""
+    """Whether the running attempt was requested by a person; False for a restart."""
     return bool(_load(run_dir / UNDER_WAY).get("asked_anew", True))
 
 
 def announce(run_dir: Path) -> None:
-    """Record that an attempt may start, so that one that fails while loading is counted."""
+    """Write announced.json before an attempt starts, so that an attempt that fails while loading is counted.
+
+    An earlier attempt that has no line in attempts.jsonl gets one. Errors of the disk are ignored.
+    """
     content = {"began": time.time(), "asked_anew": is_asked_anew(run_dir)}
     with contextlib.suppress(OSError):  # the attempt itself reports a full disk
         for line in _unwritten(run_dir):
@@ -176,7 +194,7 @@ def announce(run_dir: Path) -> None:
 
 
 def _unwritten(run_dir: Path) -> list[dict[str, Any]]:
-    """History lines of attempts that wrote none: one that was killed, or one that never began."""
+    """The line, if any, that attempts.jsonl lacks: of an attempt that was killed or that never began."""
     announced = _load(run_dir / ANNOUNCED)
     if announced:
         return [_never_began(run_dir, announced)]
@@ -196,7 +214,7 @@ def _never_began(run_dir: Path, announced: dict[str, Any]) -> dict[str, Any]:
 
 
 def _last_output_at(run_dir: Path) -> float | None:
-    """When the log was last written."""
+    """Time of the last write to train.log, in seconds since the epoch; None without the file."""
     try:
         return (run_dir / "train.log").stat().st_mtime
     except OSError:
@@ -204,7 +222,7 @@ def _last_output_at(run_dir: Path) -> float | None:
 
 
 def _last_exception(run_dir: Path) -> str:
-    """The last exception in the log of the last attempt, as a sentence; empty without one."""
+    """The last exception of the last attempt in train.log, as a sentence; "" if there is none."""
     try:
         with open(run_dir / "train.log", "rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
@@ -221,7 +239,10 @@ def _last_exception(run_dir: Path) -> str:
 
 
 def end(run_dir: Path, outcome: dict[str, Any]) -> None:
-    """Add the running attempt to the history. Raises OSError."""
+    """Add the running attempt to attempts.jsonl and delete attempt.json. Raises OSError.
+
+    `outcome` is the content of outcome.json.
+    """
     under_way = _load(run_dir / UNDER_WAY)
     names = (
         "run_id",
@@ -242,7 +263,7 @@ def end(run_dir: Path, outcome: dict[str, Any]) -> None:
 
 
 def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
-    """The missing history line of an attempt that left no outcome; None if there is none."""
+    """The line for attempts.jsonl of an attempt that left no outcome; None if there is no attempt.json."""
     under_way = _load(run_dir / UNDER_WAY)
     if not under_way:
         return None
@@ -269,7 +290,10 @@ def killed_attempt(run_dir: Path) -> dict[str, Any] | None:
 
 
 def settle(run_dir: Path) -> None:
-    """Set `settled` in outcome.json; a killed attempt gets its outcome here."""
+    """Set `settled` to true in outcome.json: no attempt follows.
+
+    A killed attempt has no outcome.json; it is written here.
+    """
     ends = [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
     known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
     outcome = (known or ends or _unwritten(run_dir) or [{}])[0]
@@ -328,7 +352,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the decision; returns 0 if another attempt makes sense, else 1."""
+    """Run `trainer again`: print the decision; returns 0 if it is to start another attempt, else 1.
+
+    With --wait: sleeps and writes announced.json before another attempt; else sets `settled` in outcome.json.
+    """
     if args.at == "boot":
         decision = judge_after_boot(args.run_dir, args.limit)
     elif args.at == "end":

@@ -1,7 +1,7 @@
 """Keeps the run status of this rank in heartbeat-<rank>.json, which is replaced at each phase and step.
 
-The same calls measure the time of each phase. Once started, a thread writes the file every second while the
-main thread waits or computes: the age of the file shows whether the process runs.
+The same calls measure the seconds of each phase. A thread also writes the file every second while the main
+thread computes or waits: an old file shows that the process does not run.
 """
 
 from __future__ import annotations
@@ -49,12 +49,15 @@ class Stage(NamedTuple):
 
 
 class RunStatus:
-    """Publishes phase, step and figures; `lap` returns the seconds of each phase since the last lap."""
+    """Writes phase, step and figures of this rank to heartbeat-RANK.json in the run directory.
+
+    `lap()` returns the seconds spent in each phase since its last call.
+    """
 
     def __init__(
         self, run_dir: Path, env: RankEnv, run_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Construct it on the thread that trains, whose CPU time is measured."""
+        """Call this on the thread that trains: the CPU time of the calling thread is measured."""
         self.path = run_dir / f"heartbeat-{env.rank}.json"
         self.is_waiting: Callable[[], bool] = lambda: False  # whether the rank waits in a collective
         self._clock = clock
@@ -70,7 +73,7 @@ class RunStatus:
         )
 
     def start(self, every_seconds: float = PUBLISH_SECONDS) -> None:
-        """Start the thread that writes the file."""
+        """Start the thread that writes the heartbeat file every `every_seconds`."""
         threading.Thread(target=self._work, args=(every_seconds,), name="run status", daemon=True).start()
 
     def stop(self) -> None:
@@ -90,7 +93,7 @@ class RunStatus:
         return self._record.phase
 
     def enter(self, phase: str) -> None:
-        """Leave the current phase for `phase`."""
+        """End the current phase and begin `phase`, one of PHASES."""
         if phase not in PHASES:
             raise ValueError(f"{phase} is not one of the phases {', '.join(PHASES)}")
         before = self.phase
@@ -109,9 +112,10 @@ class RunStatus:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Within it, a rank waits for others: in a step that is the phase sync, also between computations.
+        """A context manager around a wait for other ranks.
 
-        The thread writes the file: a step has many such waits.
+        Within a step, its seconds count for the phase sync. It does not write the heartbeat file, because a
+        step has many such waits; the thread writes it.
         """
         before = self.phase
         if before == "sync" or before not in STEP_PHASES:
@@ -122,13 +126,13 @@ class RunStatus:
         self._switch(before)  # not after an error, which happened in sync
 
     def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last lap, the current phase's included."""
+        """Seconds by phase since the last call of `lap`, including the current phase so far."""
         self.enter(self.phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def update(self, **figures: Any) -> None:
-        """Set figures such as step, loss, val_bpb and write the file."""
+        """Set fields of the record, such as step, loss or val_bpb, and write the heartbeat file."""
         self._set(**figures)
         self._enter_stage(self._clock())
         self._write()
@@ -145,16 +149,16 @@ class RunStatus:
 
     @property
     def stage(self) -> Stage:
-        """The current stage and its seconds so far."""
+        """The current stage, and the seconds since it began."""
         return Stage(*self._stage, self._clock() - self._stage_entered)
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the median step; 0 before the first."""
+        """Seconds of the median step; 0 before the first step has ended."""
         return self._record.step_seconds or 0.0
 
     def record(self) -> RunStatusRecord:
-        """A copy of the record as it is now, with the stage and the seconds of the phase."""
+        """A copy of the record with the values of this moment: stage, seconds in the phase, CPU share."""
         return replace(
             self._record,
             stage=self.stage.name,
@@ -164,7 +168,7 @@ class RunStatus:
         )
 
     def _write(self) -> None:
-        """Replace the file. It is not synced to the disk: nobody reads it after the machine has stopped."""
+        """Replace the heartbeat file. Without fsync: nobody reads the file after the machine has stopped."""
         temporary = self.path.with_name(f".{self.path.name}.tmp")
         with self._lock:
             self._record.time = time.time()
@@ -177,14 +181,14 @@ class RunStatus:
                     self._write_over(content, temporary)
 
     def _write_over(self, content: bytes, temporary: Path) -> None:
-        """On a full disk, write into the existing file, which has its block already."""
+        """Overwrite the heartbeat file in place: on a full disk, it has its block already."""
         temporary.unlink(missing_ok=True)
         with open(self.path, "r+b", buffering=0) as file:
             file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 class CpuUsage:
-    """The recent share of a core of the constructing thread; None where the system does not measure it."""
+    """Measures the share of a CPU core that the constructing thread has used in the last seconds."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=CPU_WINDOW + 1)
@@ -193,7 +197,11 @@ class CpuUsage:
         self.share(0.0)
 
     def share(self, since: float) -> float | None:
-        """The share over the last seconds, but not before `since` by the monotonic clock."""
+        """The share of a core (1.0: all of it) over the last seconds, but not before `since`.
+
+        `since` is a time of time.monotonic(). None if there is no earlier measurement, or if the system does
+        not measure the CPU time of a thread.
+        """
         if self._clock is None:
             return None
         now, used = time.monotonic(), time.clock_gettime(self._clock)

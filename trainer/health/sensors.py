@@ -1,4 +1,4 @@
-"""Temperature and throttling of this host, where Linux shows them under /sys."""
+"""CPU temperature and throttling of this host, from /sys, where Linux provides them."""
 
 from __future__ import annotations
 
@@ -12,13 +12,19 @@ SLOWED = 0.8  # of the processor's highest clock
 
 
 class Sensors:
-    """Looks at the host's sensors; `read` compares with the reading before."""
+    """Reads the sensors of this host.
+
+    Throttling is the increase of the kernel's counters between two reads.
+    """
 
     def __init__(self) -> None:
         self._throttle_events = self._count()
 
     def read(self) -> dict[str, float | bool | None]:
-        """temperature in degrees Celsius and throttled, each None where the host does not show it."""
+        """The fields temperature (degrees Celsius, hottest zone) and throttled (since the last read, or now).
+
+        A value is None if the host does not provide it.
+        """
         events = self._count()
         slowed = None
         if events is not None and self._throttle_events is not None:
@@ -46,7 +52,7 @@ def _temperature() -> float | None:
 
 
 def _clock_is_limited() -> bool | None:
-    """Whether the clock is limited now: the limit in force is well below the processor's own."""
+    """Whether the maximum clock set for cpu0 is below SLOWED of the hardware maximum; None if unknown."""
     best = _number(CPU / "cpu0/cpufreq/cpuinfo_max_freq")
     limit = _number(CPU / "cpu0/cpufreq/scaling_max_freq")
     return None if not best or limit is None else limit < SLOWED * best

@@ -11,7 +11,7 @@ from types import FrameType
 
 
 def stacks() -> str:
-    """Every thread's stack, the main one first, the innermost line of each last."""
+    """The Python stack of every thread as text: the main thread first, the innermost line of a stack last."""
     frames = sys._current_frames()
     main = threading.main_thread().ident
     threads = sorted(threading.enumerate(), key=lambda thread: (thread.ident != main, thread.name))
@@ -24,7 +24,11 @@ def stacks() -> str:
 
 
 def main_line() -> str:
-    """The innermost line of the main thread, and the trainer's own that it comes from: file:line in name."""
+    """The line at which the main thread is, as file:line in function.
+
+    If this is a line of a library, the line of the trainer that called it comes first: "train.py:210 in step,
+    at functional.py:90 in linear". Without a main thread: "nowhere".
+    """
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if frame is None:
         return "nowhere"

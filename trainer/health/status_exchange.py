@@ -2,11 +2,11 @@
 
     exchange = StatusExchange(env, prefix)     # a thread with its own connection to the store
     exchange.start(status)                     # status() returns the record of this rank
-    exchange.received                          # rank -> last status of the others, and its age
-    exchange.publish()                         # at once, in a bounded time
+    exchange.received                          # rank -> ReceivedStatus, for the other ranks
+    exchange.publish()                         # publish and read at once, in a bounded time
 
-The connection is not shared: a client waits for the calls of other threads, and a call to a frozen or
-unreachable server does not return. The received statuses then grow old, and readers see their age.
+The connection is not shared: a TCPStore client serves one thread at a time, and a call to a frozen or
+unreachable server does not return. `received` is then not updated any more, and `age` of its entries grows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
 
 class ReceivedStatus(NamedTuple):
-    """The last status of a rank, its number, and when, by this host's clock, it was new."""
+    """The last run status received from a rank, and its number: each publication of a rank has the next one.
+
+    `at` is the value of time.monotonic() on this host when the number was first read.
+    """
 
     status: RunStatusRecord
     number: int
@@ -42,7 +45,7 @@ class ReceivedStatus(NamedTuple):
 
 
 class StatusExchange:
-    """Publishes the status of this rank and reads those of the others."""
+    """Publishes the run status of this rank and reads those of the other ranks, each second, in a thread."""
 
     def __init__(self, env: RankEnv, prefix: str) -> None:
         self._env, self._prefix = env, prefix
@@ -86,7 +89,10 @@ class StatusExchange:
             self._exchange()
 
     def _exchange(self) -> None:
-        """Publish and read once. A lost connection is made again at a later call."""
+        """Publish this rank's status and read the others once.
+
+        After a lost connection, a later call reconnects.
+        """
         with self._lock:
             try:
                 if self._store is None:

@@ -1,8 +1,8 @@
-"""The run status of one rank: the one record of what it writes to its heartbeat file and sends to its peers.
+"""The run status of one rank: one record for its heartbeat file and for the messages to its peers.
 
     record.heartbeat()                   # the content of heartbeat-<rank>.json
     record.message()                     # what a peer receives through the store or from the health endpoint
-    RunStatusRecord.load(values)         # either of them again
+    RunStatusRecord.load(values)         # the record of a heartbeat or message
 
 Only the standard library is imported, so that a controller without torch can read a heartbeat.
 """
@@ -22,7 +22,7 @@ FOR_PEERS = (
 
 
 class RankEnd(NamedTuple):
-    """The end of a rank as it publishes it."""
+    """The end of a rank that it publishes to the other ranks: outcome and reason, as in its outcome file."""
 
     outcome: str
     reason: str
@@ -30,7 +30,7 @@ class RankEnd(NamedTuple):
 
 
 class SavedCheckpoint(TypedDict):
-    """A checkpoint that is completely written; path relative to the run directory."""
+    """A completely written checkpoint. `path` is relative to the run directory."""
 
     step: int
     time: float  # seconds since the epoch
@@ -39,7 +39,7 @@ class SavedCheckpoint(TypedDict):
 
 @dataclass(slots=True)
 class RunFigures:
-    """The figures that run status and outcome share. None: not known."""
+    """The figures that both run status and outcome have. None: not known."""
 
     run_id: str | None = None
     step: int = 0  # steps done
@@ -51,7 +51,7 @@ class RunFigures:
 
 @dataclass(slots=True)
 class OutcomeRecord(RunFigures):
-    """The figures of an attempt in outcome.json; tok_per_s is their mean."""
+    """The figures of an attempt in outcome.json; tok_per_s is the mean over recent steps."""
 
     first_loss: float | None = None
     checkpoint: str | None = None  # path relative to the run directory
@@ -61,7 +61,7 @@ class OutcomeRecord(RunFigures):
 
 @dataclass(slots=True)
 class RunStatusRecord(RunFigures):
-    """A rank, its progress and its condition. None: not known, or not measured on this host."""
+    """Rank, progress and condition of one rank. None: not known, or not measured on this host."""
 
     rank: int | None = None
     world_size: int | None = None
@@ -97,16 +97,19 @@ class RunStatusRecord(RunFigures):
     stacks: str = ""  # on request: the stacks of all threads
 
     def heartbeat(self) -> dict[str, Any]:
-        """The fields of the heartbeat file."""
+        """The content of the heartbeat file: all fields except those in FOR_PEERS."""
         return {name: getattr(self, name) for name in _IN_FILE}
 
     def message(self) -> dict[str, Any]:
-        """The fields for the other ranks."""
+        """The fields that this rank sends to other ranks: those in IN_BOTH and FOR_PEERS."""
         return {name: getattr(self, name) for name in IN_BOTH + FOR_PEERS}
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> RunStatusRecord:
-        """The record of a heartbeat or message; other keys are ignored. TypeError for a malformed end."""
+        """The record of a heartbeat or message; other keys are ignored.
+
+        Raises TypeError for a malformed `ended`.
+        """
         known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         if known.get("ended"):
             known["ended"] = RankEnd(*known["ended"])
@@ -114,12 +117,12 @@ class RunStatusRecord(RunFigures):
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was received: a rank that publishes is in a phase."""
+        """Whether this is no received status but an empty record: every published status has a phase."""
         return not self.phase
 
     @property
     def position(self) -> str:
-        """Phase and step: backward of step 812, load, evaluate after step 250."""
+        """Phase and step as text: "backward of step 812", "load", "evaluate after step 250"."""
         phase = self.phase or "load"
         if self.stage == "step":
             return f"{phase} of step {self.step + 1}"

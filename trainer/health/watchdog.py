@@ -60,7 +60,10 @@ STOOD_STILL_SECONDS = 5.0
 
 
 def stall_seconds() -> float:
-    """The shortest time after which a step is late. Raises ConfigError if the variable is not a number."""
+    """The shortest time, in seconds, after which a step is late: NANOFLEET_STALL_SECONDS, by default 60.
+
+    Raises ConfigError if the variable is not a number above 0.
+    """
     text = os.environ.get(STALL_VARIABLE, "") or str(STALL_SECONDS)
     with contextlib.suppress(ValueError):
         if 0 < (seconds := float(text)) < math.inf:
@@ -69,7 +72,10 @@ def stall_seconds() -> float:
 
 
 class Watchdog:
-    """Watches the stages of this rank and the published ends of the others. Its threads are daemons."""
+    """Reports which rank delays a late step of this rank, and ends the attempt if another rank is lost.
+
+    Its threads are daemons.
+    """
 
     def __init__(
         self, run_status: RunStatus, env: RankEnv, run_dir: Path, attempt: Attempt, log: RunLogger
@@ -95,7 +101,10 @@ class Watchdog:
     # -- start and end ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start to watch; before `start_exchange`, this rank alone."""
+        """Start the watchdog thread and the health endpoint of this rank.
+
+        The statuses of the other ranks are known only after `start_exchange`.
+        """
         self._run_status.update(stall_seconds=self._stall)
         if self._env.world_size > 1 and self._me.address:
             with contextlib.suppress(OSError):  # the address of this rank then stays unknown
@@ -105,28 +114,31 @@ class Watchdog:
 
     @property
     def endpoint(self) -> str:
-        """The address of this rank's health endpoint, for `set_peers` of the others; empty without one."""
+        """The address of this rank's health endpoint, for `set_peers` of the others; "" without one."""
         return str(self._endpoint.address) if self._endpoint else ""
 
     def start_exchange(self, prefix: str) -> None:
-        """Publish the status of this rank through the store, and read those of the others."""
+        """Start to publish this rank's status through the rendezvous store, and to read those of the others.
+
+        `prefix` is the prefix of the keys in the store.
+        """
         self._exchange = StatusExchange(self._env, prefix)
         self._exchange.start(self._status)
 
     def set_peers(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
-        """The ranks, and the addresses of their health endpoints."""
+        """Set the ranks of the run, and by rank the `endpoint` of each: its health endpoint as text."""
         self._peers = {peer.rank: peer for peer in peers if peer.rank != self._me.rank}
         self._addresses = {
             rank: address for rank, text in endpoints.items() if (address := EndpointAddress.parse(text))
         }
 
     def is_alive(self, rank: int) -> bool:
-        """Whether a rank has published a status within the last seconds."""
+        """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""
         received = self._exchange.received.get(rank) if self._exchange else None
         return received is not None and received.age < FRESH_SECONDS and not received.status.ended
 
     def stop(self) -> None:
-        """Stop to watch and publish. Queries are answered as long as the process runs."""
+        """Stop watching and publishing. The health endpoint answers queries as long as the process runs."""
         self._stopped.set()
         self._run_status.stop()
         if self._exchange:
@@ -137,12 +149,16 @@ class Watchdog:
         return replace(self._run_status.record(), **condition, endpoint=self.endpoint, ended=self._own_end)
 
     def _answer_query(self, with_stacks: bool) -> RunStatusRecord:
-        """The answer to a query: the current status; on request the stacks of all threads."""
+        """The answer to a query: this rank's run status, and on request the stacks of all threads."""
         status = self._status()
         return replace(status, line=main_line(), stacks=stacks()) if with_stacks else status
 
     def _publish_end(self, outcome: str, hurry: bool) -> None:
-        """Publish the end of this rank. Rank 0, which may own the store, waits for the others to read it."""
+        """Publish the end of this rank to the other ranks. `hurry`: in 1 s instead of 5 s.
+
+        Rank 0 may own the rendezvous store, so it waits that long for the others to read its end, unless it
+        has finished.
+        """
         self._own_end = RankEnd(outcome, self._attempt.reason, self._is_echo)
         self.stop()
         if self._exchange is None:
@@ -196,7 +212,10 @@ class Watchdog:
             last = _clock()
 
     def limit(self) -> float:
-        """Seconds after which the current stage is late."""
+        """Seconds after which the current stage is late: 5 median steps, and at least the stall time.
+
+        For an evaluation: also at least the median time of the steps that have as many tokens.
+        """
         median = self._run_status.step_seconds
         late = LATE_STEPS * median
         if self._run_status.stage.name == "evaluate":
@@ -204,7 +223,12 @@ class Watchdog:
         return max(self._stall, late)
 
     def _report_delay(self, delay: DelayReport, late_seconds: float) -> None:
-        """Report which rank delays the run, when that is due; end the attempt if a rank is lost."""
+        """Collect evidence and report which rank delays the run; end the attempt if a rank is lost for long.
+
+        The report goes to the log and the heartbeat file, but only if `DelayReport.should_report`.
+
+        `late_seconds` is the duration of the current stage so far.
+        """
         first = not delay.reported
         evidence = self._collect_evidence(with_stacks=first)
         sentence = describe_delay(evidence)
@@ -220,7 +244,10 @@ class Watchdog:
             self._end(self._end_by_loss(evidence, ""))
 
     def _save_stacks(self, evidence: list[RankEvidence]) -> str:
-        """Write the stacks of the ranks to files; returns for each rank its innermost line and the file."""
+        """Write the stacks of each rank that sent them to stacks-RANK.txt in the run directory.
+
+        Returns a line for each such rank, for the log: the innermost line of its main thread, and the file.
+        """
         lines = []
         for each in evidence:
             if text := each.status.stacks:
@@ -233,7 +260,11 @@ class Watchdog:
     def _collect_evidence(
         self, with_stacks: bool = False, seconds: float = QUERY_SECONDS, since: float = 0.0
     ) -> list[RankEvidence]:
-        """The evidence on every rank, in rank order. A run status is fresh if it arrived after `since`."""
+        """Query the other ranks, all at once; returns the evidence on every rank, in rank order.
+
+        `seconds` is the time-out of a query. A run status is fresh only if it arrived after `since`, a time
+        of time.monotonic().
+        """
         mine = RankEvidence(
             self._me, EndpointResult.ANSWERS, Freshness.FRESH, self._answer_query(with_stacks)
         )
@@ -273,7 +304,10 @@ class Watchdog:
         return {rank: end for rank, known in received.items() if (end := known.status.ended)}
 
     def _end_of_a_peer(self) -> RunEnd | None:
-        """The end of this attempt that follows from the published end of a peer."""
+        """The end of this attempt that follows from the published end of another rank; None if there is none.
+
+        Final ends come first. An end that only follows from that of a third rank counts if there is no other.
+        """
         ends = {rank: end for rank, end in self._published_ends().items() if end.outcome != "finished"}
         own = {rank: end for rank, end in ends.items() if not end.is_echo}
         for rank, end in sorted((own or ends).items(), key=lambda item: item[1].outcome != "final"):
@@ -287,7 +321,11 @@ class Watchdog:
         return received.status.host if received else ""
 
     def explain(self, error: Retryable) -> RunEnd:
-        """The end of the attempt after a failed collective: that of a peer, or the diagnosis of its host."""
+        """The end of the attempt after the failed collective `error`, to be raised by the caller.
+
+        It is the published end of another rank, or else a diagnosis of the ranks. Takes up to
+        EXPLAIN_SECONDS.
+        """
         began = time.monotonic()
         evidence: list[RankEvidence] = []
         while (waited := time.monotonic() - began) < EXPLAIN_SECONDS:
@@ -313,13 +351,13 @@ class Watchdog:
         return Retryable(describe_loss(evidence, fallback, seconds))
 
     def announce_end(self, end: RunEnd) -> None:
-        """Publish at once how this rank is ending; its outcome is written when it has ended."""
+        """Publish to the other ranks that this rank is ending; its outcome file is written later."""
         self._own_end = RankEnd(end.outcome, str(end), self._is_echo)
         if self._exchange:
             self._exchange.publish()
 
     def _end(self, end: RunEnd) -> None:
-        """End this process: its main thread waits in a collective that will not complete."""
+        """Write the outcome and end this process, whose main thread waits in a failed collective."""
         self.announce_end(end)
         end = self._attempt.before_end(end, math.inf)
         if self._attempt.end(end.outcome, str(end), hurry=True):
@@ -328,7 +366,11 @@ class Watchdog:
 
 
 class DelayReport:
-    """When to report a late stage again, and since when each lost rank has its verdict."""
+    """Decides when a late stage is reported again, and when a lost rank ends the attempt.
+
+    `stall` is the stall time in seconds. The object keeps the verdict on each lost rank and since when it
+    holds.
+    """
 
     def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._stall, self._clock = stall, clock
@@ -341,11 +383,14 @@ class DelayReport:
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to collect evidence again."""
+        """Whether to collect evidence now: at first, then every 10 s, or every stall / 4 if shorter."""
         return self._clock() >= self._next
 
     def should_report(self, lost: Mapping[int, Verdict], late_seconds: float) -> bool:
-        """True at first, when a verdict changes, and each time the delay has doubled."""
+        """Record the verdicts on the `lost` ranks; returns whether to log a report now.
+
+        True at the first call, when a verdict changes, and each time that `late_seconds` has doubled.
+        """
         now = self._clock()
         self._next = now + self._every
         before = {rank: verdict for rank, (verdict, _) in self._verdicts.items()}
@@ -361,7 +406,11 @@ class DelayReport:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has had one verdict, or several in turn, for too long."""
+        """Whether a rank has been lost for so long that the attempt ends.
+
+        That is: with one verdict for `seconds_until_end`, or with several in turn for IMPAIRED_STALLS stall
+        times.
+        """
         now = self._clock()
         for rank, (verdict, since) in self._verdicts.items():
             limit = seconds_until_end(verdict, self._stall, self._every)
@@ -373,5 +422,5 @@ class DelayReport:
 
 
 def _clock() -> float:
-    """Seconds that count on while the host sleeps, where the system has such a clock."""
+    """CLOCK_BOOTTIME in seconds, which includes the time in suspend; CLOCK_MONOTONIC where it is missing."""
     return time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
