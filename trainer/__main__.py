@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The argument parser. It does not import torch."""
+    """Build the argument parser of `python -m trainer` with all subcommands. Does not import torch."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer", description="Train nanochat models data-parallel."
     )
@@ -70,7 +70,7 @@ def add_plan_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
-    """The options that define a run: a run file, or settings."""
+    """Add the options that define a run: --run-file, --run-id, --shares and one option per setting."""
     command.add_argument(
         "--run-file", type=Path, metavar="FILE", help="run.json, instead of the settings below"
     )
@@ -107,12 +107,13 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_file_from(args: argparse.Namespace) -> RunFile:
-    """The run file of --run-file, or one from the settings. Raises ConfigError."""
+    """Load the file of --run-file; without it, build a RunFile from the options. Raises ConfigError."""
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
     if args.run_file:
         if given or args.run_id or args.shares:
             raise ConfigError(
-                "--run-file has all settings: remove it, or the other settings, --run-id and --shares."
+                "--run-file already contains all settings. Remove --run-file, or remove --run-id, --shares "
+                "and the options of settings."
             )
         return RunFile.load(args.run_file)
     config = RunConfig.from_strings(given)
@@ -120,7 +121,7 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run one attempt and write its outcome."""
+    """`train`: run one attempt at the run on this rank and write its outcome; returns the exit code."""
     from trainer.health.attempt import run_attempt
     from trainer.host.logger import RunLogger
     from trainer.host.rank_env import RankEnv
@@ -179,7 +180,7 @@ COMMANDS = {
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the arguments; a misspelt option is reported with the nearest known one."""
+    """Parse the command line. For an unknown option, print the nearest known one and exit with code 2."""
     parser = make_parser()
     args, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -192,7 +193,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand; returns its exit code. Bad input prints a sentence and returns 2."""
+    """Run the subcommand in `argv`; returns the exit code. A ConfigError or DataError is printed: code 2."""
     args = parse(argv)
     try:
         return COMMANDS[args.command].run(args)
@@ -209,5 +210,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 if __name__ == "__main__":
     code = main()
     flush_streams()
-    # After a lost peer, threads of Gloo wait for it, and the interpreter would wait for them.
+    # After a peer is lost, threads of Gloo still wait for it, and a normal exit would wait for these threads.
     os._exit(code)

@@ -1,10 +1,10 @@
 """The settings of a run in one frozen dataclass, with casts, checks, digest and default name.
 
-Each setting belongs to one of three sections. Those of `identity` define what is trained: they are the run's
-digest, and fixed once the run has begun. `horizon` is how long it trains, and may change when the run is
-resumed. `runtime` may change at every start: it changes only the order of addition.
+Each setting belongs to one of three sections. The settings of `identity` define the training: they make up
+the run's digest and cannot change once the run has begun. `horizon` sets the number of steps and may change
+when the run is resumed. `runtime` may change at every start: it changes results by rounding at most.
 
-Run files and checkpoints keep all of them, with SCHEMA. A release that adds, removes or changes a setting of
+Run files and checkpoints store all settings and SCHEMA. A release that adds, removes or changes a setting of
 `identity` raises SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
 converts the files of older releases.
 
@@ -43,24 +43,24 @@ TRACKERS = ("mlflow", "none")
 
 
 class ConfigError(ValueError):
-    """A setting or run file that cannot be used; the message is for the person who set it."""
+    """Raised for an invalid setting, option or run file. The message is a sentence for the user."""
 
 
 class NewerSchemaError(ConfigError):
-    """A run file or checkpoint of a release newer than this one."""
+    """Raised for a run file or checkpoint whose schema is newer than SCHEMA of this release."""
 
 
 def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
-    """A field with the sentence that explains it (shown by `python -m trainer train --help`).
+    """A dataclass field of RunConfig. `python -m trainer train --help` shows `help`.
 
-    more: `before`, the value for runs of releases without this setting, if it is not the default.
+    more: `before`, the value in runs of releases without this setting, if it is not the default.
     """
     return field(default=default, metadata={"help": help, "section": section, **more})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Every setting of a run, checked at construction. `from_strings` takes values as text."""
+    """All settings of a run. The constructor raises ConfigError for bad values; `from_strings` casts text."""
 
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
     aspect_ratio: int = setting(
@@ -202,7 +202,7 @@ class RunConfig:
 
     @property
     def n_embd(self) -> int:
-        """Width D: depth * aspect_ratio rounded up to whole heads."""
+        """Width D of the model: depth * aspect_ratio, rounded up to a multiple of head_dim."""
         return math.ceil(self.depth * self.aspect_ratio / self.head_dim) * self.head_dim
 
     @property
@@ -210,7 +210,7 @@ class RunConfig:
         return self.n_embd // self.head_dim
 
     def digest(self) -> str:
-        """64 hex digits over the identity: runs with equal digests train equally, over any horizon."""
+        """SHA-256 (hex) of the settings in section `identity`; those of other sections do not change it."""
         return hashlib.sha256(canonical_json(self.section(IDENTITY))).hexdigest()
 
     def default_run_id(self) -> str:
@@ -220,11 +220,11 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     def section(self, name: str) -> dict[str, Any]:
-        """The settings of a section."""
+        """The settings of section `name` (identity, horizon or runtime): name -> value."""
         return {key: getattr(self, key) for key in self.field_names(name)}
 
     def differences(self, before: RunConfig, *sections: str) -> list[str]:
-        """The settings of these sections that are not those of `before`: ["seed was 42, now 43"]."""
+        """One text per setting in `sections` that differs from `before`: ["seed was 42, now 43"]."""
         names = [name for section in sections for name in self.field_names(section)]
         values = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
@@ -233,14 +233,14 @@ class RunConfig:
 
     @classmethod
     def field_names(cls, section: str = "") -> tuple[str, ...]:
-        """The names of all settings, or of those of a section."""
+        """The names of all settings, or of the settings in `section`."""
         return tuple(f.name for f in dataclasses.fields(cls) if section in ("", f.metadata["section"]))
 
     @classmethod
     def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
-        """The configuration of a resumed run: its own, with the settings that are given.
+        """The configuration of a resumed run: its saved settings, replaced by those in `given`.
 
-        A horizon is replaced as a whole: given steps replace a target. Raises ConfigError.
+        If `given` has a setting of section `horizon`, all saved ones of it are dropped. Raises ConfigError.
         """
         values, _ = migrate(cls, saved)
         if given.keys() & cls.field_names(HORIZON):
@@ -249,18 +249,18 @@ class RunConfig:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-        """The configuration in a run file or checkpoint, and its names that this release lacks.
+        """Read the settings saved in a run file or checkpoint. Returns (config, unknown).
 
-        Raises ConfigError for invalid values.
+        unknown: saved names that are no settings of this release. Raises ConfigError for invalid values.
         """
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
 
     @classmethod
     def from_strings(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Cast and check values as they come from a command line, YAML or JSON.
+        """Cast and check values from a command line, YAML or JSON (name -> text or number).
 
-        Raises ConfigError with a sentence for an unknown name, a value of the wrong type or out of range.
+        Raises ConfigError for an unknown name, a value of the wrong type or a value out of range.
         """
         known = {f.name: f for f in dataclasses.fields(cls)}
         cast: dict[str, Any] = {}
@@ -304,7 +304,7 @@ def add_config_arguments(parser: argparse.ArgumentParser, left_out: Sequence[str
 
 
 def number_from_zero(text: str) -> float:
-    """A number of a command line: not negative, finite, and not nan, which passes every comparison."""
+    """argparse type: a finite number, 0 or more. Raises ArgumentTypeError for anything else, nan included."""
     try:
         number = float(text)
     except ValueError:
@@ -318,7 +318,7 @@ _KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
 
 
 def canonical_json(value: Any) -> bytes:
-    """The one JSON form of a value: sorted keys, no blanks. Digests are taken over it."""
+    """`value` as JSON with sorted keys and no blanks, in ASCII. Digests are computed from these bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
@@ -326,9 +326,15 @@ def canonical_json(value: Any) -> bytes:
 
 
 def check_schema(schema: Any, what: str) -> None:
-    """Raise NewerSchemaError for a file of a newer release, ConfigError for one without a schema."""
+    """Raise NewerSchemaError if `schema` is newer than SCHEMA, ConfigError if it is no integer from 1.
+
+    what: names the file at the start of the message.
+    """
     if type(schema) is not int or schema < 1:
-        raise ConfigError(f"{what} has no schema of nanofleet's ({schema!r}).")
+        raise ConfigError(
+            f"{what} has the schema {schema!r}, not a number from 1. It is damaged or was not written by "
+            "nanofleet: restore it, or remove it and start again."
+        )
     if schema > SCHEMA:
         raise NewerSchemaError(
             f"{what} was written by a newer nanofleet (schema {schema}; this one reads up to {SCHEMA}). "
@@ -340,7 +346,7 @@ def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], l
     """Adapt saved values to the fields of the dataclass `cls`. Returns (values, unknown).
 
     values: the saved values of existing fields. A field that was not saved gets the value in its metadata
-    `before`, the behaviour of runs older than the field; without one it is left out, so its default applies.
+    `before`, which describes runs older than the field; without `before` its default applies.
     unknown: saved names that are not fields.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
@@ -350,7 +356,7 @@ def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str) -> str:
-    """A sentence on saved settings that this release no longer has."""
+    """The warning that lists `unknown` saved settings with their values. `what` names the file."""
     listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
     return f"{what} has settings that this release no longer has; they are ignored: {listed}."
 
@@ -364,7 +370,7 @@ def _to_stderr(text: str) -> None:
 
 @dataclass(frozen=True)
 class RunFile:
-    """The content of run.json, equal bytes on every host of a run."""
+    """The content of run.json, which has the same bytes on every host of a run."""
 
     run_id: str
     config: RunConfig
@@ -385,12 +391,12 @@ class RunFile:
 
     @property
     def by_speed(self) -> bool:
-        """Whether the rows of a step are split by measured speed."""
+        """Whether `shares` is auto: the rows of a step are split by the measured speed of the ranks."""
         return self.shares == BY_SPEED
 
     @property
     def fixed_shares(self) -> tuple[int, ...]:
-        """Rows per rank that are set by hand; else empty."""
+        """The rows per rank that are set by hand; empty if `shares` is equal or auto."""
         return () if isinstance(self.shares, str) else self.shares
 
     @property
@@ -399,18 +405,29 @@ class RunFile:
 
     @classmethod
     def load(cls, path: Path, warn: Callable[[str], None] = _to_stderr) -> RunFile:
-        """Read and check a run file. Raises ConfigError naming the file."""
+        """Read and check run.json at `path`. Raises ConfigError, which names the file.
+
+        warn: is called with a sentence if the file has settings that this release no longer has.
+        """
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
-            raise ConfigError(f"The run file {path} cannot be read: {error.strerror}.") from None
+            raise ConfigError(
+                f"The run file {path} cannot be read: {error.strerror}. Check its path and permissions."
+            ) from None
         except ValueError as error:
-            raise ConfigError(f"The run file {path} is not JSON: {error}.") from None
+            raise ConfigError(
+                f"The run file {path} is not JSON: {error}. Start the run with train.yml, which writes it."
+            ) from None
         if not isinstance(raw, dict):
-            raise ConfigError(f"The run file {path} holds no settings: render it again.")
+            raise ConfigError(
+                f"The run file {path} holds no settings. Start the run with train.yml, which writes it."
+            )
         check_schema(raw.get("schema"), f"The run file {path}")
         if not isinstance(raw.get("config"), dict) or not isinstance(raw.get("hosts", []), list):
-            raise ConfigError(f"The run file {path} lacks its config or hosts: render it again.")
+            raise ConfigError(
+                f"The run file {path} lacks its config or hosts. Start the run with train.yml: it writes it."
+            )
         try:
             shares = parse_shares(raw.get("shares", []))
             config, unknown = RunConfig.load(raw["config"])
@@ -445,7 +462,7 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Rows per rank from "3,2" or [3, 2], or auto; empty for equal ones. Raises ConfigError."""
+    """Parse `shares`: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto". Else ConfigError."""
     if value == BY_SPEED:
         return BY_SPEED
     if value == "equal":
@@ -460,7 +477,7 @@ def parse_shares(value: Any) -> tuple[int, ...] | str:
 
 
 def code_digest() -> str:
-    """64 hex digits over all Python files of this package: the version of the trainer."""
+    """SHA-256 (hex) of all Python files of the package trainer: it identifies the trainer's version."""
     root = Path(__file__).resolve().parent
     total = hashlib.sha256()
     for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):

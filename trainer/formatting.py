@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render_table(rows: list[list[Any]]) -> str:
-    """Columns aligned with blanks, two between them."""
+    """A table as text: columns aligned to the left, two blanks before each column, one line per row."""
     widths = [max(len(str(row[i])) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(str(cell).ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows
@@ -15,7 +15,7 @@ def render_table(rows: list[list[Any]]) -> str:
 
 
 def duration(seconds: float) -> str:
-    """45s, 2m34s, 3h05m, 2d04h."""
+    """Seconds as text in one or two units: 45s, 2m34s, 3h05m, 2d04h."""
     seconds = max(0, round(seconds))
     if seconds < 60:
         return f"{seconds}s"
@@ -27,5 +27,5 @@ def duration(seconds: float) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 head, 2 heads, 3 micro-batches."""
+    """A number with its noun in singular or plural: 1 head, 2 heads, 3 micro-batches."""
     return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")

@@ -5,8 +5,8 @@ stopped    a person stopped the run
 retryable  a restart can help: a peer is lost, the rendezvous store did not answer
 final      a restart cannot help: bad input, a loss that is not finite, ranks that differ
 
-`settled` is true if no attempt follows. A host that shuts down ends its ranks by SIGTERM; such a stop is not
-settled.
+`settled` in the file is true if no attempt follows. When a host shuts down, SIGTERM stops its ranks; such a
+stop is not settled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ BAD_INPUT_EXIT_CODE = 2
 
 
 class RunEnd(Exception):  # noqa: N818 - an end, not always an error
-    """Ends the attempt with a sentence for its outcome; `detail`, more lines, is only logged."""
+    """Raised to end the attempt. Its message becomes the reason in outcome.json; `detail` is only logged."""
 
     outcome = "final"
 
@@ -35,13 +35,13 @@ class RunEnd(Exception):  # noqa: N818 - an end, not always an error
 
 
 class Final(RunEnd):
-    """A restart cannot help."""
+    """Ends the attempt with the outcome `final`: a restart cannot help."""
 
 
 class TransferToHost(Final):
-    """The run moves to `host`, which is faster than all ranks together. `alone` in the outcome.
+    """Ends the attempt on all ranks because `host` alone is faster; outcome.json gets it as `alone`.
 
-    seconds: of a step on that host; together: of a step on all ranks; table: the prediction.
+    seconds: of a step on that host; together: of a step on all ranks; table: the prediction as text.
     """
 
     def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:
@@ -50,19 +50,19 @@ class TransferToHost(Final):
 
 
 class Retryable(RunEnd):
-    """A restart can help."""
+    """Ends the attempt with the outcome `retryable`: a restart can help."""
 
     outcome = "retryable"
 
 
 class Stopped(RunEnd):
-    """A person stopped the run."""
+    """Ends the attempt with the outcome `stopped`: a person stopped the run."""
 
     outcome = "stopped"
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:
-    """Outcome, sentence and exit code of an exception."""
+    """Returns (outcome, reason, exit code) for the exception that ended an attempt."""
     if isinstance(error, RunEnd):
         return error.outcome, str(error), EXIT_CODES[error.outcome]
     if isinstance(error, RowsChangedError):
@@ -77,7 +77,11 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         return "stopped", reason, 128 + signal.SIGINT
     if is_full(error):
         where = getattr(error, "filename", None) or "the run directory"
-        return "final", f"No space is left on the disk of {where}.", EXIT_CODES["final"]
+        return (
+            "final",
+            f"No space is left on the disk of {where}. Remove files there, then start the run again.",
+            EXIT_CODES["final"],
+        )
     if is_out_of_memory(error):
         return (
             "final",
@@ -90,5 +94,5 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether the sentence is enough, without a traceback."""
+    """Whether the reason from `conclude` explains the exception, so that no traceback is logged."""
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")

@@ -1,4 +1,4 @@
-"""`python -m trainer plan`: predicted seconds of a step, alone and in every sync mode, without training.
+"""`python -m trainer plan`: predict the seconds of a step, on one host and in each sync mode; does not train.
 
 python -m trainer plan --data-dir data --depth 8
 torchrun ... -m trainer plan --data-dir data --depth 8 --shares auto        # on every host, as for train
@@ -22,7 +22,7 @@ from trainer.setup import RunSetup
 
 
 def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> int:
-    """Set up, log the prediction, close; returns the exit code."""
+    """Set up this rank in a temporary directory and log plan and prediction. Returns the exit code."""
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
         run_status = RunStatus(run_dir, env, run_file.run_id)

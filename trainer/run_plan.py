@@ -1,4 +1,4 @@
-"""The values that follow from settings, vocabulary and ranks: batch, horizon, scales, cost."""
+"""Values derived from settings, vocabulary size and number of ranks: model shape, batch, steps, scales."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainer.optim.muon_adamw import width_scale
 
 @dataclass(frozen=True)
 class Plan:
-    """The derived numbers of a run. `shares` are the rows per rank."""
+    """The values derived from a run's settings. total_batch_size is in tokens, `shares` in rows per rank."""
 
     model: GPTConfig
     scaling_params: int
@@ -39,9 +39,9 @@ class Plan:
 
 
 def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = ()) -> Plan:
-    """Derive the plan; `shares` are the rows per rank, empty for an equal split.
+    """Derive the plan of a run; `shares` are the rows per rank, empty for an equal split.
 
-    Raises ConfigError if a step has fewer rows than ranks, or the shares do not add up to it.
+    Raises ConfigError if a step has fewer rows than ranks, or `shares` do not add up to the rows of a step.
     """
     model = GPTConfig.from_depth(
         config.depth,
@@ -81,7 +81,7 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
 
 
 def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
-    """Steps of the run: as set, else by target_flops, else by the size of the model."""
+    """The number of steps: num_iterations, else from target_flops, else from target_param_data_ratio."""
     if config.num_iterations:
         return config.num_iterations
     if config.target_flops:
@@ -94,7 +94,10 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
 def describe_plan(
     plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
 ) -> str:
-    """The description that is logged before step 0. micro_batches: rows by rank, if known."""
+    """The text about the run that rank 0 logs before the first step of an attempt.
+
+    micro_batches: rows of a micro-batch, by rank; without it, device_batch_size on every rank.
+    """
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()
     counts = model.param_counts()
@@ -136,6 +139,6 @@ def describe_plan(
 
 
 def _by_rank(numbers: Sequence[int], noun: str) -> str:
-    """2 rows if all are equal, else 3/2/2 rows."""
+    """The number of each rank as text: "2 rows" if all are equal, else "3/2/2 rows"."""
     text = counted(max(numbers), noun)
     return text if len(set(numbers)) == 1 else "/".join(map(str, numbers)) + text.lstrip("0123456789,")

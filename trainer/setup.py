@@ -1,4 +1,4 @@
-"""Before step 0: data, rendezvous, consistency check, device and dtype, model, placement, resume.
+"""Setup of a rank before step 0: data, rendezvous, consistency check, device, model, placement, resume.
 
 components = RunSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log).components()
 """
@@ -51,7 +51,7 @@ PREDICTION = "prediction.txt"
 
 @dataclass
 class RunComponents:
-    """What the training loop needs."""
+    """The objects that RunSetup.components() creates and the training loop uses."""
 
     plan: Plan
     data: Dataset
@@ -68,7 +68,10 @@ class RunComponents:
     placement: Placement
 
     def checkpoint_meta(self, run_file: RunFile, plan: Plan, state: TrainState) -> dict[str, Any]:
-        """The content of a checkpoint's meta.json. `plan` has the current rows per rank."""
+        """The dict that is written to meta.json.
+
+        `plan` holds the current batch split (`plan.shares`), which can differ from that at step 0.
+        """
         done = dataclasses.asdict(state)
         del done["checkpoint"]
         return {
@@ -115,7 +118,7 @@ class RunSetup:
         self.env, self.run_status, self.watchdog, self.log = env, run_status, watchdog, log
 
     def components(self) -> RunComponents:
-        """Run the setup. Raises RunEnd, ConfigError or DataError on every rank if it fails on any of them."""
+        """Run the setup. If it fails on any rank, every rank raises RunEnd, ConfigError or DataError."""
         config, env = self.config, self.env
         self.run_status.enter("load")
         options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
@@ -165,7 +168,7 @@ class RunSetup:
         )
 
     def _log_ranks(self, records: list[consistency.Record], kind: str, reason: str) -> None:
-        """Log the ranks, their addresses and arithmetic."""
+        """Log the device kind of the run, and the arithmetic, address and micro-batch of each rank."""
         self.log.info(f"{self.run_file.run_id}: {counted(len(records), 'rank')} on {kind} ({reason})")
         for record in records:
             interface = f", {record.address} on {record.shown['interface']}" if record.address else ""
@@ -184,7 +187,10 @@ class RunSetup:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
     def _load_and_check(self, options: Options) -> list[consistency.Record]:
-        """Read the data and check consistency with all ranks; a problem here ends all of them."""
+        """Open the data and compare this rank with all ranks; returns their records, by rank.
+
+        A problem of this rank, such as unusable data, is published in its record and ends all ranks.
+        """
         self.store = None
         if self.env.world_size > 1:
             self.store = join_store(self.env, self.run_file.run_id)
@@ -200,7 +206,10 @@ class RunSetup:
                 self.config, info.vocab_size, self.env.world_size, self.run_file.fixed_shares
             )
             if self.run_file.trainer_digest not in ("", code_digest()):
-                raise ConfigError("The run file is of another version of the trainer than that of this host.")
+                raise ConfigError(
+                    "The run file was written for another version of the trainer than that of this host. "
+                    "Install the same one on all hosts: ansible-playbook setup.yml"
+                )
         except (ConfigError, DataError) as error:
             problem = error
             if self.store is None:
@@ -214,7 +223,7 @@ class RunSetup:
         )
 
     def _build(self) -> None:
-        """The model in the run's number format, and its optimizer."""
+        """Create the model in the number format of the run, and its optimizer."""
         config, scale = self.config, self.plan.scales
         self.model = GPT(self.plan.model).to(self.numerics.device, self.numerics.dtype)
         self.optimizer = build_optimizer(
@@ -227,7 +236,7 @@ class RunSetup:
         )
 
     def _broadcast_state(self) -> State:
-        """The state of the newest good checkpoint, or an initial one: that of rank 0, broadcast to all."""
+        """Broadcast the state of rank 0: that of its newest valid checkpoint, else initial weights."""
         state: State | None = None
         problem = None
         if self.env.is_coordinator:
@@ -239,7 +248,10 @@ class RunSetup:
         return storage.broadcast_state(self.group, state)
 
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
-        """Set the placement: that of a checkpoint of the same hosts, else by measurement if automatic."""
+        """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
+
+        meta: meta.json of the state; gpu: a GPU of this rank that is idle. Raises TransferToHost.
+        """
         config, group = self.config, self.group
         together, automatic = group.world_size > 1, config.sync == "auto"
         by_speed = self.run_file.by_speed and together
@@ -265,18 +277,18 @@ class RunSetup:
         self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
 
     def _write_prediction(self, lines: list[str]) -> None:
-        """Write the prediction to a file; not written on a full disk."""
+        """Write the prediction to prediction.txt in the run directory; an OSError is ignored."""
         with contextlib.suppress(OSError):
             write_whole(self.run_dir / PREDICTION, ("\n".join(lines) + "\n").encode())
 
     def _make_sync(self) -> None:
-        """The sync mode of the placement."""
+        """Create the sync mode that the placement names."""
         self.group.owner_speeds = list(self.placement.owner_speeds)
         outer = Outer.of(self.config)
         self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
     def _resume(self, state: State) -> TrainState:
-        """Load a state into model, optimizer and sync mode."""
+        """Load `state` into model, optimizer and sync mode; returns its TrainState."""
         self.model.load_state_dict(state.model)
         self._resume_optimizer(state)
         train_state = TrainState.from_meta(state.meta)
@@ -290,7 +302,7 @@ class RunSetup:
         return train_state
 
     def _resume_optimizer(self, state: State) -> None:
-        """Load the state of optimizer and sync mode: that of this rank on its host, else that of rank 0."""
+        """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
         common = storage.pop_common_state(state.optim)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         own: dict[str, Tensor] = {}
@@ -308,7 +320,10 @@ class RunSetup:
         self.sync.load(state.step, common, own)
 
     def _initial_state(self) -> State:
-        """The state to start with. Raises ConfigError or DataError if it does not belong to this run."""
+        """The state of the newest valid checkpoint on rank 0, else initial weights.
+
+        Raises ConfigError or DataError if the checkpoint does not belong to this run.
+        """
         storage.remove_leftovers(self.checkpoints)
         state = storage.newest(self.checkpoints, self.log.info) or self._initial_weights()
         hashes, run_id = self.data.hashes, self.run_file.run_id
@@ -324,7 +339,7 @@ class RunSetup:
         return state
 
     def _initial_weights(self) -> State:
-        """Initial weights, drawn by rank 0 on its CPU: different processors draw different bits."""
+        """Draw the initial weights. Rank 0 alone does so, on its CPU: processors may draw different bits."""
         torch.manual_seed(self.config.seed)
         model = GPT(self.plan.model).to(self.numerics.dtype)
         model.init_weights()
@@ -334,7 +349,10 @@ class RunSetup:
         return meta.get("hosts") == [peer.host for peer in self.group.peers]
 
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
-        """On the same hosts, keep batch split, number formats and threads: the run resumes bitwise."""
+        """If the checkpoint is of the same hosts, restore its batch split, number formats and threads.
+
+        The run then resumes bitwise. The number of steps is restored on any hosts.
+        """
         steps = storage.settled_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:

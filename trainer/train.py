@@ -81,7 +81,7 @@ class Trainer:
         attempt.before_end = self._complete
 
     def run(self, tracker_uri: str = "") -> str:
-        """Set up, train all steps, close."""
+        """Set up this rank, train, close; returns the closing sentence. Raises RunEnd, Stopped included."""
         self.attempt.update(run_id=self.run_file.run_id)
         self.run_status.start()
         self.watchdog.start()
@@ -154,7 +154,7 @@ class Trainer:
     # -- steps -----------------------------------------------------------------------------------------
 
     def train(self) -> bool:
-        """Train to the last step; returns whether the run was stopped before it, with a checkpoint."""
+        """Train to the last step. Returns True if the run was stopped before it, with a checkpoint."""
         first = self.reporter.train_state.step
         self._saved_at = time.monotonic()
         self.run_status.lap()
@@ -169,7 +169,7 @@ class Trainer:
         return False
 
     def train_step(self, step: int) -> None:
-        """One update, `step` counted from 0, and what follows it: logging, evaluation, checkpoint."""
+        """Train one step, counted from 0; then log it, and evaluate, sample and save if these are due."""
         is_last = step + 1 == self.plan.num_iterations
         bytes_before, started = self.group.bytes_sent, time.monotonic()
 
@@ -183,7 +183,8 @@ class Trainer:
         loss_sum = self.forward_backward(idx_BT, targets_BT)
         compute_seconds = time.monotonic() - computing
 
-        # Gradient sync: the sum over all ranks, divided by the tokens of the step.
+        # Gradient sync: start the sums over all ranks. Each owner rank gets the gradients of its parameters,
+        # some of them only in self.sync.step(). In the mode local nothing is summed.
         self.run_status.enter("sync")
         pending = self.step_sync.start(self._step_report(loss_sum, compute_seconds, step + 1))
         self.sync.reduce_gradients(self.plan.total_batch_size, idx_BT.numel())
@@ -193,7 +194,7 @@ class Trainer:
         lr_multiplier, lr = self._set_rates(step)
         self.sync.step()  # its waits are in the phase sync
 
-        # Parameter broadcast: every rank has the same bytes again.
+        # Parameter broadcast: every rank has the same bytes again, except in the mode local.
         self.run_status.enter("sync")
         self.sync.broadcast()
         if is_last:
@@ -215,10 +216,10 @@ class Trainer:
         self._evaluate_and_save(summary, step + 1, is_last)
 
     def _before_step(self, step: int) -> None:
-        """Nothing; a benchmark measures here."""
+        """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and targets of this rank, (rows, T) each, and the active rows of all ranks.
+        """Inputs and targets of this rank, (rows, T) each, and the active rows: the input ids of all ranks.
 
         The batch of the next step is read too, so that ranks can compare it before they train on it.
         """
@@ -240,7 +241,10 @@ class Trainer:
         compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Accumulate the gradients of summed token losses over micro-batches; returns the summed losses."""
+        """Run forward and backward on this rank's rows (rows, T); returns the summed token losses, in nats.
+
+        Gradients of the sum accumulate over the micro-batches.
+        """
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
         size = self.components.micro_batches[self.env.rank]
@@ -255,7 +259,7 @@ class Trainer:
         return total.item()
 
     def _set_rates(self, step: int) -> tuple[float, float]:
-        """Set the rates of a step; returns the multiplier of all rates, and Muon's learning rate."""
+        """Set the optimizer's rates for `step`. Returns (multiplier of all learning rates, that of Muon)."""
         config, n = self.config, self.plan.num_iterations
         multiplier = lr_schedule.lr_multiplier(
             step, n, config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
@@ -265,11 +269,11 @@ class Trainer:
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
 
     def _finish_sync(self) -> None:
-        """After the last step: bring ranks that train on their own parameters to common ones."""
+        """After the last step, give all ranks equal parameters. Only the mode local has to transfer any."""
         self.sync.finish()
 
     def _evaluate_and_save(self, summary: StepSummary, step: int, is_last: bool) -> None:
-        """Evaluate, sample and save after `step`, counted from 1, as far as each of them is due."""
+        """After `step`, counted from 1: evaluate, write a sample and save a checkpoint, each if it is due."""
         config = self.config
         evaluates = is_last or (_due(step, config.eval_every) and not summary.stop)
         samples = is_last or _due(step, config.sample_every)
@@ -287,7 +291,7 @@ class Trainer:
     # -- what ranks exchange at the end of a step --------------------------------------------------------
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
-        """The report of this rank on `step`, counted from 1; rank 0 adds its requests to all ranks."""
+        """The report of this rank on `step`, counted from 1. Rank 0 adds requests: stop, save, new split."""
         rows, checksum = self.plan.shares[self.env.rank], self._next_batch.checksum
         if not self.env.is_coordinator:
             return StepReport(loss_sum, seconds, rows, next_batch=checksum)
@@ -305,7 +309,7 @@ class Trainer:
         )
 
     def _mean_loss(self, summary: StepSummary, step: int) -> float:
-        """The mean loss over all ranks. A loss that is not finite, or a failed save, ends the run on all."""
+        """The mean loss per token over all ranks. Raises Final if it is not finite or a save has failed."""
         loss = summary.loss_sum / self.plan.total_batch_size
         if summary.failed_save:
             self.group.raise_problems(self.checkpoint_writer.problem)
@@ -317,14 +321,14 @@ class Trainer:
         return loss
 
     def _check_ranks(self, summary: StepSummary, step: int) -> None:
-        """Compare the next batch of all ranks; where that is due after `step`, also their parameters."""
+        """Compare the next batch of all ranks, and their parameters if that is due after `step`."""
         compare_batches(self.group, summary.next_batches, step + 1)
         if _due(step, self.config.digest_every) or step == self.parameter_check.recheck_at:
             with self.sync.shared_parameters():
                 self._compare_parameters(step)
 
     def _compare_parameters(self, step: int) -> None:
-        """Compare the parameters of all ranks after `step`, once."""
+        """Compare the parameters of all ranks after `step`, once per step. Raises Final if they differ."""
         if self._compared_at == step:
             return
         self._compared_at = step
@@ -333,7 +337,7 @@ class Trainer:
             self.log.warning(f"warning: {found}", extra=fields("digest"))
 
     def _update_split(self, summary: StepSummary, step_seconds: float) -> None:
-        """Take the batch split that rank 0 has sent for the next step; on rank 0, look for a faster one."""
+        """Use the batch split in `summary`, if rank 0 has sent one. On rank 0, also look for a faster one."""
         if summary.shares:
             self.plan = dataclasses.replace(self.plan, shares=summary.shares)
             self.reporter.shares(summary.shares, self.proposed.reason if self.proposed else "")
@@ -356,7 +360,7 @@ class Trainer:
     # -- time-outs, evaluation, checkpoints --------------------------------------------------------------
 
     def _set_timeout(self) -> None:
-        """Set the time-out of collectives by the measured steps."""
+        """Set the time-out of collectives: TIMEOUT_STEPS times the longest step, at least 10 minutes."""
         if self.env.is_coordinator:
             self.reporter.expected_time()
         longest = timedelta(seconds=TIMEOUT_STEPS * max(self.reporter.durations))
@@ -365,14 +369,14 @@ class Trainer:
 
     @contextmanager
     def _long_phase(self, phase: str) -> Iterator[None]:
-        """Enter `phase`, in which ranks may wait for each other longer than in a step."""
+        """Within it, the rank is in `phase` and collectives have the time-out UNMEASURED_TIMEOUT."""
         self.run_status.enter(phase)
         self.group.set_timeout(UNMEASURED_TIMEOUT)
         yield
         self.group.set_timeout(self.timeout)
 
     def _evaluate(self) -> bool:
-        """Evaluate; returns whether this is the best evaluation so far."""
+        """Evaluate on the validation split and report it; returns whether the result is the best so far."""
         with self._long_phase("evaluate"):
             bpb, loss = evaluate(
                 self.model,
@@ -386,19 +390,22 @@ class Trainer:
         return self.reporter.evaluation(bpb, loss)
 
     def _write_sample(self) -> None:
-        """Continue a prompt on rank 0; the other ranks wait in their next collective."""
+        """On rank 0, generate a sample of text and report it. Other ranks wait in their next collective."""
         self.run_status.enter("evaluate")
         try:
             self.reporter.sample(sample.write(self.model, self.data.tokenizer, self.run_dir))
         except OSError as error:
             if not is_full(error):
                 raise
-            self.log.warning("warning: the disk has no room for a sample of text.")
+            self.log.warning(
+                f"warning: the disk of {self.run_dir} is full, so the sample of text was not written. Remove "
+                "files there."
+            )
 
     def _save(self, last: bool) -> None:
-        """Gather the optimizer state on rank 0 and write it, in the background unless this is the `last`.
+        """Gather the optimizer state on rank 0, which writes a checkpoint: in the background, unless `last`.
 
-        Parameters that differ between ranks end the run before they are saved.
+        Raises Final, and saves nothing, if the parameters differ between ranks.
         """
         with self._long_phase("checkpoint"):
             if self.config.digest_every:
@@ -415,7 +422,7 @@ class Trainer:
         self._report_checkpoint()
 
     def _wait_for_write(self) -> None:
-        """Wait on all ranks for the disk of rank 0, in short collectives: a long one would time out."""
+        """Wait on all ranks until rank 0 has written its checkpoint. One long collective would time out."""
         writing = True
         while writing:
             self.checkpoint_writer.wait(WRITE_CHECK_SECONDS)
@@ -423,7 +430,10 @@ class Trainer:
         self.group.raise_problems(self.checkpoint_writer.problem)
 
     def _save_rank_state(self) -> dict[str, Any]:
-        """If ranks differ, save the state of each on its own host; returns the hashes for meta.json."""
+        """In the mode local, save this rank's own state on its host. Returns entries for meta.json.
+
+        They are {"own_sha256": [hash of each rank's file, by rank]}; {} if the ranks have equal states.
+        """
         own = self.sync.rank_state()
         if not own:
             return {}
@@ -439,7 +449,7 @@ class Trainer:
         return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
     def _report_checkpoint(self) -> None:
-        """Outcome and run status name the newest checkpoint that is completely written."""
+        """Set the newest completely written checkpoint in outcome and run status, and a shortage of space."""
         writer, state = self.checkpoint_writer, self.reporter.train_state
         if writer.saved is not None:
             path = writer.saved.relative_to(self.run_dir).as_posix()
@@ -464,7 +474,10 @@ class Trainer:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Publish the end of this rank to the others, with its cause; complete a checkpoint being written."""
+        """Within it, an exception is announced to the other ranks as the end of this rank, with its cause.
+
+        PeerLost is replaced by the end that explains it. A checkpoint in progress is completed at the end.
+        """
         try:
             try:
                 yield
@@ -487,19 +500,19 @@ class Trainer:
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
         """Wait for a checkpoint that is being written; returns the end of the attempt.
 
-        A stop of all ranks stays one if a peer is lost while they save.
+        If a person has stopped the run, the outcome stays `stopped` although a peer is lost during the save.
         """
         self._complete_write(seconds)
         return self._stopped() if self.stopping and end.outcome == "retryable" else end
 
     def _complete_write(self, seconds: float = math.inf) -> None:
-        """Wait for a checkpoint that is being written, for `seconds` or as long as a slow disk takes."""
+        """Wait at most `seconds` for a checkpoint that is being written, and report the newest one."""
         self.checkpoint_writer.wait(seconds)
         self._report_checkpoint()
 
 
 def _due(step: int, every: int) -> bool:
-    """Whether something done every so many steps is due after `step` of them; 0: never."""
+    """Whether an action with the period `every` (in steps; 0: never) is due after `step`, counted from 1."""
     return bool(every) and step % every == 0
 
 
@@ -512,7 +525,7 @@ def train(
     log: RunLogger,
     tracker_uri: str = "",
 ) -> str:
-    """Train; returns the closing sentence or raises RunEnd, ConfigError or DataError with it."""
+    """Run one attempt on this rank; returns the closing sentence. Raises RunEnd, ConfigError or DataError."""
     trainer = Trainer(run_file, data_dir, run_dir, env, attempt, log)
     try:
         with trainer.report_failures():

@@ -287,7 +287,7 @@ def test_ranks_beside_a_gpu_leave_the_run_to_it(start: Start) -> None:
         assert code == 1, said
         outcome = rank.outcome()
         assert outcome["outcome"] == "final", outcome
-        assert "The run is for host-2 alone" in outcome["reason"]
+        assert "Train on host-2 alone" in outcome["reason"]
         assert outcome["alone"]["host"] == "host-2"
         assert 0 < outcome["alone"]["seconds"] < outcome["alone"]["together"]
         assert outcome["step"] == 0

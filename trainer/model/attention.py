@@ -16,21 +16,27 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROTARY_BASE = 100_000.0
-BLOCK = 128  # queries that are worked on at a time
-KEEP_BYTES = 2**25  # of a layer's probabilities, kept for the way back; more are computed again there
+BLOCK = 128  # queries per block
+KEEP_BYTES = 2**25  # attention weights of a layer are kept for backward up to this size, else recomputed
 
 Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 
 
 def rotary_tables(length: int, head_dim: int) -> Rotary:
-    """cos and sin of the rotary angles, computed in float64 and rounded, so that all CPUs agree."""
+    """cos and sin of the rotary angles, each (length, 1, head_dim / 2) in float32.
+
+    They are computed in float64 and then rounded, so that all CPUs get the same bits.
+    """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
     angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE**-exponents)[:, None, :]
     return angles.cos().float(), angles.sin().float()
 
 
 def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """The mask of the keys that the last n_query positions see, (n_query, n_key); None if plainly causal."""
+    """Bool mask (n_query, n_key): True where one of the last n_query positions sees a key.
+
+    A position sees itself and `window` keys before it. None if a plain causal mask has the same effect.
+    """
     if n_query == n_key and window >= n_key - 1:
         return None
     query = torch.arange(n_key - n_query, n_key, device=device)[:, None]
@@ -39,7 +45,11 @@ def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> 
 
 
 def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
-    """Causal attention of the last positions' queries to the keys at most `window` behind them."""
+    """Causal attention: each query sees the key at its own position and `window` keys before it.
+
+    The queries belong to the last positions of the keys. grouped: there are fewer heads of keys than of
+    queries. Returns a tensor of q's shape.
+    """
     n_query, n_key = q_BHTE.size(2), k_BHTE.size(2)
     if n_query == n_key and q_BHTE.device.type == "cpu":
         y_BHTE: Tensor = _InBlocks.apply(q_BHTE, k_BHTE, v_BHTE, min(window, n_key - 1))
@@ -114,7 +124,7 @@ class _Softmax:
 
     @property
     def nbytes(self) -> int:
-        """An upper bound of the elements of all blocks."""
+        """An upper bound of the bytes that the attention weights of all blocks take."""
         queries = self.q_NGTE.shape[:3].numel()
         return queries * min(self.window + BLOCK, self.k_NTE.size(1)) * self.format.itemsize
 

@@ -37,7 +37,7 @@ LossReduction = Literal["mean", "sum", "none"]
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. Raises ValueError if the values contradict each other."""
+    """The shape of a model. Raises ValueError if a value is out of range or contradicts another one."""
 
     sequence_len: int = 1024
     vocab_size: int = 32_768
@@ -71,7 +71,7 @@ class GPTConfig:
         n_kv_head: int = 0,
         window_pattern: str = "SSSL",
     ) -> GPTConfig:
-        """The shape for a depth. The width is depth * aspect_ratio, rounded up to whole heads.
+        """The shape of a model of `depth` layers. Width: depth * aspect_ratio, rounded up to whole heads.
 
         n_kv_head 0: as many as n_head.
         """
@@ -96,7 +96,7 @@ class GPTConfig:
         return layer % 2 == (self.n_layer - 1) % 2
 
     def windows(self) -> list[int]:
-        """The attention window of each layer: query t sees keys t - window .. t."""
+        """The attention window of each layer in tokens: the query at t sees the keys t - window .. t."""
         sizes = {"S": ceil(self.sequence_len / 4 / 128) * 128, "L": self.sequence_len}
         tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
         return [sizes[letter] for letter in [*tiled[:-1], "L"]]
@@ -105,7 +105,7 @@ class GPTConfig:
 class KVCache:
     """Keys and values of up to max_len tokens, so that generating a token does not recompute earlier ones.
 
-    Give it to `GPT.forward`, under `torch.no_grad()`, which fills it. Its dtype is the model's compute_dtype.
+    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`. dtype: the model's compute_dtype.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class KVCache:
         self.length = 0
 
     def append(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append new keys and values of a layer; returns all of that layer."""
+        """Append the keys and values of new tokens in `layer`; returns all keys and values of the layer."""
         end = self.length + k_BHTE.size(2)
         self.k_LBHTE[layer, :, :, self.length : end] = k_BHTE
         self.v_LBHTE[layer, :, :, self.length : end] = v_BHTE
@@ -192,14 +192,14 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
     ) -> Tensor:
-        """x (B, T, D) keeps its dtype; the GEMMs are in that of the rotary tables."""
+        """Apply the layer to x (B, T, D); the result has x's dtype, the GEMMs that of the rotary tables."""
         compute_dtype = rotary[0].dtype
         x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
         return x + self.mlp(rms(x).to(compute_dtype))
 
 
 class GPT(nn.Module):
-    """The model. Its weights are undefined until `init_weights()` or `load_state_dict()`."""
+    """The whole model. Its weights are undefined until `init_weights()` or `load_state_dict()`."""
 
     cos: Tensor
     sin: Tensor
@@ -252,7 +252,7 @@ class GPT(nn.Module):
                     raise ValueError(f"no initialisation is known for parameter {name}")
 
     def _depth_fractions(self) -> Tensor:
-        """0 for the first layer to 1 for the last, (L)."""
+        """Relative depth of each layer, shape (L,): 0 for the first to 1 for the last."""
         n_layer = self.config.n_layer
         return torch.arange(n_layer, dtype=torch.float64) / max(n_layer - 1, 1)
 
@@ -262,11 +262,11 @@ class GPT(nn.Module):
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype of GEMMs and their inputs; that of the weights unless set.
+        """The dtype of GEMMs and their inputs; without an assignment it is the dtype of the weights.
 
-        The residual stream and norms stay in the weights' format, which costs no time and keeps the scalars'
-        gradients: with weights that start at zero these are so small that bfloat16 leaves only noise of
-        them, which AdamW would scale up to whole steps.
+        The residual stream and norms keep the dtype of the weights. That costs no time and preserves the
+        gradients of the scalars: while some weights are still near zero, these gradients are so small that
+        bfloat16 leaves only rounding noise, which AdamW would scale up to whole steps.
         """
         return self._compute_dtype or self.resid_lambdas.dtype
 
@@ -281,11 +281,11 @@ class GPT(nn.Module):
         loss_reduction: LossReduction = "mean",
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits of tokens idx (B, T), or with targets (B, T) their cross-entropy in nats; -1 is ignored.
+        """Logits of the tokens idx (B, T); with targets (B, T), cross-entropy in nats. Target -1 is ignored.
 
-        Returns logits (B, T, V) in float32 or better; or the losses' mean or sum; or with "none" all of
-        them, flat, without gradients. With a cache, idx continues the rows it holds. ValueError for more
-        than sequence_len tokens, the cache's included.
+        Logits are (B, T, V) in float32 or better. loss_reduction selects the mean or sum of the losses, a
+        scalar, or "none": all losses, (B * T,), without gradients. With a cache, idx continues the sequences
+        in it. Raises ValueError for more than sequence_len tokens, those in the cache included.
         """
         x_BTD = self._body(idx, cache)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
@@ -300,7 +300,7 @@ class GPT(nn.Module):
         return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
 
     def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
-        """The input of lm_head for tokens idx (B, T): (B, T, D), in the compute dtype."""
+        """The input of lm_head for the tokens idx (B, T): shape (B, T, D), in the compute dtype."""
         config, compute_dtype = self.config, self.compute_dtype
         start = cache.length if cache else 0
         end = start + idx.size(1)
@@ -347,14 +347,14 @@ class GPT(nn.Module):
         return {**counts, "total": sum(counts.values())}
 
     def flops_per_token(self) -> int:
-        """Operations per token, forward and backward: 6 per weight of a Linear, plus attention."""
+        """FLOPs per token, forward and backward: 6 per weight of a Linear, plus attention."""
         linear = sum(module.weight.numel() for module in self.modules() if isinstance(module, nn.Linear))
         keys = sum(min(window, self.config.sequence_len) for window in self.config.windows())
         return 6 * linear + 12 * self.config.n_embd * keys
 
 
 def scaling_params(config: GPTConfig) -> int:
-    """The number of parameters for the scaling rules: transformer matrices and lm_head. Allocates none."""
+    """The number of parameters that scaling rules count: transformer matrices and lm_head. Allocates none."""
     with torch.device("meta"):
         counts = GPT(config).param_counts()
     return counts["transformer_matrices"] + counts["lm_head"]

@@ -38,7 +38,7 @@ def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size:
 
 
 def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
-    """The sum of all tokens' losses, a scalar. Its backward pass can run once."""
+    """The sum of the losses of all tokens in nats, a scalar. `backward` may run only once."""
     if not (torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)):
         return token_losses(x_ND, weight_VD, targets_N, vocab_size).sum()
     loss: Tensor = _SummedLoss.apply(x_ND, weight_VD, targets_N, vocab_size)
@@ -59,7 +59,10 @@ def _parts(x_ND: Tensor) -> list[slice]:
 
 
 def _blocks(x_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
-    """Yield blocks: slice of the vocabulary, tanh(logits / cap), exp(logits), (M, W); may be modified."""
+    """Yield (slice of the vocabulary, tanh(logits / cap), exp(logits)) per block; the caller may modify both.
+
+    The tensors are (M, W).
+    """
     columns = _block_shape(x_MD)[1]
     for start in range(0, len(weight_VD), columns):
         where = slice(start, min(start + columns, len(weight_VD)))
@@ -68,7 +71,7 @@ def _blocks(x_MD: Tensor, weight_VD: Tensor) -> Iterator[tuple[slice, Tensor, Te
 
 
 class _Softmax:
-    """Sums over the blocks so far, for each token: all (M,)."""
+    """The softmax of M tokens over the blocks that were added so far; all its tensors are (M,)."""
 
     def __init__(self, targets_M: Tensor, wide: torch.dtype) -> None:
         self.targets, self.counts = targets_M.clamp_min(0), targets_M != IGNORED_TARGET
@@ -87,13 +90,13 @@ class _Softmax:
         return (self.sums.log() - LOGIT_CAP * self.squashed) * self.counts
 
     def target_gradients(self) -> Tensor:
-        """The derivative of each token's loss by its target's logit."""
+        """The derivative of each token's loss by the logit of its target, taken before the cap: (M,)."""
         shares = (LOGIT_CAP * self.squashed).exp() / self.sums
         return (shares - 1) * (1 - self.squashed.square()) * self.counts
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
-    """total += a @ b, or total = a @ b; products of a narrow format are added up in total's own."""
+    """total += a @ b, or total = a @ b if `first`. Products of a narrow dtype are summed in total's dtype."""
     if total.dtype != a.dtype:
         product = a @ b
         total.copy_(product) if first else total.add_(product)
@@ -104,7 +107,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor, first: bool) -> None:
 
 
 def _add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
-    """Add each value to its row, rows that come twice in the same order each time: bits must not differ."""
+    """Add values_MD to the rows rows_M of total_VD; repeated rows in a fixed order, for reproducible bits."""
     if total_VD.is_cuda:
         total_VD.index_put_((rows_M,), values_MD, accumulate=True)  # sorts them there, as index_add_ does not
     else:
@@ -112,11 +115,11 @@ def _add_rows(total_VD: Tensor, rows_M: Tensor, values_MD: Tensor) -> None:
 
 
 class _SummedLoss(torch.autograd.Function):
-    """Forward and backward in one pass over the tokens; what is kept is the two gradients.
+    """Computes the loss and both gradients in forward, in one pass over the tokens; backward returns them.
 
     The derivative by a logit is (p - [target]) (1 - tanh^2) with p = exp(logit) / sum. The blocks leave out
-    the division, which their products' other factor makes up for, and the targets, which are rows by
-    themselves: where p comes close to 1, p - 1 is taken before anything is rounded to a narrow format.
+    the division: the other factor of each GEMM is divided instead. They leave out the targets too, whose rows
+    are added separately: where p is close to 1, p - 1 is computed before rounding to a narrow format.
     """
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)^2, with the same bits, values and gradients, as F.relu(x).square()."""
+    """max(x, 0)^2. Values and gradients have the same bits as those of F.relu(x).square()."""
     y: Tensor = _SquaredReLU.apply(x)
     return y
 
@@ -26,9 +26,9 @@ def rms(x: Tensor) -> Tensor:
 
 
 def rotate_rms(x_BTHE: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """Rotate each pair (first half, second half) of a head by the angle of its position, then scale * rms.
+    """Rotate the pairs (i, i + E / 2) of each head by the angles of the position, then multiply rms by scale.
 
-    cos and sin (T, 1, E / 2).
+    cos and sin have the shape (T, 1, E / 2).
     """
     y: Tensor = _RotateRMS.apply(x_BTHE, cos, sin, scale)
     return y
@@ -77,14 +77,14 @@ class _RotateRMS(torch.autograd.Function):
 
 
 def _rms_factor(x: Tensor) -> Tensor:
-    """The factor of rms, (..., 1). Adds a constant to the mean square, as torch does, for rows of zeros."""
+    """The factor by which rms multiplies x, (..., 1): 1 / sqrt(mean(x^2) + eps), with torch's eps."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return norm.square_().div_(x.size(-1)).add_(torch.finfo(wide).eps).rsqrt_()
 
 
 def _across(grad: Tensor, x: Tensor, unit: Tensor | float) -> Tensor:
-    """`grad` without its component along x, the gradient through a norm; unit * mean(x^2) is 1."""
+    """`grad` without its component along x: the backward pass of a normalisation. unit: 1 / mean(x^2)."""
     along = (grad * x).sum(dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     return torch.addcmul(grad, x, along.mul_(unit).div_(-x.size(-1)).to(x.dtype))
 

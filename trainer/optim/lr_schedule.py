@@ -18,32 +18,34 @@ MOMENTUM_WARMUP_STEPS = 400
 
 
 class BatchScales(NamedTuple):
-    """Multipliers of base values. The smear group's rate and the betas are unchanged."""
+    """Multipliers of base learning rates and weight decay. The rates of smear and backout are not scaled."""
 
     lr: float
     weight_decay: float  # Muon's
 
 
 def batch_scales(total_batch_size: int, scaling_params: int, reference_params: int) -> BatchScales:
-    """Rates go with the square root of the batch; Muon's decay also falls as the horizon in tokens grows.
+    """The multipliers for a batch of `total_batch_size` tokens: learning rates grow with its square root.
 
-    The horizon is taken as proportional to the scaling parameters: arXiv 2405.13698.
+    Muon's weight decay also falls as the horizon in tokens grows. The horizon is taken as proportional to the
+    scaling parameters: arXiv 2405.13698.
     """
     lr = sqrt(total_batch_size / REFERENCE_BATCH_SIZE)
     return BatchScales(lr=lr, weight_decay=lr * reference_params / scaling_params)
 
 
 def auto_batch_size(scaling_params: int, reference_params: int) -> int:
-    """Tokens a step when none are asked for: the nearest power of two to the batch that suits the horizon.
+    """Tokens per step if total_batch_size is auto: the power of two nearest to the best batch of the model.
 
-    Both horizons are the same multiple of the scaling parameters, so the multiple cancels.
+    The best batch grows with the horizon in tokens. The horizons of this model and of the reference model are
+    the same multiple of their scaling parameters, so the multiple cancels.
     """
     best = REFERENCE_BATCH_SIZE * (scaling_params / reference_params) ** BATCH_EXPONENT
     return int(2 ** round(log2(best)))
 
 
 def steps_for_ratio(target_param_data_ratio: float, scaling_params: int, total_batch_size: int) -> int:
-    """Steps that show the model this many tokens a scaling parameter; at least one."""
+    """The number of steps that train on target_param_data_ratio tokens per scaling parameter; at least 1."""
     return max(1, int(target_param_data_ratio * scaling_params) // total_batch_size)
 
 
@@ -54,9 +56,9 @@ def lr_multiplier(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> float:
-    """What every learning rate is multiplied by at a step, counted from 0: linear up, flat, linear down.
+    """The factor of every learning rate at `step`, counted from 0: linear warm-up, 1, linear warm-down.
 
-    In a run so short that the two overlap, the warm-up goes first.
+    In a run so short that warm-up and warm-down overlap, the warm-up takes precedence.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -71,7 +73,7 @@ def describe_extension(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> str:
-    """What happens to the rates of a run of `before` steps that is resumed after `step` to make `now`."""
+    """The sentence about the rates of a run of `before` steps that resumes after `step` to make `now`."""
 
     def rate(step: int, num_iterations: int) -> float:
         return lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
@@ -92,19 +94,19 @@ def describe_extension(
 
 
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
-    """Muon's momentum: up over the first 400 steps, flat, then down through the learning rate's warm-down."""
+    """Muon's momentum at `step`: it rises for 400 steps, is flat, and falls during the rates' warm-down."""
     if step < MOMENTUM_WARMUP_STEPS:
         return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS
     return MOMENTUM_PEAK - (MOMENTUM_PEAK - MOMENTUM_END) * _warmdown(step, num_iterations, warmdown_ratio)
 
 
 def muon_weight_decay(step: int, num_iterations: int) -> float:
-    """What Muon's weight decay is multiplied by at a step: half a cosine, from 1 to 0."""
+    """The factor of Muon's weight decay at `step`: half a cosine, from 1 at step 0 to 0 at the end."""
     return 0.5 * (1.0 + cos(pi * step / num_iterations))
 
 
 def _warmdown(step: int, num_iterations: int, warmdown_ratio: float) -> float:
-    """How much of the warm-down lies behind a step, from 0 to 1."""
+    """The fraction of the warm-down that is done at `step`, from 0 to 1."""
     warmdown_steps = round(warmdown_ratio * num_iterations)
     start = num_iterations - warmdown_steps
     if step <= start:

@@ -30,16 +30,16 @@ POLAR_EXPRESS = (
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
 )
-GRAM_FROM = 2.0  # longer over shorter side; from 1.5 on it is fewer operations: 45 % fewer at 4
+GRAM_FROM = 2.0  # longer over shorter side; the Gram matrix needs fewer FLOPs from 1.5 on, 45 % fewer at 4
 ADAMW_EPS = 1e-10
 REFERENCE_WIDTH = 768  # the n_embd at which the rates of the tables were tuned
-SMEAR_LR = 0.2  # smear and backout; the one rate that does not go with the batch
+SMEAR_LR = 0.2  # of smear and backout; the one rate that is not scaled for the batch
 
 ParameterState = dict[str, Tensor]
 
 
 class MuonMatrix(NamedTuple):
-    """A matrix that Muon steps, and the cost of a step, by which matrices are assigned to owner ranks."""
+    """A matrix that Muon steps. flops: the cost of a step, by which matrices are assigned to owner ranks."""
 
     name: str
     parameter: Parameter
@@ -47,12 +47,12 @@ class MuonMatrix(NamedTuple):
 
 
 def width_scale(n_embd: int) -> float:
-    """What the rates of the embeddings and lm_head are multiplied by for a model's width."""
+    """The factor of the learning rates of embeddings and lm_head in a model of width `n_embd`."""
     return (n_embd / REFERENCE_WIDTH) ** -0.5
 
 
 def polar_express(X: Tensor) -> Tensor:
-    """X (rows, cols) of spectral norm below 1, brought near its orthogonal factor, on its shorter side."""
+    """Approximate the orthogonal polar factor of X (rows, cols), whose spectral norm must be below 1."""
     tall = X.size(0) > X.size(1)
     if goes_by_gram(X.size(0), X.size(1), X.dtype):
         P = _polar_express_of_gram(X.mT @ X if tall else X @ X.mT)
@@ -65,7 +65,7 @@ def polar_express(X: Tensor) -> Tensor:
 
 
 def _polar_express_of_gram(A: Tensor) -> Tensor:
-    """The factor (side, side) of all steps on a matrix of Gram matrix A: polynomials in A, which commute."""
+    """The product of all steps as one matrix, from the Gram matrix A: polynomials in A, which commute."""
     P = A
     for step, (a, b, c) in enumerate(POLAR_EXPRESS):
         Q = torch.addmm(A, A, A, beta=b, alpha=c)
@@ -77,7 +77,10 @@ def _polar_express_of_gram(A: Tensor) -> Tensor:
 
 
 def goes_by_gram(rows: int, cols: int, dtype: torch.dtype) -> bool:
-    """Whether the Gram matrix is the shorter way. Not in narrow formats: it squares the condition number."""
+    """Whether polar_express uses the Gram matrix: if that saves FLOPs and the dtype is float32 or float64.
+
+    A narrower dtype is not precise enough, as the Gram matrix squares the condition number.
+    """
     return max(rows, cols) >= GRAM_FROM * min(rows, cols) and dtype in (torch.float32, torch.float64)
 
 
@@ -91,7 +94,7 @@ def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32
 def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor:
     """A near-orthogonal matrix in G's direction, of Frobenius norm sqrt(min(rows, cols)); zero stays zero.
 
-    GEMMs are computed in `compute_dtype` (in G's format without one); norms and the result are in G's.
+    GEMMs are computed in `compute_dtype`, by default G's dtype; norms and the result have G's dtype.
     """
     rows, cols = G.shape
     row_norms = G.norm(dim=1, keepdim=True).clamp_min(1e-6)
@@ -101,9 +104,10 @@ def orthogonalize(G: Tensor, compute_dtype: torch.dtype | None = None) -> Tensor
 
 
 def reduce_variance(X: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
-    """Even out X's rows (or columns) by their running mean square; its norm stays. NorMuon, arXiv 2510.05491.
+    """Divide X's rows (or columns) by the root of their running mean square, then restore the norm of X.
 
-    `second_moment` (rows, 1) or (1, cols) is updated in place; its shape gives the averaged axis.
+    `second_moment` (rows, 1) or (1, cols) is updated in place; its shape selects rows or columns. NorMuon,
+    arXiv 2510.05491.
     """
     axis = 1 if second_moment.size(1) == 1 else 0
     mean_square = X.square().mean(dim=axis, keepdim=True)
@@ -115,12 +119,12 @@ def reduce_variance(X: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 
 
 class MuonAdamW:
-    """Both optimizers over one list of `param_groups`, each with its `kind`, "adamw" or "muon".
+    """Muon and AdamW over one list of `param_groups`, each with its `kind`, "adamw" or "muon".
 
     A group has `params`, `lr`, `initial_lr` and `weight_decay`; AdamW's also `betas` and `eps`; Muon's also
-    `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. State is kept by
-    parameter name. Weights and state keep their number format; `compute_dtype`, if set, is the format of
-    Muon's GEMMs only, so that only the results of an owner rank depend on it.
+    `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. `state_dict` names state
+    by parameter. Weights and state keep their dtype; `compute_dtype`, if set, is the dtype of Muon's GEMMs
+    only, so that only the results of an owner rank depend on it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
@@ -134,7 +138,7 @@ class MuonAdamW:
         self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, *self._muon_groups]
 
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
-        """Set a step's rates: lr for all, momentum and decay for Muon only (AdamW's decay is constant)."""
+        """Set the rates of the next step: lr of all groups; momentum and weight decay of Muon's groups."""
         for group in self.param_groups:
             group["lr"] = group["initial_lr"] * lr_multiplier
         for group in self._muon_groups:
@@ -147,12 +151,12 @@ class MuonAdamW:
         self.step_muon()
 
     def step_adamw(self) -> None:
-        """Update AdamW's parameters."""
+        """Update the parameters of AdamW's groups."""
         self._adamw.step()
 
     @torch.no_grad()
     def step_muon(self, owned: Iterable[Parameter] | None = None) -> None:
-        """Update the owned matrices, or without a list all of Muon's, where they have a gradient."""
+        """Update the matrices in `owned`, by default all of Muon's; those without a gradient are skipped."""
         for p in self._muon_group_of if owned is None else owned:
             if p.grad is not None:
                 p.sub_(self.muon_update(p))
@@ -177,28 +181,28 @@ class MuonAdamW:
         return [MuonMatrix(name, p, polar_express_flops(*p.shape)) for name, p in matrices]
 
     def muon_state(self, p: Parameter) -> ParameterState:
-        """A matrix's live state: `momentum`, of its shape, and `second_moment`, one value a row or a column.
+        """The state of matrix p, not a copy: `momentum` (rows, cols), `second_moment` (rows, 1) or (1, cols).
 
-        Zeros for a matrix this process has not stepped: the place to receive its owner's.
+        The tensors are zeros if this process has not stepped p: the owner rank's state can be copied there.
         """
         if p not in self._muon_state:
             self._muon_state[p] = self._fresh_state(p)
         return self._muon_state[p]
 
     def state_dict(self) -> dict[str, ParameterState]:
-        """The live state tensors by parameter name, in the model's order, of what this process has stepped.
+        """The state tensors (not copies) of the parameters that this process has stepped, by parameter name.
 
-        Rates are not among them: they follow from the run's configuration and the step.
+        Rates are not included: they follow from the run's configuration and the step.
         """
         state_of: Mapping[Tensor, ParameterState] = self._adamw.state | self._muon_state
         return {name: dict(state_of[p]) for name, p in self._names.items() if p in state_of}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Put a copy of this state, which any number of ranks may have made, in place of the present one.
+        """Replace the whole state by a copy of `state_dict`, which any number of ranks may have saved.
 
-        A parameter without state starts from zero: an owner rank needs only the state of its own matrices.
-        ValueError for a parameter or shape that this model does not have.
+        A parameter that is missing starts from zero: an owner rank needs only the state of its own matrices.
+        Raises ValueError for a parameter or shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
         for name, saved in state_dict.items():
@@ -215,7 +219,7 @@ class MuonAdamW:
         self._muon_state = {p: state for p, state in loaded.items() if p in muon}
 
     def _fresh_state(self, p: Parameter) -> ParameterState:
-        """State before the first step; AdamW's as torch's fused kernel keeps it."""
+        """The state of p before its first step; for AdamW, in the form of torch's fused kernel."""
         if p in self._muon_group_of:
             rows, cols = p.shape
             second_moment = p.new_zeros((rows, 1) if rows >= cols else (1, cols))
@@ -232,7 +236,10 @@ def build_optimizer(
     scalar_lr: float,
     weight_decay: float,
 ) -> MuonAdamW:
-    """The optimizer of a GPT (trainer.model.gpt), with rates and Muon's decay scaled for the batch."""
+    """Create the optimizer of a GPT. The caller has scaled rates and Muon's weight decay for the batch.
+
+    The rates of embeddings and lm_head are scaled here for the width of the model.
+    """
     names = dict(model.named_parameters())
     width = width_scale(names["transformer.wte.weight"].size(1))
     table = {  # start of a parameter's name: lr, betas, weight decay

@@ -28,9 +28,10 @@ ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
 
 
 def split_rows(seconds_per_row: Sequence[float], rows: int, fixed: Sequence[float] = ()) -> list[int]:
-    """The split that minimises the slowest rank's `fixed` + rows * seconds, with at least one row each.
+    """Rows per rank that minimise the time of the slowest rank: fixed + its rows * its seconds_per_row.
 
-    Equal ranks get an equal split; a remainder goes to the first ranks.
+    `fixed` is by rank too, 0 without it. Each rank gets at least one row. Equal ranks get an equal split; a
+    remainder goes to the first ranks.
     """
     if rows < len(seconds_per_row) or min(seconds_per_row) <= 0:
         raise ValueError(f"{rows} rows cannot be split by {list(seconds_per_row)} seconds a row")
@@ -46,12 +47,15 @@ def split_rows(seconds_per_row: Sequence[float], rows: int, fixed: Sequence[floa
 
 
 def slowest(seconds_per_row: Sequence[float], shares: Sequence[int]) -> float:
-    """Seconds of the slowest rank for its rows."""
+    """Seconds that the slowest rank takes for its rows."""
     return max(seconds * share for seconds, share in zip(seconds_per_row, shares, strict=True))
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """Speeds by rank from seconds for equal work, in twentieths, the fastest 1; all 1 if they are alike."""
+    """Relative speed of each rank from its seconds for equal work: 1 for the fastest, in steps of 1/20.
+
+    All speeds are 1 if the seconds differ by a factor below ALIKE.
+    """
     best = min(seconds)
     if max(seconds) < ALIKE * best:
         return [1.0] * len(seconds)
@@ -59,14 +63,17 @@ def relative_speeds(seconds: Sequence[float]) -> list[float]:
 
 
 class SplitChange(NamedTuple):
-    """A new split, and the reason."""
+    """A new batch split. shares: rows per rank; reason: the text about it for the log."""
 
     shares: list[int]
     reason: str
 
 
 def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str]) -> SplitChange:
-    """The first split of a run, from measured speeds; `names` are the hosts of the ranks."""
+    """The batch split at the start of a run: by measured speed, or equal if that gains less than GAIN.
+
+    names: of the ranks, for the reason.
+    """
     equal = equal_split(rows, len(names))
     split = split_rows(seconds_per_row, rows)
     part = slowest(seconds_per_row, split) / slowest(seconds_per_row, equal)
@@ -78,7 +85,7 @@ def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str
 
 
 def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
-    """tower 11 rows, laptop 5 rows."""
+    """The batch split as text: "tower 11 rows, laptop 5 rows"."""
     return ", ".join(f"{name} {counted(rows, 'row')}" for name, rows in zip(names, shares, strict=True))
 
 
@@ -92,7 +99,7 @@ class Balancer:
         self._steps = 0  # since the last change
 
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
-        """Add a step: the seconds that each rank computed for its rows, and those of the whole step."""
+        """Record a step. seconds: what each rank computed, by rank; step_seconds: the whole step."""
         self._steps += 1
         if self._steps > WARMING_STEPS:
             self._whole.append(step_seconds)
@@ -100,11 +107,11 @@ class Balancer:
 
     @property
     def seconds_per_row(self) -> list[float]:
-        """By rank, the median of the window."""
+        """Median seconds per row over the last WINDOW_STEPS steps, by rank."""
         return [statistics.median(of_rank) for of_rank in zip(*self._seconds, strict=True)]
 
     def propose(self) -> SplitChange | None:
-        """A split that saves a tenth of a step or more; None without one, or too early."""
+        """A split that saves a tenth of a step or more; None without one or with too few recorded steps."""
         if len(self._seconds) < WINDOW_STEPS or self._steps < REST_STEPS:
             return None
         now = self.seconds_per_row
@@ -122,7 +129,7 @@ class Balancer:
         )
 
     def apply(self, shares: Sequence[int]) -> None:
-        """Use these rows per rank from now on."""
+        """Set the rows per rank of the next steps, and discard the recorded steps."""
         self.shares, self._steps = list(shares), 0
         self._seconds.clear()
         self._whole.clear()

@@ -34,7 +34,7 @@ LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
 
 @dataclass(frozen=True)
 class StepWork:
-    """Computation and transfers of a step over all ranks. Counts of parameters, not bytes."""
+    """The sizes that determine the cost of a step. tables, matrices and others are numbers of parameters."""
 
     tables: int  # embedding tables, together
     table_width: int  # values of one token's row in all tables
@@ -51,15 +51,16 @@ class StepWork:
 
 
 def _check(mode: str) -> None:
-    """Raise ValueError for a mode without a cost."""
+    """Raise ValueError if `mode` is not a sync mode."""
     if mode not in SYNC_MODES:
         raise ValueError(f"no cost is known for the sync mode {mode!r}, only for {', '.join(SYNC_MODES)}")
 
 
 def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
-    """Bytes that a rank sends in a step of so many rows; for local, the mean over its steps.
+    """Bytes that a rank sends in a step of `rows` rows over all ranks; for local, the mean over its steps.
 
-    Reduce and broadcast send (n-1)/n each. trainer.sync.payload counts the same with the code of the modes.
+    Per rank, reduce and broadcast each send (n-1)/n of the values. trainer.sync.payload computes the same
+    figure with the code of the modes.
     """
     _check(mode)
     copies = 2 * (world_size - 1) / world_size
@@ -75,7 +76,10 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Speeds by rank, the link between them, and the work of a step."""
+    """Predicts seconds per step from the speeds of the ranks, the link between them, and the work of a step.
+
+    by_speed: whether rows are split by speed, else equally; names: of the ranks; link: None with one rank.
+    """
 
     speeds: Sequence[Speed]
     link: Link | None
@@ -91,15 +95,15 @@ class CostModel:
 
     @property
     def owner_speeds(self) -> list[float]:
-        """Relative speeds by rank, by which the Muon matrices are assigned."""
+        """Relative speed of each rank, by which Muon matrices are assigned to owner ranks."""
         return relative_speeds([speed.muon for speed in self.speeds])
 
     def single_host(self, rows: int) -> tuple[float, int]:
-        """The single-host baseline: seconds of a step on the fastest rank alone, and that rank."""
+        """The single-host baseline: (seconds of a step of `rows` rows on the fastest rank, that rank)."""
         return min((speed.step_alone(rows), rank) for rank, speed in enumerate(self.speeds))
 
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
-        """Seconds of a step on all ranks, with the split of the run unless `shares` is given."""
+        """Predicted seconds of a step on all ranks. `shares`: rows per rank, by default self.shares(rows)."""
         _check(mode)
         shares = shares or self.shares(rows)
         compute = slowest([speed.row for speed in self.speeds], shares)
@@ -121,7 +125,7 @@ class CostModel:
         return compute + max(0.0, wire - hidden) + muon + adamw
 
     def _muon(self) -> float:
-        """Muon seconds of the slowest owner rank."""
+        """Seconds that the slowest owner rank takes for its Muon matrices."""
         costs = self.work.matrix_flops
         owners = assign_owners(costs, len(self.speeds), self.owner_speeds)
         total = sum(costs)
@@ -131,7 +135,10 @@ class CostModel:
         )
 
     def pays_from(self, mode: str, rows: int) -> int | None:
-        """The rows of a step from which all ranks beat the single-host baseline; None if not found."""
+        """The rows of a step, a multiple of `rows`, from which all ranks beat the single-host baseline.
+
+        None if that is not the case up to LARGEST * rows.
+        """
         for times in range(1, LARGEST + 1):
             if self.step(mode, times * rows) < self.single_host(times * rows)[0]:
                 return times * rows
@@ -139,7 +146,7 @@ class CostModel:
 
 
 def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
-    """The fastest of these modes; an earlier one unless a later one is clearly faster."""
+    """The fastest of `modes`. A mode must be faster by BETTER than those before it in the list."""
     best = modes[0]
     for mode in modes[1:]:
         if model.step(mode, rows) < (1 - BETTER) * model.step(best, rows):
@@ -154,7 +161,10 @@ def render_predictions(
     modes: Sequence[str],
     gpus: Mapping[str, Speed] | None = None,
 ) -> str:
-    """A table of seconds per step and tokens per second, by mode and batch. gpus: idle ones, by host."""
+    """A table of predicted seconds per step and tokens per second, by sync mode and batch size.
+
+    gpus: the speeds of idle GPUs, by host.
+    """
     batches = [times * rows for times in TIMES]
     head = ["predicted, s a step (tok/s)", *(f"{batch * sequence_len:,} tokens" for batch in batches)]
 
@@ -173,7 +183,7 @@ def render_predictions(
 
 @dataclass(frozen=True)
 class Prediction:
-    """The prediction that tracker and closing line compare with the run."""
+    """The predicted seconds of a step: with the sync mode of the run, and on the host `alone`."""
 
     sync: str
     step_seconds: float
@@ -188,12 +198,15 @@ class Prediction:
         return cls(**saved) if saved else None
 
     def against(self, seconds: float) -> str:
-        """Predicted 5.2 s a step, measured 5.4."""
+        """The sentence that compares prediction and measurement: "Predicted 5.2 s a step, measured 5.4."."""
         return f"Predicted {self.step_seconds:.3g} s a step, measured {seconds:.3g}."
 
 
 def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) -> str:
-    """A warning if the single-host baseline is faster, with the batch from which ranks pay; else empty."""
+    """The warning that the single-host baseline is faster than all ranks, else "".
+
+    It names the batch from which several ranks are faster.
+    """
     together, (alone, rank) = model.step(mode, rows), model.single_host(rows)
     if len(model.speeds) == 1 or together <= alone:
         return ""

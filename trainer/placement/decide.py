@@ -49,7 +49,7 @@ COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: the active rows of a sy
 
 @dataclass(frozen=True)
 class Placement:
-    """The decision of rank 0, equal on every rank. With `alone`, these ranks do not train."""
+    """The placement that rank 0 has decided, equal on every rank. If `alone` is set, the run moves there."""
 
     sync: str
     shares: tuple[int, ...]
@@ -58,7 +58,7 @@ class Placement:
     alone: FasterHost | None = None
 
     def saved(self) -> dict[str, Any]:
-        """As plain JSON, for checkpoints and the other ranks."""
+        """The placement as plain JSON values, for checkpoints and the other ranks."""
         return asdict(self)
 
     @classmethod
@@ -72,7 +72,7 @@ class Placement:
         )
 
     def tags(self) -> dict[str, str]:
-        """For the tracker."""
+        """The tags of the placement for the tracker: name -> text."""
         tags = {"arrangement.sync": self.sync}
         if self.owner_speeds:
             tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
@@ -86,7 +86,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of a rank: its speed, the link, and a GPU that is idle as other ranks have none."""
+    """The measurements of one rank. gpu: the speed of its GPU that is idle because other ranks have none."""
 
     speed: Speed
     link: Link | None
@@ -102,7 +102,10 @@ def measure_all(
     gpu: Numerics | None,
     batch_size: int,
 ) -> list[Measured]:
-    """The measurements of every rank. All measure at the same time: ranks on one host share it."""
+    """Measure on all ranks at the same time, as ranks of one host share it; returns the results by rank.
+
+    gpu: the numerics of an idle GPU of this rank; batch_size: rows of a micro-batch.
+    """
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
     on_gpu = measure_gpu(gpu, model, batch_size) if gpu else None
@@ -120,13 +123,13 @@ def measure_all(
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
-    """The work and the transfers of a step, for the cost model."""
+    """The sizes of a step of this run, for the cost model."""
     counts = model.param_counts()
     tables = counts["wte"] + counts["value_embeds"]
 
     @functools.cache
     def first_seen() -> NDArray[np.int64]:
-        """The row, in the order of the run, of the first occurrence of each token; ascending."""
+        """For each token, the number of the first row of the run that has it; sorted ascending."""
         count = min(COUNTED_TOKENS // config.sequence_len, len(data.train))
         rows = data.train[batch_rows(config.seed, 0, count, len(data.train))]
         _, first = np.unique(rows[:, :-1], return_index=True)
@@ -149,7 +152,7 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
 
 
 def rank_names(peers: Sequence[Peer]) -> list[str]:
-    """The host of each rank, with the rank if the host has several."""
+    """The name of each rank in messages: its host, or HOST/RANK if the host has several ranks."""
     counts = Counter(peer.host for peer in peers)
     return [peer.host if counts[peer.host] == 1 else f"{peer.host}/{peer.rank}" for peer in peers]
 
@@ -163,10 +166,11 @@ def decide(
     by_speed: bool,
     obstacles: Mapping[int, str],
 ) -> tuple[Placement, list[str]]:
-    """The placement, and lines to log about it. A pure function. by_speed: split the rows by speed.
+    """Decide the placement from the measurements of all ranks; returns (placement, lines to log). Pure.
 
-    Owner ranks are weighted by speed if anything is automatic. If the GPU of one host is faster than all
-    hosts together, `alone` names that host. obstacles: by rank, why the run cannot move there.
+    by_speed: split the rows by speed. Owner ranks are weighted by speed if shares or sync is auto. If the GPU
+    of one host is faster than all hosts together, `alone` names that host. obstacles: by rank, why the run
+    cannot move there.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -217,13 +221,16 @@ def _slowest_link(measured: Sequence[Measured]) -> Link | None:
 
 
 def broadcast_placement(group: Collectives, placement: Placement | None) -> Placement:
-    """The placement of rank 0, on every rank."""
+    """Broadcast the placement of rank 0; returns it on every rank. Other ranks' arguments are ignored."""
     mine = json.dumps(placement.saved()).encode() if placement is not None and group.rank == 0 else b""
     return Placement.load(json.loads(group.gather_bytes(mine)[0]))
 
 
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
-    """The placement of a checkpoint of the same hosts, except shares set by hand and a named sync mode."""
+    """Restore the placement that a checkpoint of the same hosts has in `meta`.
+
+    Rows per rank are restored only if `by_speed`, the sync mode only if it is automatic (`auto`).
+    """
     before = meta.get("arrangement") or {}
     return replace(
         placement,

@@ -3,8 +3,8 @@
     speed = measure_speed(model, optimizer, batch_size=2)   # all ranks at once, as in a step
     link = measure_link(group, device)
 
-By wall-clock time and for long enough, so that a CPU quota or another user slows the measurement as it will
-slow the run. Weights and optimizer state are overwritten: load them afterwards.
+Both measure wall-clock time for long enough that a CPU quota or another user slows the measurement as it will
+slow the run. measure_speed overwrites weights and optimizer state: load them afterwards.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.sync.buckets import add_only_active_rows
 
 LEAST_SECONDS = 0.6  # of each measurement: several periods of the kernel's CPU quota
 WARM_TIMES = 2  # the least repetitions in the mean; the first one also allocates memory and is excluded
-PATIENCE_SECONDS = 100.0  # for one figure; of slower work the first repetition counts
+PATIENCE_SECONDS = 100.0  # limit of one measurement; the first repetition counts if no second one fits
 LINK_BYTES = (4 * 2**20, 32 * 2**20)  # a payload, and a larger one for a fast link
 LINK_SECONDS = 0.15
 SHORT_MESSAGES = 8
@@ -32,20 +32,23 @@ SHORT_MESSAGES = 8
 
 @dataclass(frozen=True)
 class Speed:
-    """Seconds of a rank: forward and backward of one row, Muon on all matrices, AdamW on the rest."""
+    """Measured seconds of a rank. row: forward and backward of one row; muon, adamw: one step of each.
+
+    muon covers all Muon matrices, although a rank may own only some of them.
+    """
 
     row: float
     muon: float
     adamw: float
 
     def step_alone(self, rows: int) -> float:
-        """Seconds of a step of so many rows on this rank alone."""
+        """Predicted seconds of a step of `rows` rows on this rank alone."""
         return rows * self.row + self.muon + self.adamw
 
 
 @dataclass(frozen=True)
 class Link:
-    """Bytes per second that each rank sends in a long all-reduce, and the seconds of a short one."""
+    """bandwidth: bytes per second that a rank sends in a long all-reduce; latency: seconds of a short one."""
 
     bandwidth: float
     latency: float
@@ -81,7 +84,7 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
 
 
 def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
-    """Time one matrix of each shape, times the number of matrices of that shape."""
+    """Seconds of Muon on all matrices: times one matrix per shape and multiplies by their number."""
     matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
     total = 0.0
     for shape, matrix in matrices.items():
@@ -96,7 +99,10 @@ def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
 
 
 def _seconds_of(work: Callable[[], Any], least: float = LEAST_SECONDS) -> float:
-    """The mean seconds of some work after the first repetition, over `least` seconds; else the first."""
+    """The mean seconds of `work` over repetitions that take `least` seconds together, without the first one.
+
+    Repetitions end early before they exceed PATIENCE_SECONDS; if only the first one fits, it counts.
+    """
     times: list[float] = []
     began = time.monotonic()
     while sum(times[1:]) < least or len(times) <= WARM_TIMES:
@@ -116,7 +122,7 @@ def _synchronize(device: torch.device) -> None:
 def measure_link(group: Collectives, device: torch.device) -> Link | None:
     """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
 
-    Each rank has its own figures, from the same number of collectives.
+    All ranks run the same collectives; the bandwidth is a mean over ranks, the latency is this rank's.
     """
     if group.world_size == 1:
         return None

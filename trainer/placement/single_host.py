@@ -24,9 +24,10 @@ from trainer.placement.microbenchmark import Speed, measure_speed
 
 @dataclass(frozen=True)
 class FasterHost:
-    """A rank whose GPU is faster than all ranks on their CPUs, in seconds per step.
+    """A rank whose GPU is faster than all ranks on their CPUs.
 
-    obstacle: why the run cannot move to its host; empty if it can.
+    seconds: of a step on that GPU; together: of a step on all ranks; obstacle: why the run cannot move to its
+    host, empty if it can.
     """
 
     rank: int
@@ -46,10 +47,11 @@ class FasterHost:
         return f"sync is auto: {self.sentence(names)} That host should train alone."
 
     def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
-        """The end of these ranks: a process group cannot shrink, so the one host is started again."""
+        """The exception that ends all ranks so that the run starts on one host: a group cannot shrink."""
         host = peers[self.rank].host
         sentence = (
-            f"{self.sentence(names)} The run is for {host} alone, or for all with another sync than auto."
+            f"{self.sentence(names)} Train on {host} alone. To train on all of them, set sync to "
+            "another mode than auto."
         )
         return TransferToHost(sentence, host, self.seconds, self.together, "\n".join(table))
 
@@ -61,9 +63,10 @@ def find_obstacles(
     peers: Sequence[Peer],
     requested: bool,
 ) -> dict[int, str]:
-    """By rank, why a run that starts with this meta cannot move to the host of that rank.
+    """Why the run cannot move to the host of a rank, by rank. Ranks to which it can move are missing.
 
-    requested: whether a person started this attempt; nobody moves a run that has restarted by itself.
+    meta: of the state that the run starts with. requested: whether a person started this attempt, since a run
+    that has restarted by itself does not move.
     """
     why = ""
     if config.sync != "auto":
@@ -83,9 +86,10 @@ def find_obstacles(
 def find_faster_host(
     gpus: Mapping[int, Speed], rows: int, step: float, obstacles: Mapping[int, str]
 ) -> FasterHost | None:
-    """The fastest GPU, by rank, if its step of so many rows is shorter than `step` of all ranks.
+    """The rank whose GPU takes the fewest seconds for a step of `rows` rows; None if none beats `step`.
 
-    A GPU without an obstacle goes first.
+    gpus: the speeds of idle GPUs, by rank; step: seconds of a step on all ranks. A GPU without an obstacle
+    is preferred.
     """
     faster = [
         (rank in obstacles, gpu.step_alone(rows), rank)
@@ -99,7 +103,7 @@ def find_faster_host(
 
 
 def measure_gpu(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
-    """The speed of a model of this shape on the GPU; None if its memory is too small. Frees the GPU."""
+    """Measure a model of this shape on the GPU; None if its memory is too small. Frees the memory again."""
     torch.cuda.set_device(gpu.device)
     try:
         return _measured_on(gpu, model, batch_size)

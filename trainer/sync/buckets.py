@@ -33,9 +33,9 @@ class Owners:
 
 
 def add_only_active_rows(model: nn.Module) -> None:
-    """Let backward add only active rows to the gradient of an embedding, not a table of zeros elsewhere.
+    """Make backward add only the active rows to the gradients of embeddings, instead of whole tables.
 
-    The gradients must exist and be dense, as after `flatten_gradients`.
+    `.grad` of the embeddings must exist and be dense, as after `flatten_gradients`.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -45,10 +45,10 @@ def add_only_active_rows(model: nn.Module) -> None:
 
 
 def add_rows_deterministically(table: Tensor) -> None:
-    """Let backward add the rows of a repeated token in a fixed order.
+    """Make backward add the gradient rows of a repeated token to `table.grad` in a fixed order.
 
-    Autograd adds a sparse gradient by `index_add_`, which does so on a CPU and in any order on CUDA. There
-    `index_put_` sorts the rows first, so nothing remains for autograd to add.
+    Autograd adds a sparse gradient with `index_add_`, whose order is fixed on a CPU but not on CUDA. The hook
+    adds the rows with `index_put_`, which sorts them first, and leaves autograd an empty gradient.
     """
 
     def add(gradient: Tensor) -> Tensor:
@@ -61,9 +61,9 @@ def add_rows_deterministically(table: Tensor) -> None:
 
 
 def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
-    """The owner rank of each piece of work: the largest first, each to the rank that would finish it first.
+    """Assign pieces of work to ranks: the most expensive first, each to the rank that would finish it first.
 
-    `speeds` are relative, by rank; without them all are equal.
+    costs: one per piece. speeds: relative, by rank; empty: all equal. Returns the owner rank of each piece.
     """
     owners = [0] * len(costs)
     load = [0.0] * world_size
@@ -76,7 +76,7 @@ def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[floa
 
 
 def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One flat tensor of zeros, whose pieces become the `.grad` of the parameters."""
+    """Create one flat tensor of zeros and set the `.grad` of each parameter to a view of it; returns it."""
     flat = _flat_like(parameters)
     for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
         parameter.grad = piece
@@ -85,7 +85,7 @@ def flatten_gradients(parameters: Sequence[nn.Parameter]) -> Tensor:
 
 @torch.no_grad()
 def flatten_weights(parameters: Sequence[nn.Parameter]) -> Tensor:
-    """One flat tensor with the values of the parameters, which become views of its pieces."""
+    """Copy the parameters into one flat tensor and make each one a view of it; returns the flat tensor."""
     flat = _flat_like(parameters)
     for parameter, piece in zip(parameters, _pieces(flat, parameters), strict=True):
         piece.copy_(parameter)

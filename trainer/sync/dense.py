@@ -17,7 +17,7 @@ from trainer.sync.mode import SyncMode
 
 
 class Dense(SyncMode):
-    """Reduces all gradients after backward, broadcasts all weights after the step."""
+    """Reduces all gradients after backward; broadcasts the weights of the Muon matrices after the step."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer

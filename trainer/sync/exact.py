@@ -23,7 +23,10 @@ from trainer.sync.mode import SyncMode
 
 @dataclass
 class Bucket:
-    """Gradients that are sent together: of lm_head, or of one layer and owner rank (then with weights)."""
+    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
+
+    owner: the owner rank; weights: the flat weights of the matrices. Both are None for lm_head.
+    """
 
     parameters: list[nn.Parameter]
     gradients: Tensor  # flat; the parameters' gradients are its pieces
@@ -34,7 +37,7 @@ class Bucket:
 
 
 class Exact(SyncMode):
-    """Active rows of embeddings, and buckets that are sent in one order on all ranks."""
+    """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         self._group, self._optimizer = group, optimizer
@@ -160,11 +163,11 @@ class Exact(SyncMode):
         return self._group.start_all_reduce(rows)
 
     def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
-        """Start the second half of a sum that has two: none here."""
+        """Start the second transfer of the sums. Exact has one transfer per sum; Fast overrides this."""
         return pending
 
     def _finish_bucket(self, bucket: Bucket) -> None:
-        """Wait for the sums of a bucket, and divide them."""
+        """Wait for the sums of a bucket, and divide them by the tokens of the step."""
         self._group.wait(bucket.pending)
         bucket.gradients.div_(self._tokens)
 

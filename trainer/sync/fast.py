@@ -21,7 +21,7 @@ TRANSFER_DTYPE = torch.bfloat16
 
 
 class Fast(Exact):
-    """Buckets and rows as in Exact; the transfers differ."""
+    """Sends the same buckets and rows as Exact, rounded to bfloat16."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)
@@ -35,7 +35,10 @@ class Fast(Exact):
         return self._start_reduce(bucket.gradients, bucket.owner)
 
     def _start_reduce(self, flat: Tensor, owner: int) -> Pending:
-        """Add the rounded values of the others to those of the owner; unchanged on the other ranks."""
+        """Start to add the values of all ranks to `flat` of the owner rank. Those of other ranks are rounded.
+
+        `flat` of the other ranks does not change.
+        """
         rounded = flat.to(TRANSFER_DTYPE)
         if self._group.rank != owner:
             return self._group.start_gather(rounded, None, owner)
@@ -53,9 +56,9 @@ class Fast(Exact):
         return self._start_all_reduce(rows)
 
     def _start_all_reduce(self, flat: Tensor) -> Pending:
-        """The sum over all ranks on each: every rank sums one part and broadcasts it, rounded.
+        """Start an all-reduce in two transfers: each rank sums one part, then broadcasts it rounded.
 
-        The result of the first wait is the second half, to be waited for too.
+        The wait for the first transfer starts the second one and returns its Pending.
         """
         parts = list(flat.tensor_split(self._group.world_size))
         reduced = [self._start_reduce(part, owner) for owner, part in enumerate(parts)]

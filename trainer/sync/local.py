@@ -41,7 +41,7 @@ from trainer.sync.quantize import Quantizer
 TAIL_STEPS = 32
 NEVER = -(2**40)
 ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoint
-COUNT_BYTES = 8  # the tokens of a rank, after its values
+COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed values
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Outer:
 
 
 class SyncRound(NamedTuple):
-    """A sync round in flight: the pseudo-gradients of one fragment."""
+    """A sync round in flight: the transfer of the pseudo-gradients of one fragment."""
 
     started_at: int
-    sent_parameters: list[Tensor]  # the parameters of this rank at its start
+    sent_parameters: list[Tensor]  # the parameters of this rank at the start of the round
     rows: Tensor | None
     decay: float  # factor on a row without tokens
     table: Tensor  # (world_size, bytes)
     pending: Pending
 
     def common_state(self) -> ParameterState:
-        """The part that is equal on all ranks, after the wait."""
+        """The state that is equal on all ranks, for a checkpoint. The transfer must be complete."""
         state = {
             f"{ROUND}step": torch.tensor(self.started_at),
             f"{ROUND}kept": torch.tensor(self.decay, dtype=torch.float64),
@@ -82,7 +82,7 @@ class SyncRound(NamedTuple):
 
     @classmethod
     def from_state(cls, state: ParameterState, sent_parameters: list[Tensor]) -> SyncRound:
-        """The round of a `common_state`, with its bytes."""
+        """Rebuild a round from its `common_state`. Its transfer is complete; its outer step is not taken."""
         device = sent_parameters[0].device
         rows = state.get(f"{ROUND}rows")
         return cls(
@@ -112,14 +112,17 @@ class Fragment:
         self.sync_round: SyncRound | None = None
 
     def rows(self) -> Tensor | None:
-        """Of an embedding, the rows that may differ between ranks; equal on every rank."""
+        """For an embedding, the indices of the rows that may differ between ranks; None for other fragments.
+
+        The result is equal on every rank.
+        """
         if self.active_at is None:
             return None
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
 
 class Local(SyncMode):
-    """Local steps on the parameters of this rank, outer steps on the outer parameters."""
+    """Steps the parameters of this rank locally, and the outer parameters in sync rounds of all ranks."""
 
     def __init__(
         self, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
@@ -140,7 +143,7 @@ class Local(SyncMode):
     # -- a step ----------------------------------------------------------------------------------------
 
     def begin_step(self, active: Tensor) -> None:
-        """`active` has the rows of all ranks, those of this rank included."""
+        """Set all gradients to 0. active: the token ids in the inputs of all ranks, this rank included."""
         tables = {f.parameters[0] for f in self._tables}
         for p in self._model.parameters():
             assert p.grad is not None
@@ -189,7 +192,7 @@ class Local(SyncMode):
 
     @torch.no_grad()
     def _start_round(self, fragment: Fragment) -> None:
-        """Start to send the pseudo-gradient of this rank since the last round."""
+        """Start to exchange the pseudo-gradients since the last round, with an all-gather."""
         rows = fragment.rows()
         deltas = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
         delta = torch.cat([_rows_of(delta, rows).flatten() for delta in deltas])
@@ -249,7 +252,7 @@ class Local(SyncMode):
                 self._finish_round(fragment)
 
     def _wait(self, sync_round: SyncRound) -> SyncRound:
-        """The same round with its bytes; its outer step is not taken."""
+        """Wait for the transfer of a round, without its outer step; returns the round as complete."""
         self._group.wait([sync_round.pending])
         return sync_round._replace(pending=_done)
 
@@ -342,7 +345,7 @@ def _make_fragments(model: nn.Module, steps: int) -> list[Fragment]:
 
 
 def _done() -> None:
-    """A wait that is over."""
+    """The Pending of a transfer that is complete."""
 
 
 def _rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
@@ -350,7 +353,7 @@ def _rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
 
 
 def _write_rows(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
-    """Copy `flat` into tensors, or into these rows of the only one."""
+    """Copy `flat` into `tensors`; with `rows`, into these rows of tensors[0], the only one."""
     if rows is not None:
         tensors[0][rows] = flat.view(len(rows), -1)
         return

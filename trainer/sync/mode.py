@@ -3,7 +3,7 @@
 sync = make_sync("dense", group, model, optimizer)
 sync.begin_step(active); loss.backward()
 with sync.last_backward(): loss.backward()
-sync.reduce_gradients(tokens, mine)    # sum over ranks, divided once by all tokens
+sync.reduce_gradients(tokens, mine)    # starts the sums over ranks
 sync.step()                            # the optimizer step of this rank
 sync.broadcast()                       # its results to all ranks
 with sync.shared_parameters(): evaluate(model)    # equal on all ranks, in every mode
@@ -21,57 +21,69 @@ from trainer.optim.muon_adamw import ParameterState
 
 
 class SyncMode(Protocol):
-    """What the training loop calls.
+    """The methods of a sync mode, in the order in which the training loop calls them.
 
     The methods from `is_idle` on have defaults for a mode whose ranks hold equal bytes after each step.
     """
 
     def begin_step(self, active: Tensor) -> None:
-        """Start a step with zero gradients. `active`: the input ids of all ranks, each once, ascending."""
+        """Set all gradients to 0 for a new step.
+
+        active: the token ids in the inputs of all ranks, each once, ascending: the active embedding rows.
+        """
 
     def last_backward(self) -> AbstractContextManager[None]:
-        """Within it, the last backward of the step runs: finished gradients may be sent at once."""
+        """Context of the last backward of a step, in which a mode may send gradients once they are final."""
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
-        """Reduce the gradients to the ranks that need them, or start to.
+        """Start to reduce the gradients. Afterwards no rank necessarily holds all reduced gradients.
 
-        tokens: of the step; mine: of this rank, 0 for an equal part.
+        The gradient of a Muon matrix is reduced to its owner rank only, all others to every rank; both are
+        divided by `tokens`. dense does so here; exact and fast complete it in `step`. local reduces nothing:
+        each rank divides its own gradients by `mine`.
+        tokens: of the step, over all ranks; mine: those of this rank, 0 for an equal part.
         """
 
     def step(self) -> None:
-        """Step the parameters that this rank owns, and those that every rank steps."""
+        """Take the optimizer step for the parameters that this rank owns and those that every rank steps."""
 
     def broadcast(self) -> None:
-        """Broadcast the parameters that owner ranks have stepped."""
+        """Complete the broadcast of the parameters that owner ranks have stepped."""
 
     def is_idle(self) -> bool:
         """Whether no transfer is in flight between two steps; equal on all ranks."""
         return True
 
     def owner_of(self, name: str) -> int | None:
-        """The owner rank of a parameter's optimizer state; None if rank 0 has all of it."""
+        """The owner rank of the parameter `name` and its optimizer state; None if every rank steps it."""
         return None
 
     def finish(self) -> None:
         """After the last step: complete transfers, so that all ranks hold equal parameters."""
 
     def shared_parameters(self) -> AbstractContextManager[None]:
-        """Within it, the model has parameters that are equal on all ranks, for reading only.
+        """Context in which the model holds parameters that are equal on all ranks, for reading only.
 
         All ranks enter it after the same step. It does not change the training.
         """
         return nullcontext()
 
     def common_state(self) -> dict[str, ParameterState]:
-        """The state of the mode by parameter, equal on all ranks. All call it, within `shared_parameters`.
+        """The state of the mode that is equal on all ranks, by parameter name, for a checkpoint.
 
-        Transfers in flight are waited for and included.
+        All ranks call it, within `shared_parameters`. It waits for transfers in flight and includes them.
         """
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """The state that differs between ranks, besides that of the optimizer; within `shared_parameters`."""
+        """The state of the mode that differs between ranks, for a checkpoint; {} if ranks are equal.
+
+        Call it within `shared_parameters`. The state of the optimizer is not included.
+        """
         return {}
 
     def load(self, step: int, common: Mapping[str, ParameterState], own: Mapping[str, Tensor]) -> None:
-        """Resume after `step`; the model holds the shared parameters, the start of a rank without `own`."""
+        """Restore the mode as it was after `step`, from results of `common_state` and `rank_state`.
+
+        The model holds the shared parameters; a rank whose `own` is empty continues from them.
+        """

@@ -19,7 +19,10 @@ from trainer.sync.mode import SyncMode
 def make_sync(
     mode: str, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
 ) -> SyncMode:
-    """The sync mode of that name over this model's parameters; `outer` configures `local`."""
+    """Create the sync mode named `mode` for the parameters of `model`; `outer` configures local.
+
+    With one rank, fast is exact. Raises ConfigError for an unknown name.
+    """
     if mode == "local":
         return Local(group, model, optimizer, outer)
     modes: dict[str, Callable[[Collectives, nn.Module, MuonAdamW], SyncMode]]

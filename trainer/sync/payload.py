@@ -2,8 +2,8 @@
 
     predicted_bytes("exact", model_config, world_size=2, rank=0, active_rows=2000)
 
-The code of the mode runs a step on meta tensors, in a group that only counts. The result is that of
-Collectives.bytes_sent, without the step report, some hundred bytes.
+The code of the mode runs a step on meta tensors, in a group that only counts bytes. A real step adds the step
+report, some hundred bytes, to Collectives.bytes_sent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def predicted_bytes(
     active_rows: int = 0,
     outer: Outer | None = None,
 ) -> int:
-    """Bytes that `rank` sends in a step; of `local`, which `outer` describes, the mean of its steps.
+    """Bytes that `rank` sends in a step; for local, with the settings `outer`, the mean over its steps.
 
     `active_rows` is the number of different input tokens of a step over all ranks: the rows of each embedding
     that exact and fast send. For `local` it counts all steps between two sync rounds and the 32 before. Ranks
@@ -57,7 +57,7 @@ def predicted_bytes(
 
 
 class CountingGroup(Collectives):
-    """A rank of a group without peers, which counts and sends nothing."""
+    """Collectives without peers: counts the bytes that a rank would send, and sends nothing."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         super().__init__(RankEnv(rank=rank, world_size=world_size), [])
@@ -67,7 +67,7 @@ class CountingGroup(Collectives):
 
 
 class NoOpOptimizer(MuonAdamW):
-    """Has the parameter groups of the optimizer; its steps do nothing."""
+    """A MuonAdamW with the parameter groups of `model` whose steps do nothing."""
 
     def __init__(self, model: GPT) -> None:
         groups = build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0).param_groups

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 256  # values that share a scale: 4 bytes on 128 or 256
+BLOCK = 256  # values that share a scale of 4 bytes; their codes take 128 or 256 bytes
 
 
 class Quantizer:
@@ -25,11 +25,11 @@ class Quantizer:
 
     @property
     def bytes_per_value(self) -> float:
-        """For float32 values, the scales included."""
+        """Bytes that one packed float32 value takes, its part of the scale included."""
         return self.bits / 8 + (4 / BLOCK if self.bits < 32 else 0)
 
     def pack(self, values: Tensor) -> Tensor:
-        """The bytes, uint8, of flat `values`."""
+        """Pack a flat tensor of floats into a flat uint8 tensor: codes, then scales."""
         if self.bits == 32:
             return values.clone().view(torch.uint8)
         blocks = _in_blocks(values.float())
@@ -42,7 +42,7 @@ class Quantizer:
         return torch.cat([codes.view(torch.uint8), scales.flatten().view(torch.uint8)])
 
     def unpack(self, packed: Tensor, n: int, dtype: torch.dtype) -> Tensor:
-        """The `n` values that were packed, as near as their bits let them be."""
+        """The `n` values of `packed`, flat, as `dtype`; with 4 or 8 bits they are rounded."""
         if self.bits == 32:
             return packed.clone().view(dtype)
         count = -(-n // BLOCK)
