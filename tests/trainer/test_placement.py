@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -341,7 +342,7 @@ def test_shares_as_text(tmp_path: Path) -> None:
 def test_a_prediction_is_held_against_the_outcome() -> None:
     prediction = Prediction("exact", 5.213, 8.0, "tower")
     assert prediction.against(5.44) == "Predicted 5.21 s a step, measured 5.44."
-    assert Prediction.load(prediction.saved()) == prediction
+    assert Prediction.load(asdict(prediction)) == prediction
     assert Prediction.load(None) is None
 
 

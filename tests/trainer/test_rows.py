@@ -15,7 +15,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.directory import prepare_corpus
 from trainer.data.loader import permutation
 from trainer.data.packing import fill_rows
-from trainer.data.rows import Rows, pack, row_dtype
+from trainer.data.rows import pack, row_dtype
 from trainer.data.sources import shard_texts
 from trainer.data.tokenizer import Tokenizer
 from trainer.outcome import conclude
@@ -117,9 +117,8 @@ def test_no_documents_make_no_rows() -> None:
 
 def test_packed_rows_hold_the_text_of_the_shards(data_dir: Path) -> None:
     info = pack(data_dir, 16)
-    rows = Rows(info.path)
     tokenizer = Tokenizer.load(data_dir / "tokenizer")
-    train, val = rows.split("train"), rows.split("val")
+    train, val = info.open("train"), info.open("val")
     assert info.packed
     assert train.shape == (info.train_rows, 17)
     assert val.shape == (info.val_rows, 17)
@@ -170,7 +169,7 @@ def test_rows_do_not_depend_on_threads_or_on_how_text_is_handed_to_them(
 
 def test_rows_of_other_data_go_and_those_of_other_lengths_stay(data_dir: Path) -> None:
     old = pack(data_dir, 16)
-    mapped = Rows(old.path).split("train")
+    mapped = old.open("train")
     before = mapped.copy()
     kept = pack(data_dir, 24)
     assert old.path.is_dir()
@@ -184,7 +183,7 @@ def test_rows_of_other_data_go_and_those_of_other_lengths_stay(data_dir: Path) -
 
 def test_reading_a_batch_copies_only_its_rows(data_dir: Path) -> None:
     info = pack(data_dir, 16)
-    train = Rows(info.path).split("train")
+    train = info.open("train")
     with open(info.path / "train.bin", "wb") as file:  # a file of 2 GiB without a byte on the disk
         file.truncate(2**31)
     big = np.memmap(info.path / "train.bin", dtype=train.dtype, mode="r", shape=(2**31 // 34, 17))
@@ -271,10 +270,9 @@ def test_damaged_rows_are_packed_again(data_dir: Path, damage: str) -> None:
         file.unlink()
     else:
         (info.path / "meta.json").write_text("{")
-    with pytest.raises(DataError, match="has no complete rows"):
-        Rows(info.path)
-    assert pack(data_dir, 16).packed
-    assert len(Rows(info.path).split("train")) == info.train_rows
+    again = pack(data_dir, 16)
+    assert again.packed
+    assert len(again.open("train")) == info.train_rows
 
 
 def _pack_in_process(data_dir: Path, queue: Any) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from trainer.data import DataError, directory, files, prepare, shards
 from trainer.data.directory import prepare_corpus, prepare_shards
-from trainer.data.rows import Rows, pack
+from trainer.data.rows import pack
 from trainer.data.shards import find_shards, inspect, parse_sums
 from trainer.data.sources import shard_texts, text_columns
 
@@ -70,8 +70,8 @@ def test_order_split_and_bytes_are_kept(upstream: Path, tmp_path: Path) -> None:
         assert shard["text_bytes"] == sum(len(text.encode()) for text in texts)
         assert shard["bytes"] == (upstream / shard["name"]).stat().st_size
     assert manifest["documents"] == 4 * DOCUMENTS
-    rows = Rows(pack(tmp_path / "data", 16).path)
-    assert len(rows.split("train")) > len(rows.split("val")) > 0
+    rows = pack(tmp_path / "data", 16)
+    assert len(rows.open("train")) > len(rows.open("val")) > 0
 
 
 def test_they_are_linked_where_possible(upstream: Path, tmp_path: Path) -> None:

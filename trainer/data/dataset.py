@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from trainer.data import DataError
 from trainer.data.corpus import MANIFEST
 from trainer.data.files import file_sha256
-from trainer.data.rows import SPLITS, Rows, RowsInfo, pack
+from trainer.data.rows import SPLITS, RowsInfo, pack
 from trainer.data.split import Split
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
@@ -43,13 +43,12 @@ class Dataset:
                 f"--source FOLDER --out {data_dir}"
             )
         info = pack(data_dir, sequence_len, threads)
-        rows = Rows(info.path)
         hashes = {
             "manifest": file_sha256(data_dir / MANIFEST)[:16],
             "tokenizer": file_sha256(data_dir / "tokenizer" / FILE_NAME)[:16],
             "rows": info.digest[:16],
         }
         train, val = (
-            Split(rows.split(name), info.sums[name], str(info.path / f"{name}.bin")) for name in SPLITS
+            Split(info.open(name), info.sums[name], str(info.path / f"{name}.bin")) for name in SPLITS
         )
         return cls(Tokenizer.load(data_dir / "tokenizer"), info, train, val, hashes)

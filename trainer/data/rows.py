@@ -1,6 +1,6 @@
 """Packs the shards of a data directory into files of rows of T+1 tokens, and memory-maps these files.
 
-    info = pack(data_dir, sequence_len); rows = Rows(info.path).split("train")
+    info = pack(data_dir, sequence_len); rows = info.open("train")
 
 packing.py fills the rows. The sha256 of each file is stored when it is packed and verified whenever `pack`
 finds the file. The same pass over the bytes computes the checksum of each row for split.py.
@@ -59,6 +59,15 @@ class RowsInfo:
     @property
     def row_bytes(self) -> int:
         return (self.sequence_len + 1) * row_dtype(self.vocab_size).itemsize
+
+    def open(self, split: str) -> NDArray[Any]:
+        """The rows of "train" or "val", shape (n, T+1), memory-mapped: only indexed ones are read."""
+        return np.memmap(
+            self.path / f"{split}.bin",
+            dtype=row_dtype(self.vocab_size),
+            mode="r",
+            shape=(getattr(self, f"{split}_rows"), self.sequence_len + 1),
+        )
 
 
 def row_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -278,35 +287,3 @@ def _read_sums(path: Path, row_bytes: int, progress: Progress) -> tuple[str, NDA
             sums.append(row_sums(np.frombuffer(block, dtype=np.uint8).reshape(-1, row_bytes)))
             progress.add(len(block))
     return sha256.hexdigest(), np.concatenate(sums)
-
-
-class Rows:
-    """The memory-mapped rows of one folder `rows/<digest16>`. Checksums are not verified.
-
-    A row is read from the disk when it is indexed. The constructor raises DataError if the folder is
-    incomplete.
-    """
-
-    def __init__(self, path: Path | str) -> None:
-        self.path = Path(path)
-        try:
-            digest = json.loads((self.path / "meta.json").read_bytes())["digest"]
-        except (OSError, ValueError, KeyError, TypeError):
-            digest = ""
-        info = _read_info(self.path, digest)
-        if info is None:
-            raise DataError(
-                f"{self.path} has no complete rows. Make them with: python -m trainer prepare --rows"
-            )
-        self.info = info
-
-    def split(self, name: str) -> NDArray[Any]:
-        """The rows of the split `name`, "train" or "val", as a read-only memory map of shape (n, T+1)."""
-        if name not in SPLITS:
-            raise ValueError(f"there is no split {name!r}, only {' and '.join(SPLITS)}")
-        return np.memmap(
-            self.path / f"{name}.bin",
-            dtype=row_dtype(self.info.vocab_size),
-            mode="r",
-            shape=(getattr(self.info, f"{name}_rows"), self.info.sequence_len + 1),
-        )

@@ -190,9 +190,6 @@ class Prediction:
     alone_seconds: float
     alone: str
 
-    def saved(self) -> dict[str, Any]:
-        return dict(self.__dict__)
-
     @classmethod
     def load(cls, saved: Mapping[str, Any] | None) -> Prediction | None:
         return cls(**saved) if saved else None

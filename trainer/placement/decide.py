@@ -77,7 +77,7 @@ class Placement:
         if self.owner_speeds:
             tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
         if self.prediction:
-            tags |= {f"predicted.{name}": str(value) for name, value in self.prediction.saved().items()}
+            tags |= {f"predicted.{name}": str(value) for name, value in asdict(self.prediction).items()}
         return tags
 
     def digest(self) -> str:
