@@ -179,7 +179,7 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
         return state
     if found:
         raise ConfigError(
-            f"None of the {len(found)} checkpoint(s) in {folder} is whole. Move the folder away to start "
+            f"None of the {len(found)} checkpoint(s) in {folder} is undamaged. Move the folder away to start "
             "from step 0."
         )
     return None
@@ -277,7 +277,9 @@ def _loading(path: Path) -> Iterator[None]:
             raise
         if error.errno in DAMAGE:
             raise DamagedCheckpointError(f"{path} is missing or damaged: {error.strerror}.") from None
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. It is left as it is.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. The file is unchanged: check its permissions and disk."
+        ) from None
 
 
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
@@ -450,7 +452,7 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
     if hashes.get("tokenizer", tokenizer) != tokenizer:
         raise DataError(
             f"The run {run_id} would start with weights for another tokenizer than that of its data. Import "
-            "theirs: python -m trainer import --from-nanochat PATH --data-dir DIR"
+            "their tokenizer: python -m trainer import --from-nanochat PATH --data-dir DIR"
         )
 
 

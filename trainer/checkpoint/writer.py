@@ -120,7 +120,8 @@ class CheckpointWriter:
                 return
             reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
-                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}."
+                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}. "
+                "Check that disk (df, dmesg) and train again."
             )
             return
         self.shortage = None

@@ -136,7 +136,8 @@ def check_layout(records: list[Record]) -> None:
     if named and found != named:
         raise Final(
             f"The ranks are not on the hosts of the run file, in its order: it names {', '.join(named)}, and "
-            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or render it again."
+            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or write "
+            "the run file again (ansible-playbook train.yml does)."
         )
 
 
@@ -159,7 +160,10 @@ def _exchange(
         _leave(store, mine.rank, world_size)
         return records
     except RuntimeError as error:
-        raise Retryable(f"The rendezvous store was lost during the consistency check: {error}") from None
+        raise Retryable(
+            "The rendezvous store was lost during the consistency check: rank 0 or its host has ended, or "
+            f"the network was interrupted. Read the log of rank 0. ({error})"
+        ) from None
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:

@@ -49,12 +49,13 @@ def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> 
     odd = minority_ranks(checksums)
     who = " and ".join(f"{group.peers[rank]} with {checksums[rank] >> 32} active rows" for rank in odd)
     if len(odd) < group.world_size:
-        found = f"another batch for step {step} than the others was read by {who}"
+        found = f"{who} read another batch for step {step} than the other ranks"
     else:
-        found = f"the ranks have read different batches for step {step}, and which is right is open: {who}"
+        found = f"ranks read different batches for step {step}, and no majority shows which is right: {who}"
     raise Retryable(
-        f"{found[0].upper()}{found[1:]}. Each row was as it was packed, so a bit has changed in memory "
-        "since. The next attempt reads it again. Does it happen again, test the memory there (memtest86+)."
+        f"{found[0].upper()}{found[1:]}. Each row matched its checksum, so a bit has changed in memory "
+        "since. The next attempt reads the batch again. If this happens again, test the memory of that host "
+        "(memtest86+)."
     )
 
 
@@ -141,8 +142,8 @@ class ParameterCheck:
         odd = [(peer, names) for peer, names in zip(self._group.peers, found, strict=True) if names]
         what = f"Step {self.recheck_at}, after which the parameters once differed, is computed again"
         if len(odd) == self._group.world_size:
-            return f"{what}: all ranks hold other bytes than then, so it stays open which had changed."
-        who = "; ".join(f"{peer} held something else then, in {_some(names)}" for peer, names in odd)
+            return f"{what}: all ranks have other values now, so it is unknown which of them was wrong."
+        who = "; ".join(f"{peer} had other values then, in {_some(names)}" for peer, names in odd)
         return f"{what}: {who}. {REMEDY}"
 
 

@@ -1,6 +1,5 @@
 """Import of a nanochat checkpoint into a run directory.
 
-adopt_tokenizer(tokenizer, Path("data"))
 adopt_checkpoint(pair, tokenizer, Path("runs/mine"))
 """
 
@@ -82,7 +81,7 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
 
 
 def _same(path: Path, weights: dict[str, torch.Tensor], config: RunConfig) -> bool:
-    """Whether the checkpoint at `path` has these weights and settings."""
+    """Whether the checkpoint at `path` has exactly these weights and settings."""
     try:
         state = storage.load(path)
     except storage.DamagedCheckpointError:

@@ -56,12 +56,13 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
     missing = [name for name in fields if name not in values]
     if unknown:
         raise ConfigError(
-            f"The model_config in {path} has {', '.join(unknown)}, which are unknown: another model."
+            f"The model_config in {path} has unknown fields ({', '.join(unknown)}): it describes another "
+            "model, which cannot be imported."
         )
     if missing:
         raise ConfigError(
             f"The model_config in {path} lacks {', '.join(missing)}: it is of an older nanochat, whose model "
-            "computes something else."
+            "computes something else and cannot be imported."
         )
     for name, kind in fields.items():
         value = values[name]
