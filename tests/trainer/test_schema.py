@@ -281,7 +281,7 @@ def test_a_file_that_may_not_be_read_is_no_damage(run_dir: Path, monkeypatch: py
 
     monkeypatch.setattr(storage, "file_sha256", refuse)
     with pytest.raises(
-        ConfigError, match=r"cannot be read: Permission denied\. It is left as it is\."
+        ConfigError, match=r"cannot be read: Permission denied\. The file is unchanged: check its"
     ) as caught:
         storage.newest(run_dir / "checkpoints", lambda text: None)
     assert not isinstance(caught.value, DamagedCheckpointError)

@@ -170,7 +170,7 @@ def test_checksums_are_read_as_sha256sum_writes_them() -> None:
 def test_what_is_no_folder_of_shards_is_a_sentence(upstream: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="There is no folder"):
         find_shards(tmp_path / "nowhere")
-    with pytest.raises(DataError, match="is no folder"):
+    with pytest.raises(DataError, match="is not a folder"):
         find_shards(upstream / "shard_00000.parquet")
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match=r"no \.parquet file in .*--source instead"):

@@ -1,8 +1,9 @@
-"""The state of a rank at a checkpoint, in sync mode local: a file on its own host.
+"""The state of one rank at a checkpoint, in sync mode local: a file on the host of the rank.
 
-own/step_000100-rank1.pt: the parameters of the rank, which differ from the outer parameters, those that it
-sent to a sync round in flight, the error feedback and, except on rank 0, the optimizer state. meta.json on
-the coordinator has the sha256 of each file; a rank without its file resumes from the coordinator's state.
+own/step_000100-rank1.pt has the rank's parameters, which differ from the outer parameters; the parameters
+that it sent to an unfinished sync round; the error feedback; and, except on rank 0, the optimizer state.
+meta.json on the coordinator has the sha256 of each file. A rank without its file resumes from the state of
+the coordinator.
 """
 
 from __future__ import annotations
@@ -29,9 +30,11 @@ def save_rank_state(
     optim: Mapping[str, ParameterState],
     keep: int,
 ) -> str:
-    """Write the file of this rank and return its sha256; keep the newest `keep` + 1. Raises OSError.
+    """Write the state file of this rank and return its sha256. Raises OSError.
 
-    The coordinator writes the checkpoint of this step later; until then a run resumes from an earlier one.
+    `own` are tensors by name, `optim` the optimizer state by parameter name. The newest `keep` + 1 files
+    stay: the coordinator writes the checkpoint of this step later, and until then a run resumes from an
+    earlier one.
     """
     folder = run_dir / "own"
     folder.mkdir(exist_ok=True)
@@ -56,7 +59,10 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """The state that `save_rank_state` wrote for this meta.json; None if it is missing or another."""
+    """The tensors by name and the optimizer state that `save_rank_state` wrote at the step of this meta.json.
+
+    None if the file of `rank` is missing, or if its sha256 is not the one in `meta`.
+    """
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)
     try:

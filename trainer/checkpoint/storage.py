@@ -5,8 +5,8 @@ step_000100/model.safetensors     parameters by name; model.pt up to schema 2
             tokenizer/            so that a checkpoint can be sampled from alone
             meta.json             schema, step, config, losses, and the sha256 of every file above
 
-Rates follow from configuration and step, the rows of a step from (seed, step), and samples have their own
-generator: step and seed are the whole state of schedules, data and randomness.
+Learning rates follow from configuration and step, the batch of a step from seed and step, and samples have
+their own generator: step and seed are the whole state of schedules, data and randomness.
 """
 
 from __future__ import annotations
@@ -64,12 +64,16 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
 class DamagedCheckpointError(ConfigError):
-    """A damaged checkpoint; the message names the file."""
+    """Raised for a damaged checkpoint; the message names the file."""
 
 
 @dataclass
 class State:
-    """The state of a run at a step: the content of a checkpoint, and of the broadcast at the start."""
+    """The state of a run at a step: the content of a checkpoint, and of the broadcast at the start.
+
+    `meta` is the content of meta.json, `model` the parameters by name, `optim` the optimizer state by
+    parameter name.
+    """
 
     meta: dict[str, Any]
     model: dict[str, Tensor]
@@ -84,9 +88,10 @@ class State:
 
 
 def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
-    """Write `state` as the checkpoint of its step, then delete all but the newest `keep` and the best.
+    """Write `state` as the checkpoint of its step to `folder`; returns the path of the checkpoint.
 
-    Raises OSError; earlier checkpoints are then unchanged.
+    Then deletes all checkpoints but the newest `keep` and the best. Raises OSError; earlier checkpoints are
+    then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -123,7 +128,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
 
 
 def drop_older(folder: Path) -> None:
-    """Delete all checkpoints but the newest and the best."""
+    """Delete all checkpoints in `folder` but the newest and the best."""
     remove_leftovers(folder)
     spared = best(folder)
     for old in checkpoints(folder)[1:]:
@@ -132,13 +137,16 @@ def drop_older(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The checkpoints under `folder`, newest first."""
+    """The checkpoint directories in `folder`, newest first."""
     found = [path for path in folder.glob("step_*") if path.is_dir() and path.name[5:].isdigit()]
     return sorted(found, key=lambda path: int(path.name[5:]), reverse=True)
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the fewest validation bits per byte, of those that were evaluated at their step."""
+    """The checkpoint in `folder` with the lowest validation bits per byte; None if there is none.
+
+    Only checkpoints with an evaluation at their own step count.
+    """
     evaluated: list[tuple[float, Path]] = []
     for path in checkpoints(folder):
         try:
@@ -151,10 +159,10 @@ def best(folder: Path) -> Path | None:
 
 
 def newest(folder: Path, log: Callable[[str], None]) -> State | None:
-    """The newest good checkpoint; None if there is none.
+    """Read the newest checkpoint in `folder` that is not damaged; None if the folder has no checkpoint.
 
-    A damaged one is logged, skipped and renamed to damaged_step_NNNNNN. Raises ConfigError for one that is
-    not damaged and cannot be loaded: it is of a newer release, or memory is short.
+    A damaged one is logged, skipped and renamed to damaged_step_NNNNNN. Raises ConfigError if all are
+    damaged, or if one is intact and cannot be loaded: a newer release wrote it, or memory is short.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
@@ -171,30 +179,34 @@ def newest(folder: Path, log: Callable[[str], None]) -> State | None:
         return state
     if found:
         raise ConfigError(
-            f"None of the {len(found)} checkpoint(s) in {folder} is whole. Move the folder away to start "
+            f"None of the {len(found)} checkpoint(s) in {folder} is undamaged. Move the folder away to start "
             "from step 0."
         )
     return None
 
 
 def load(path: Path, log: Callable[[str], None] | None = None) -> State:
-    """Read and verify a checkpoint; settings that this release lacks are logged.
+    """Read and verify the checkpoint at `path`; `log` gets a message on settings that this release lacks.
 
-    Raises DamagedCheckpointError naming the damaged file, ConfigError if it cannot be loaded.
+    Raises DamagedCheckpointError naming the damaged file, ConfigError if the checkpoint cannot be loaded.
     """
     meta = read_meta(path, log=log)
     return State(meta, read_tensors(model_file(path, meta)), read_tensors(path / "optim.pt"))
 
 
 def model_file(path: Path, meta: Mapping[str, Any]) -> Path:
-    """The file with the parameters in the checkpoint at `path`."""
+    """The path of the parameters in the checkpoint at `path`: model.safetensors; model.pt up to schema 2."""
     return path / (PICKLED_MODEL if int(meta["schema"]) <= PICKLED_SCHEMA else MODEL)
 
 
 def read_meta(
     path: Path, files: Sequence[str] = FILES, log: Callable[[str], None] | None = None
 ) -> dict[str, Any]:
-    """The meta.json of a checkpoint, migrated to this release, after `files` are verified."""
+    """The content of meta.json of the checkpoint at `path`, with settings migrated to this release.
+
+    Verifies the sha256 of `files` first. Raises DamagedCheckpointError naming the damaged file, ConfigError
+    if the checkpoint cannot be loaded.
+    """
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
     inside = checkpoints(path / "checkpoints") or checkpoints(path)
@@ -224,14 +236,17 @@ def read_meta(
 
 
 def _saved_name(name: str, meta: Mapping[str, Any]) -> str:
-    """The name of one of FILES in a checkpoint of that meta.json."""
+    """The file name of `name`, one of FILES, in a checkpoint with the meta.json `meta`."""
     return model_file(Path(), meta).name if name == MODEL else name
 
 
 def _settings(
     config: dict[str, Any], model: dict[str, Any], path: Path, log: Callable[[str], None] | None
 ) -> dict[str, dict[str, Any]]:
-    """The settings of a checkpoint, migrated to this release. Raises ConfigError for invalid ones."""
+    """The keys config and model_config of a checkpoint, migrated to this release.
+
+    `log` gets a message on settings that this release lacks. Raises ConfigError for invalid settings.
+    """
     try:
         run, unknown = RunConfig.load(config)
         values, unknown_of_model = migrate(GPTConfig, model)
@@ -245,7 +260,11 @@ def _settings(
 
 @contextlib.contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """Tell a damaged file from one that cannot be loaded now."""
+    """A context manager that turns errors of reading `path` into a ConfigError.
+
+    DamagedCheckpointError if the file is missing or damaged; ConfigError if it may be intact and cannot be
+    loaded now.
+    """
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -258,11 +277,13 @@ def _loading(path: Path) -> Iterator[None]:
             raise
         if error.errno in DAMAGE:
             raise DamagedCheckpointError(f"{path} is missing or damaged: {error.strerror}.") from None
-        raise ConfigError(f"{path} cannot be read: {error.strerror}. It is left as it is.") from None
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}. The file is unchanged: check its permissions and disk."
+        ) from None
 
 
 def load_model(path: Path) -> tuple[GPT, Tokenizer]:
-    """The model and tokenizer of a checkpoint, ready to be sampled from."""
+    """Load model and tokenizer of the checkpoint at `path`; the model is in evaluation mode."""
     meta = read_meta(path, MODEL_FILES)
     file = model_file(path, meta)
     weights = read_tensors(file)
@@ -276,26 +297,29 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary directories of an attempt that was killed."""
+    """Delete the temporary directories in `folder` that a killed attempt has left."""
     for leftover in folder.glob(".step_*"):
         shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _remove(path: Path) -> None:
-    """Rename first, so that a partly deleted directory is never taken for a checkpoint."""
+    """Delete a checkpoint.
+
+    It is renamed first: a partly deleted directory is never taken for a checkpoint.
+    """
     hidden = path.with_name(f".{path.name}.old")
     os.replace(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _without_buffer(tensor: Tensor) -> Tensor:
-    """A contiguous tensor without a larger buffer, which torch.save would write too."""
+    """A contiguous CPU tensor without a larger buffer behind it, which torch.save would write too."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 def save_tensors(tensors: Any, file: BinaryIO) -> None:
-    """`torch.save`, but with the OSError of the disk, which torch wraps in a RuntimeError."""
+    """Call `torch.save`. A disk error, which torch wraps in a RuntimeError, is raised as OSError."""
     try:
         torch.save(tensors, file)
     except RuntimeError as error:
@@ -305,7 +329,7 @@ def save_tensors(tensors: Any, file: BinaryIO) -> None:
 
 
 def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """`save_file`, but with the OSError of the disk, which safetensors has in its message only."""
+    """Call `save_file` of safetensors. A disk error, which is only in its message, is raised as OSError."""
     path.touch()
     mode = path.stat().st_mode
     try:
@@ -328,7 +352,10 @@ def _write_tensors(path: Path, tensors: dict[str, Any]) -> None:
 
 
 def read_tensors(path: Path) -> Any:
-    """Tensors by name. Raises DamagedCheckpointError, or ConfigError if the file cannot be loaded now."""
+    """Read a model file (tensors by name) or optim.pt (tensors by parameter and state name).
+
+    Raises DamagedCheckpointError, or ConfigError if the file cannot be loaded now.
+    """
     try:
         with _loading(path):
             if path.name == MODEL:
@@ -348,7 +375,11 @@ def read_tensors(path: Path) -> Any:
 
 
 def gather_optimizer(group: Collectives, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
-    """The whole optimizer state on rank 0, gathered from the owner ranks; incomplete on the others."""
+    """The whole optimizer state on rank 0, gathered from the owner ranks; a part of it on the other ranks.
+
+    It maps parameter name -> state name -> tensor. The state of the sync mode is included, with the prefix
+    COMMON.
+    """
     state = optimizer.state_dict()
     gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
     for owner in range(1, group.world_size):
@@ -367,7 +398,7 @@ def gather_optimizer(group: Collectives, sync: SyncMode, optimizer: MuonAdamW) -
 
 
 def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
-    """Remove and return the state of the sync mode in a saved optimizer state."""
+    """Remove the state of the sync mode from `optim` and return it, without the prefix COMMON."""
     common: dict[str, ParameterState] = {}
     for name, tensors in optim.items():
         for key in [key for key in tensors if key.startswith(COMMON)]:
@@ -376,7 +407,7 @@ def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterSta
 
 
 def broadcast_state(group: Collectives, state: State | None) -> State:
-    """Rank 0's state on every rank; the others pass None."""
+    """Broadcast the state of rank 0, which every rank returns; the other ranks pass None."""
     if group.world_size == 1:
         assert state is not None
         return state
@@ -402,7 +433,10 @@ def broadcast_state(group: Collectives, state: State | None) -> State:
 
 
 def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError for imported weights of another model or tokenizer than the run's."""
+    """Raise ConfigError or DataError if imported weights are of another model or tokenizer than the run's.
+
+    `state` is the imported checkpoint; `model` and `hashes` are those of the run.
+    """
     saved = state.meta["model_config"]
     differing = [
         f"{name} is {saved[name]!r}, the run's {value!r}"
@@ -418,12 +452,12 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
     if hashes.get("tokenizer", tokenizer) != tokenizer:
         raise DataError(
             f"The run {run_id} would start with weights for another tokenizer than that of its data. Import "
-            "theirs: python -m trainer import --from-nanochat PATH --data-dir DIR"
+            "their tokenizer: python -m trainer import --from-nanochat PATH --data-dir DIR"
         )
 
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError for a checkpoint of another configuration or other data."""
+    """Raise ConfigError or DataError if `state` is of another run, configuration or data than this run."""
     started = str(state.meta.get("run_id", run_id))
     by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
     if started != run_id and not by_default and "imported" not in state.meta:
@@ -446,14 +480,14 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
 
 
 def saved_config(state: State) -> RunConfig:
-    """The configuration that a checkpoint was written with."""
+    """The configuration with which a checkpoint was written."""
     return RunConfig.from_strings(state.meta["config"])
 
 
 def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
-    """The steps of a run: those of its checkpoint unless the horizon has changed, else `num_iterations`.
+    """The number of steps of a run: from its checkpoint, or `num_iterations` if the horizon has changed.
 
-    A release that derives another number from a target then leaves existing runs unchanged.
+    The checkpoint has priority because a release may derive another number of steps from the same target.
     """
     if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
         return num_iterations
@@ -461,9 +495,9 @@ def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: in
 
 
 def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
-    """What changes in a run that resumes from `state`, in sentences.
+    """Sentences on the changes in a run that resumes from `state`: more steps, other settings.
 
-    Raises ConfigError if it becomes shorter: its rates have followed the longer horizon.
+    Raises ConfigError if the run becomes shorter: its learning rates have followed the longer horizon.
     """
     before = int(state.meta.get("num_iterations", num_iterations))
     if num_iterations < max(before, state.step):

@@ -1,4 +1,4 @@
-"""The state of a run between two steps, as meta.json of a checkpoint keeps it."""
+"""The progress of a run between two steps, as meta.json of a checkpoint has it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """Step, losses and newest checkpoint of a run; `step` counts the updates done."""
+    """Step, losses and newest checkpoint of a run; `step` is the number of completed steps."""
 
     step: int = 0
     first_loss: float | None = None
@@ -21,6 +21,6 @@ class TrainState:
 
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
-        """As a checkpoint's meta.json has it."""
+        """The progress in `meta`, the content of a checkpoint's meta.json; `checkpoint` is not in it."""
         names = ("step", "first_loss", "loss", "val_bpb", "val_bpb_step", "best_val_bpb")
         return cls(**{name: meta[name] for name in names if name in meta})

@@ -38,9 +38,10 @@ SETTLE_SECONDS = 60.0  # added for a write of any size
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time.
+    """Writes one checkpoint at a time, in a thread. `saved` is the newest complete checkpoint.
 
-    `problem` is a sentence after a failed write, `shortage` one while the disk has no room.
+    `problem` is a sentence after a failed write, `shortage` a sentence while the disk has no room; else they
+    are None.
     """
 
     def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, log: Callable[[str], None]) -> None:
@@ -57,16 +58,20 @@ class CheckpointWriter:
 
     @property
     def busy(self) -> bool:
-        """Whether a checkpoint is being written, within its time."""
+        """Whether a checkpoint is being written and its write has not failed or timed out."""
         return self._writer is not None and self._writer.is_alive() and self.problem is None
 
     @property
     def wants_retry(self) -> bool:
-        """Whether to retry a checkpoint that had no room."""
+        """Whether to save again: the last checkpoint had no room, RETRY_SECONDS ago or earlier."""
         return self.shortage is not None and time.monotonic() - self._short_at >= RETRY_SECONDS
 
     def save(self, state: State, last: bool = False) -> None:
-        """Start to write `state`, after the previous one. With `last` the caller keeps it unchanged."""
+        """Start to write `state`, after the previous write. Returns once `state` is copied.
+
+        With `last` it is not copied: the caller must not change it. A last checkpoint waits LAST_SECONDS for
+        room.
+        """
         if not self.wait():
             return
         began = time.monotonic()
@@ -81,9 +86,9 @@ class CheckpointWriter:
         self._writer.start()
 
     def wait(self, seconds: float = math.inf) -> bool:
-        """Wait at most `seconds` for the write; returns whether none is running.
+        """Wait at most `seconds` for the current write; returns whether no write is running.
 
-        A write that takes longer than a slow disk needs is a problem, and is not waited for.
+        A write that takes longer than it does on a slow disk sets `problem` and is not waited for.
         """
         if self._writer is None:
             return True
@@ -115,7 +120,8 @@ class CheckpointWriter:
                 return
             reason = (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"
             self.problem = (
-                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}."
+                f"The checkpoint of step {state.step} cannot be written to {self.folder}: {reason}. "
+                "Check that disk (df, dmesg) and train again."
             )
             return
         self.shortage = None
@@ -134,7 +140,7 @@ class CheckpointWriter:
         return False
 
     def _report_shortage(self, state: State) -> None:
-        """Log that there is no room, at intervals."""
+        """Set `shortage`, and log it at first and then every REMIND_SECONDS."""
         now = self._short_at = time.monotonic()
         there = storage.checkpoints(self.folder)
         newest = f"the newest stays {there[0].name}" if there else "there is none before it"
@@ -164,6 +170,6 @@ class CheckpointWriter:
 
 
 def _size(state: State) -> int:
-    """Upper estimate of the bytes of a checkpoint of `state`."""
+    """The bytes that a checkpoint of `state` needs, at most."""
     tensors = [*state.model.values(), *(t for kept in state.optim.values() for t in kept.values())]
     return int(1.01 * sum(tensor.nbytes for tensor in tensors)) + SLACK_BYTES

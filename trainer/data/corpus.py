@@ -231,7 +231,10 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_bytes())
         if manifest["schema"] != 1:
-            raise DataError(f"{path} has schema {manifest['schema']}; this release reads schema 1.")
+            raise DataError(
+                f"{path} has schema {manifest['schema']}; this release reads schema 1. Use the release that "
+                "wrote it, or make it again with: python -m trainer prepare"
+            )
         splits = [shard["split"] for shard in manifest["shards"]]
         if splits[-1] != "val" or set(splits[:-1]) != {"train"}:
             raise ValueError("the last shard alone must be validation")
@@ -245,4 +248,7 @@ def read_manifest(data_dir: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
     except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(f"{path} is not a manifest of nanofleet ({error}).") from None
+        raise DataError(
+            f"{path} is not a manifest of nanofleet, or it is damaged ({error}). Delete it and make it again "
+            "with: python -m trainer prepare"
+        ) from None

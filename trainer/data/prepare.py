@@ -32,22 +32,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument_group("from shards: parquet files with a column `text`, taken as they are")
     )
     out = parser.add_argument_group("from either")
-    out.add_argument("--out", type=Path, metavar="DIR", help="where to write; reused if nothing has changed")
+    out.add_argument(
+        "--out", type=Path, metavar="DIR", help="the data directory to write; kept if nothing has changed"
+    )
     out.add_argument(
         "--vocab-size",
         type=int,
         default=VOCAB_SIZE,
         metavar="N",
-        help="tokens, special ones included (%(default)s)",
+        help="tokens of the vocabulary, special tokens included (%(default)s)",
     )
     out.add_argument(
         "--tokenizer", type=Path, metavar="DIR", help="use the tokenizer of this folder; do not train one"
     )
     rows = parser.add_argument_group("to rows")
     rows.add_argument("--rows", action="store_true", help="pack the shards of --data-dir into rows")
-    rows.add_argument("--data-dir", type=Path, metavar="DIR", help="what --out was")
-    rows.add_argument("--sequence-len", type=int, metavar="T", help="tokens a row predicts")
-    rows.add_argument("--threads", type=int, default=0, metavar="N", help="cores to encode on (0: all)")
+    rows.add_argument("--data-dir", type=Path, metavar="DIR", help="the data directory, as given to --out")
+    rows.add_argument(
+        "--sequence-len", type=int, metavar="T", help="length of a sequence; a row has T + 1 tokens"
+    )
+    rows.add_argument(
+        "--threads", type=int, default=0, metavar="N", help="threads that encode text (0: all cores)"
+    )
     parser.add_argument("--json", action="store_true", help="print the result as one line of JSON")
 
 
@@ -64,16 +70,16 @@ def _add_text(text: argparse._ArgumentGroup) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="take at most so much text, from all over (0: all)",
+        help="use at most N bytes of text, from all folders (0: no limit)",
     )
     text.add_argument(
         "--shard-bytes",
         type=int,
         default=SHARD_BYTES,
         metavar="N",
-        help="text in a shard, about (%(default)s)",
+        help="bytes of text in a shard, about (%(default)s)",
     )
-    text.add_argument("--seed", type=int, default=SEED, metavar="N", help="of the shuffle (%(default)s)")
+    text.add_argument("--seed", type=int, default=SEED, metavar="N", help="seed of the shuffle (%(default)s)")
 
 
 def _add_shards(shards: argparse._ArgumentGroup) -> None:
@@ -81,21 +87,21 @@ def _add_shards(shards: argparse._ArgumentGroup) -> None:
         "--shards",
         type=Path,
         metavar="DIR",
-        help="a folder of them, or nanochat's base directory; the last one by name is for validation",
+        help="a folder of shards, or nanochat's base directory; the last shard by name is for validation",
     )
     shards.add_argument(
         "--base-url",
         metavar="URL",
-        help=f"download them from URL/shard_00000.parquet, ...; or a data set's name: {', '.join(PUBLIC)}",
+        help=f"download shards from URL/shard_00000.parquet, ...; or a data set's name: {', '.join(PUBLIC)}",
     )
     shards.add_argument(
-        "--count", type=int, metavar="N", help="download so many, the one for validation included"
+        "--count", type=int, metavar="N", help="number of shards to download, with the validation shard"
     )
     shards.add_argument(
         "--val-shard",
         type=int,
         metavar="K",
-        help="the number of the one for validation (a named data set's last; else N-1)",
+        help="number of the validation shard (default: the last of a named data set, else N-1)",
     )
     shards.add_argument(
         "--sha256",

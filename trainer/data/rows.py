@@ -98,7 +98,10 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     tokenizer = Tokenizer.load(data_dir / "tokenizer")
     tokenizer_sha256 = file_sha256(data_dir / "tokenizer" / FILE_NAME)
     if tokenizer_sha256 != manifest.get("tokenizer_sha256"):
-        raise DataError(f"{data_dir / 'tokenizer' / FILE_NAME} is not the tokenizer that the manifest names.")
+        raise DataError(
+            f"{data_dir / 'tokenizer' / FILE_NAME} is not the tokenizer that the manifest names: it was "
+            "replaced or is damaged. Make the data directory again with: python -m trainer prepare"
+        )
     digest = rows_digest(manifest, tokenizer_sha256, sequence_len)
     folder = data_dir / "rows" / digest[:16]
     found, damage = _find(folder, digest)
@@ -214,7 +217,10 @@ def _texts(data_dir: Path, shards: list[dict[str, Any]], progress: Progress) -> 
     for shard in shards:
         path = data_dir / SHARDS / shard["name"]
         if path.exists() and file_sha256(path, lambda _: progress.add(0)) != shard["sha256"]:
-            raise DataError(f"The shard {path} is damaged: its sha256 is not the one in the manifest.")
+            raise DataError(
+                f"The shard {path} is damaged: its sha256 is not the one in the manifest. Delete it and make "
+                "the data directory again with: python -m trainer prepare"
+            )
         for column in text_columns(path):
             progress.add(pc.sum(pc.binary_length(column)).as_py() or 0)
             yield from (text for text in column.to_pylist() if text)

@@ -38,7 +38,9 @@ def find_shards(folder: Path) -> list[SourceFile]:
     Raises DataError if there are fewer than two, or if the folder is missing or cannot be read.
     """
     if not folder.is_dir():
-        raise DataError(f"There is no folder {folder}." if not folder.exists() else f"{folder} is no folder.")
+        raise DataError(
+            f"There is no folder {folder}." if not folder.exists() else f"{folder} is not a folder."
+        )
     places = [folder, *(folder / name for name in BASE_FOLDERS)]
     try:
         for place in places:

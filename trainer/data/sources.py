@@ -121,7 +121,9 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
         if leave_out and root.is_relative_to(leave_out):
             raise DataError(f"{source} is the output folder. Give another one with --out.")
         if root.is_dir() and not os.access(root, os.R_OK | os.X_OK):
-            raise DataError(f"The folder {source} cannot be read by this user.")
+            raise DataError(
+                f"The folder {source} cannot be read by this user. Change its permissions (chmod)."
+            )
         if root not in roots:
             roots.append(root)
     return [root for root in roots if not any(parent in roots for parent in root.parents)]
@@ -223,7 +225,9 @@ def text_columns(path: Path) -> Iterator[pa.Array]:
     except FileNotFoundError:
         raise DataError(f"There is no shard {path}.") from None
     except PermissionError:
-        raise DataError(f"The shard {path} cannot be read by this user.") from None
+        raise DataError(
+            f"The shard {path} cannot be read by this user. Change its permissions (chmod)."
+        ) from None
     except (OSError, pa.ArrowException) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise DataError(f"The shard {path} cannot be read: {reason}.") from None

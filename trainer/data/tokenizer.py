@@ -161,10 +161,13 @@ class Tokenizer:
         try:
             content = json.loads(path.read_bytes())
             if content["schema"] != 1:
-                raise DataError(f"{path} has schema {content['schema']}; this release reads schema 1.")
+                raise DataError(
+                    f"{path} has schema {content['schema']}; this release reads schema 1. Use the release "
+                    "that wrote it, or make it again with: python -m trainer prepare"
+                )
             ranks = [base64.b64decode(piece, validate=True) for piece in content["ranks"]]
             if len(set(ranks)) != len(ranks) or BOS not in content["special_tokens"]:
-                raise ValueError("a token stands twice, or the start of a document is missing")
+                raise ValueError(f"a token occurs twice, or {BOS} is missing")
             return cls(ranks, content["pattern"], content["special_tokens"])
         except FileNotFoundError:
             raise DataError(
@@ -175,7 +178,10 @@ class Tokenizer:
         except OSError as error:
             raise DataError(f"Cannot read {path}: {error.strerror}.") from None
         except (ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is not a tokenizer of nanofleet ({error}).") from None
+            raise DataError(
+                f"{path} is not a tokenizer of nanofleet, or it is damaged ({error}). Delete it and make it "
+                "again with: python -m trainer prepare"
+            ) from None
 
 
 def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:

@@ -1,6 +1,6 @@
 """The check before step 0 that all ranks have the same run: records exchanged over the store and compared.
 
-No collective is entered before, so ranks that differ end with a table of the fields and hosts.
+No collective is started before this check, so ranks that differ can end with a table of fields and hosts.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ Fields = dict[str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one rank: fields that must be equal, and fields that are only shown.
+    """The record of one rank: `compared` fields must be equal on all ranks, `shown` fields are only printed.
 
-    `problem` is the reason why it cannot train; empty if it can. `facts` describe its host, for the tracker.
+    `problem` is the reason why the rank cannot train; empty if it can. `facts` describe its host, for the
+    tracker.
     """
 
     rank: int
@@ -74,7 +75,7 @@ def make_record(
     problem: str = "",
     endpoint: str = "",
 ) -> Record:
-    """The record of this rank."""
+    """The record of this rank: settings, versions, hashes of code and data, and facts of the host."""
     compared = {
         "run_id": run_file.run_id,
         **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
@@ -109,9 +110,11 @@ def check_consistency(
     arrival_seconds: float = ARRIVAL_SECONDS,
     is_alive: Callable[[int], bool] = lambda rank: False,
 ) -> list[Record]:
-    """Exchange records with all ranks; returns them in rank order. `is_alive` ranks get more time.
+    """Exchange the records of all ranks through the rendezvous store; returns them in rank order.
 
-    Raises Final on every rank if one cannot train or they differ; Retryable if one does not arrive.
+    A rank must arrive within `arrival_seconds`; ranks for which `is_alive` is true have LOADING_SECONDS more.
+    Raises Final on every rank if one cannot train or if records differ; Retryable if a rank does not arrive
+    or the store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     problems = {record.problem for record in records}
@@ -133,7 +136,8 @@ def check_layout(records: list[Record]) -> None:
     if named and found != named:
         raise Final(
             f"The ranks are not on the hosts of the run file, in its order: it names {', '.join(named)}, and "
-            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or render it again."
+            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or write "
+            "the run file again (ansible-playbook train.yml does)."
         )
 
 
@@ -156,18 +160,24 @@ def _exchange(
         _leave(store, mine.rank, world_size)
         return records
     except RuntimeError as error:
-        raise Retryable(f"The rendezvous store was lost during the consistency check: {error}") from None
+        raise Retryable(
+            "The rendezvous store was lost during the consistency check: rank 0 or its host has ended, or "
+            f"the network was interrupted. Read the log of rank 0. ({error})"
+        ) from None
 
 
 def _leave(store: dist.Store, rank: int, world_size: int) -> None:
-    """Rank 0 waits until the others have read: the store may end with it."""
+    """Mark in the store that this rank has read the records. Rank 0 waits for the marks of the others.
+
+    The store may end with rank 0.
+    """
     store.set(f"consistency/read/{rank}", "1")
     if rank == 0:
         wait_for_keys(store, {r: f"consistency/read/{r}" for r in range(world_size)}, FAREWELL_SECONDS)
 
 
 def compare(records: list[Record]) -> dict[str, list[str]]:
-    """The compared fields that differ, with the value of each rank ("-" for none)."""
+    """The compared fields that differ: name -> the value of each rank, in rank order ("-": no value)."""
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
     differing = {name: row for name, row in values.items() if len(set(row)) > 1}
@@ -177,7 +187,7 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
 
 
 def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
-    """A sentence that names the differing fields and hosts, and a table of them."""
+    """A sentence that names the differing fields and hosts, and a table with the value of each rank."""
     sentences = []
     for name, row in differences.items():
         usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0

@@ -25,30 +25,37 @@ REMEDY = "Its memory fails or it computes wrongly: test it (memtest86+) or train
 
 
 def tensor_digest(tensor: Tensor) -> int:
-    """64 bits of the sha256 of a tensor's bytes, as a signed integer."""
+    """The first 64 bits of the sha256 of a tensor's bytes, as a signed integer."""
     data: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "little", signed=True)
 
 
 def minority_ranks(values: Sequence[Hashable]) -> list[int]:
-    """The ranks whose value differs from that of the majority; all ranks without a majority."""
+    """The ranks whose value is not that of more than half of all ranks; all ranks if there is no majority.
+
+    `values` has the value of each rank.
+    """
     usual, count = Counter(values).most_common(1)[0]
     return [rank for rank, value in enumerate(values) if 2 * count <= len(values) or value != usual]
 
 
 def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> None:
-    """Raise Retryable on every rank if they have read different batches for `step`, counted from 1."""
+    """Raise Retryable on every rank if the ranks have read different batches for `step`, counted from 1.
+
+    `checksums` has the checksum of the batch of each rank (`Batch.checksum`).
+    """
     if len(set(checksums)) == 1:
         return
     odd = minority_ranks(checksums)
     who = " and ".join(f"{group.peers[rank]} with {checksums[rank] >> 32} active rows" for rank in odd)
     if len(odd) < group.world_size:
-        found = f"another batch for step {step} than the others was read by {who}"
+        found = f"{who} read another batch for step {step} than the other ranks"
     else:
-        found = f"the ranks have read different batches for step {step}, and which is right is open: {who}"
+        found = f"ranks read different batches for step {step}, and no majority shows which is right: {who}"
     raise Retryable(
-        f"{found[0].upper()}{found[1:]}. Each row was as it was packed, so a bit has changed in memory "
-        "since. The next attempt reads it again. Does it happen again, test the memory there (memtest86+)."
+        f"{found[0].upper()}{found[1:]}. Each row matched its checksum, so a bit has changed in memory "
+        "since. The next attempt reads the batch again. If this happens again, test the memory of that host "
+        "(memtest86+)."
     )
 
 
@@ -58,12 +65,16 @@ class ParameterCheck:
         check = ParameterCheck(group, model, run_dir)
         found = check(step)                # raises Final on every rank if they differ
 
-    Each rank then writes its digests to digests-<rank>.json in its run directory. An attempt that resumes
-    from a checkpoint before that step computes the same bytes again, which shows the rank that was wrong.
+    If they differ, each rank writes its digests to digests-<rank>.json in its run directory. A later attempt
+    that resumes from a checkpoint before that step computes the parameters again and compares them with the
+    file: this shows which rank was wrong.
     """
 
     def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
-        """A collective call."""
+        """Read the digests of an earlier attempt.
+
+        All ranks must call this together: it gathers their steps.
+        """
         self._group, self._model = group, model
         self._path = run_dir / f"digests-{group.rank}.json"
         self._before = _read(self._path)
@@ -71,9 +82,10 @@ class ParameterCheck:
         self.recheck_at = steps[0] if len(steps) == 1 else 0  # 0: never, or not equal on all ranks
 
     def __call__(self, step: int) -> str:
-        """Compare after `step`; returns the finding on an earlier difference, mostly empty.
+        """Compare the parameters after `step`.
 
-        Raises Final on every rank, naming the faulty ones, if parameters differ in a single bit.
+        Returns "", or a sentence on a difference in an earlier attempt. Raises Final on every rank, naming
+        the faulty ones, if parameters differ in a single bit.
         """
         if self._group.world_size == 1:
             return ""
@@ -111,14 +123,18 @@ class ParameterCheck:
         return " ".join(said)
 
     def _groups(self, column: list[int]) -> str:
-        """Ranks with equal values joined by commas, groups of them by `and`."""
+        """The ranks as text: those with equal values joined by commas, these groups joined by "and"."""
         members: dict[int, list[str]] = {}
         for peer, value in zip(self._group.peers, column, strict=True):
             members.setdefault(value, []).append(str(peer))
         return " and ".join(", ".join(alike) for alike in members.values())
 
     def _compare_with_recorded(self, digests: dict[str, int]) -> str:
-        """The parameters are equal now: which ranks had the same bytes in the attempt that ended here?"""
+        """A sentence on the ranks whose parameters differed from today's in the earlier attempt.
+
+        The parameters are equal on all ranks now. Deletes the recorded digests; all ranks must call it
+        together.
+        """
         self._path.unlink(missing_ok=True)
         before = self._before.digests
         changed = [name for name, digest in digests.items() if before.get(name) != digest]
@@ -126,13 +142,13 @@ class ParameterCheck:
         odd = [(peer, names) for peer, names in zip(self._group.peers, found, strict=True) if names]
         what = f"Step {self.recheck_at}, after which the parameters once differed, is computed again"
         if len(odd) == self._group.world_size:
-            return f"{what}: all ranks hold other bytes than then, so it stays open which had changed."
-        who = "; ".join(f"{peer} held something else then, in {_some(names)}" for peer, names in odd)
+            return f"{what}: all ranks have other values now, so it is unknown which of them was wrong."
+        who = "; ".join(f"{peer} had other values then, in {_some(names)}" for peer, names in odd)
         return f"{what}: {who}. {REMEDY}"
 
 
 class _Before(NamedTuple):
-    """The digests of this rank when the parameters differed; step 0: none."""
+    """The parameter digests that this rank wrote when parameters differed; step 0: there are none."""
 
     step: int = 0
     digests: Mapping[str, int] = {}

@@ -46,12 +46,12 @@ Pending = Callable[[], Any]  # a started collective, for Collectives.wait
 
 
 class PeerLost(Retryable):
-    """A collective failed: a peer is gone, frozen or unreachable."""
+    """Raised if a collective failed because a peer is gone, frozen or unreachable."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A rank as messages name it."""
+    """Rank, host and IP address of a rank. Messages name it "rank 1 (laptop)"."""
 
     rank: int
     host: str
@@ -81,9 +81,10 @@ class Collectives:
         store: dist.Store | None,
         device: torch.device = CPU,
     ) -> Collectives:
-        """Connect all ranks; raises PeerLost if that fails within a minute.
+        """Start the process group of torch.distributed; returns when all ranks are connected.
 
-        On a GPU, NCCL has a minute more. NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the interface.
+        Raises PeerLost if that takes longer than a minute. On a GPU, NCCL has a minute more.
+        NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface.
         """
         group = cls(env, peers)
         if group.world_size > 1:
@@ -106,12 +107,12 @@ class Collectives:
         return group
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the time-out of collectives. A private call: torch has no public one."""
+        """Set the time-out of all collectives. It calls a private function: torch has no public one."""
         if self.world_size > 1:
             dist.distributed_c10d._set_pg_timeout(timeout)
 
     def close(self) -> None:
-        """Close after a barrier, so that no rank takes the end of another for a failure."""
+        """Wait for all ranks, then end the process group, so that no rank takes this for a lost peer."""
         if self.world_size > 1 and dist.is_initialized():
             with self._peer_errors():
                 dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo on a GPU too
@@ -120,15 +121,18 @@ class Collectives:
     # -- tensors ---------------------------------------------------------------------------------------
 
     def all_reduce(self, tensors: Iterable[Tensor]) -> None:
-        """Replace each flat tensor by its sum over all ranks, the same bytes on each."""
+        """Replace each flat tensor in place by its sum over all ranks, with the same bytes on each rank."""
         self.wait([self.start_all_reduce(tensor) for tensor in tensors])
 
     def broadcast_owned(self, owned: Mapping[int, Tensor]) -> None:
-        """Broadcast the tensor of each owner rank."""
+        """Broadcast the flat tensor of each owner rank; the other ranks receive it in place.
+
+        `owned` maps an owner rank to its tensor and has the same keys on all ranks.
+        """
         self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
 
     def wait(self, pending: Iterable[Pending]) -> list[Any]:
-        """Wait for started collectives and return their results.
+        """Wait for started collectives and return their results, in order. Raises PeerLost.
 
         All ranks must start collectives in the same order.
         """
@@ -136,14 +140,17 @@ class Collectives:
             return [wait() for wait in pending]
 
     def start_all_reduce(self, tensor: Tensor) -> Pending:
-        """Start to replace a flat tensor by its sum over all ranks."""
+        """Start to replace a flat tensor in place by its sum over all ranks; `wait` completes it."""
         n = self.world_size
         return self._start(
             tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
         )
 
     def start_reduce(self, tensor: Tensor, owner: int) -> Pending:
-        """Start to add the flat tensors of the others to the owner's. In Gloo's reduce, the owner sends."""
+        """Start to add the flat tensors of all other ranks to that of `owner`, in place.
+
+        The owner gathers and adds, because in Gloo's own reduce the owner sends data too.
+        """
         if self.rank != owner or self.world_size == 1:
             return self.start_gather(tensor, None, owner)
         table = tensor.new_empty(self.world_size, tensor.numel())
@@ -158,7 +165,10 @@ class Collectives:
         return add_up
 
     def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
-        """Start to gather all flat tensors in the owner's `table`, (world_size, n); None on the others."""
+        """Start to gather the flat tensors of all ranks in the `table` of `owner`, shape (world_size, n).
+
+        `table` is None on the other ranks.
+        """
         rows = list(table.unbind()) if table is not None else None
         return self._start(
             tensor,
@@ -168,7 +178,11 @@ class Collectives:
         )
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
-        """Start to gather flat tensors of equal length on every rank: (world_size, n) after the wait."""
+        """Start to gather flat tensors of equal length on every rank.
+
+        Returns the table, shape (world_size, n), which is complete after the wait, and the started
+        collective.
+        """
         table = tensor.expand(self.world_size, -1).clone()
         rows = list(table.unbind())
         pending = self._start(
@@ -180,7 +194,7 @@ class Collectives:
         return table, pending
 
     def start_broadcast(self, tensor: Tensor, owner: int) -> Pending:
-        """Start to broadcast the owner's flat tensor."""
+        """Start to broadcast the flat tensor of `owner`; the other ranks receive it in place."""
         return self._start(
             tensor,
             broadcast_sends((self.rank - owner) % self.world_size, self.world_size),
@@ -204,7 +218,7 @@ class Collectives:
     # -- small messages --------------------------------------------------------------------------------
 
     def gather_int64(self, values: Tensor) -> Tensor:
-        """Every rank's int64 values, shape (world_size, n), on every rank."""
+        """The int64 `values` of every rank, shape (n,), on every rank: shape (world_size, n)."""
         if self.world_size == 1:
             return values[None]
         table = values.new_empty((self.world_size, values.numel()))
@@ -214,7 +228,7 @@ class Collectives:
         return table
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
-        """The bytes of every rank, of any length, on every rank."""
+        """The bytes `mine` of every rank, in rank order, on every rank. Their lengths may differ."""
         lengths = self.gather_int64(torch.tensor([len(mine)])).flatten().tolist()
         if not any(lengths):
             return [b""] * self.world_size
@@ -224,7 +238,7 @@ class Collectives:
         return [row[:length].numpy().tobytes() for row, length in zip(table, lengths, strict=True)]
 
     def raise_problems(self, problem: str | None) -> None:
-        """Raise Final on every rank if one has a problem, with its sentence."""
+        """Raise Final on every rank if one passes a `problem`, a sentence; None or "" is no problem."""
         if self.world_size == 1:
             if problem:
                 raise Final(problem)
@@ -234,9 +248,9 @@ class Collectives:
                 raise Final(f"{peer}: {sentence.decode()}")
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None, source: int = 0) -> dict[str, Tensor]:
-        """Broadcast the named tensors of `source`; the others pass None and receive them on the CPU.
+        """Broadcast the named tensors of rank `source`; the others pass None and receive them on the CPU.
 
-        Nothing is pickled.
+        Nothing is pickled: names, data types and shapes are sent as JSON.
         """
         if self.world_size == 1:
             return dict(tensors or {})
@@ -253,7 +267,10 @@ class Collectives:
         return out
 
     def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Send the named tensors of `owner` to rank 0; returns them there, on the CPU, and {} elsewhere."""
+        """Send the named tensors of rank `owner` to rank 0, which returns them; other ranks return {}.
+
+        Received tensors are on the CPU. `tensors` of ranks other than the owner are ignored.
+        """
         if owner == 0:
             return dict(tensors) if self.rank == 0 else {}
         with self._peer_errors():
@@ -289,7 +306,10 @@ class Collectives:
             self.is_waiting = before
 
     def _name_peer(self, message: str) -> str:
-        """The sentence on a failed collective: Gloo names the peer by its address only."""
+        """A sentence on a failed collective, with the lost peer if the error `message` has its address.
+
+        Gloo names a peer only by its address.
+        """
         cause = re.sub(r"^\[[^\]]*\]\s*", "", (message.strip().splitlines() or ["no reason given"])[0])
         cause = cause.split(". This ")[0]  # general advice follows
         others = [peer for peer in self.peers if peer.rank != self.rank]
@@ -301,7 +321,10 @@ class Collectives:
 
 
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:
-    """The number of ranks that a rank sends to in Gloo's binomial broadcast; the source is virtual rank 0."""
+    """The number of ranks to which a rank sends in Gloo's binomial broadcast.
+
+    `virtual_rank` is the rank, counted from the source, which is 0.
+    """
     return sum(
         1
         for bit in range((world_size - 1).bit_length())
@@ -310,7 +333,7 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
 
 
 def _flat_on_cpu(tensor: Tensor) -> Tensor:
-    """The values of a tensor, flat and on the CPU; a view where it is both already."""
+    """The values of a tensor as a flat CPU tensor; a view if it is contiguous and on the CPU already."""
     return tensor.detach().cpu().contiguous().view(-1)
 
 

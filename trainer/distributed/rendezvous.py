@@ -17,12 +17,16 @@ JOIN_SECONDS = 45.0
 
 
 def prefix_of(env: RankEnv) -> str:
-    """The prefix of the keys of this attempt in the store."""
+    """The prefix of this attempt's keys in the rendezvous store."""
     return f"nanofleet/{env.attempt}"
 
 
 def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
-    """Connect to the store and register this rank. Raises Retryable if there is none, or an old one."""
+    """Connect to the rendezvous store and register this rank; returns the store.
+
+    Keys of the returned store have the prefix of this attempt. Raises Retryable if the store does not answer
+    within `seconds`, or if the rank is registered already: it is then the store of an attempt that is ending.
+    """
     try:
         store = dist.TCPStore(
             env.master_addr,
@@ -49,7 +53,10 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until every rank has set its key; returns the ranks that have not after `seconds`."""
+    """Wait until each rank has set its key in the store; returns the ranks that have not after `seconds`.
+
+    `keys` maps a rank to its key.
+    """
     deadline = time.monotonic() + seconds
     missing = sorted(keys)
     while True:

@@ -1,10 +1,11 @@
-"""The all-reduce at the end of each step, which runs beside that of the gradients.
+"""The all-reduce of step reports at the end of each step, which runs beside that of the gradients.
 
     step_sync = StepSync(group, rows_per_step)
     pending = step_sync.start(StepReport(loss_sum, seconds, rows, stop=True))
     summary = step_sync.finish(pending)       # losses summed, seconds of each rank, requests of rank 0
 
-The sum carries tables: each rank adds to its own element, and elements of rank 0 are zero on the others.
+The reduced tensor holds tables with one element per rank. Each rank sets its own element and leaves the
+others 0, so their sum is the table. Values that only rank 0 sets are 0 on the other ranks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from trainer.outcome import Final
 
 @dataclass(frozen=True)
 class StepReport:
-    """The contribution of one rank: summed losses, seconds computed for its rows; on rank 0 also requests.
+    """The report of one rank on a step: sum of its losses, compute seconds, rows; on rank 0 also requests.
 
+    `stop`: end the run; `save`: write a checkpoint; `failed_save`: a checkpoint could not be written.
     `next_batch` belongs to the following step: the active rows of a batch set the shapes of its collectives.
     """
 
@@ -37,7 +39,7 @@ class StepReport:
 
 @dataclass(frozen=True)
 class StepSummary:
-    """What every rank receives: sums, tables by rank, requests of rank 0."""
+    """The result on every rank: losses summed, seconds and `next_batches` by rank, requests of rank 0."""
 
     loss_sum: float
     seconds: list[float]
@@ -49,13 +51,13 @@ class StepSummary:
 
 
 class StepSync:
-    """The all-reduce of one step, between `start` and `finish`."""
+    """The all-reduce of one step: `start` begins it, `finish` waits for it."""
 
     def __init__(self, group: Collectives, rows_per_step: int) -> None:
         self._group, self._rows_per_step = group, rows_per_step
 
     def start(self, report: StepReport) -> tuple[Tensor, Pending]:
-        """Start the all-reduce with the report of this rank."""
+        """Start the all-reduce with the report of this rank; returns the argument of `finish`."""
         seconds, shares, batches = ([0.0] * self._group.world_size for _ in range(3))
         seconds[self._group.rank] = report.seconds
         batches[self._group.rank] = float(report.next_batch)
@@ -67,7 +69,10 @@ class StepSync:
         return shared, self._group.start_all_reduce(shared)
 
     def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
-        """Wait for the reports of all ranks. Raises Final if their rows do not add up to the step."""
+        """Wait for the all-reduce; returns its summary.
+
+        Raises Final if the rows do not add up to the step.
+        """
         shared, pending = started
         self._group.wait([pending])
         loss_sum, rows, stop, save, failed_save, *tables = shared.tolist()

@@ -73,7 +73,8 @@ class Attempt:
             self._reserve.write_bytes(bytes(RESERVE_BYTES))
         except OSError as error:
             raise ConfigError(
-                f"The run directory {self.path.parent} cannot be used: {error.strerror}."
+                f"The run directory {self.path.parent} cannot be used: {error.strerror}. Check its "
+                "permissions and disk, or give another --run-dir."
             ) from None
 
     def _remove_previous_outcome(self) -> None:

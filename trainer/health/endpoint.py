@@ -70,7 +70,10 @@ class HealthEndpoint:
     """
 
     def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
-        """Raises OSError if the address does not belong to this host."""
+        """Start to answer, at a port that the kernel picks.
+
+        Raises OSError if this host does not have `address`.
+        """
         self._server = _Server(address, answer)
         self.address = EndpointAddress(address, int(self._server.server_address[1]), self._server.secret)
         threading.Thread(target=self._server.serve_forever, name="health endpoint", daemon=True).start()

@@ -68,10 +68,10 @@ class StatusExchange:
         self._stopped.set()
 
     def publish(self, seconds: float = 1.0) -> bool:
-        """Publish this rank's status and read those of the other ranks, in a thread.
+        """Publish this rank's status and read those of the other ranks, in a thread; wait at most `seconds`.
 
-        Returns True if the attempt ended within `seconds`, even if the rendezvous store could not be
-        reached. Raises nothing for a lost connection.
+        Returns True if the thread ended within `seconds`, even if the rendezvous store could not be reached.
+        Raises nothing for a lost connection.
         """
         if not self._others:
             return True

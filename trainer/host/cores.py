@@ -1,4 +1,4 @@
-"""The cores of this host that a process may use: its affinity, and the CPU quota of its control groups."""
+"""The cores of this host that a process may use: its CPU affinity and the CPU quota of its control groups."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ CPU_CONTROLLER = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")
 
 
 def usable_cores() -> int:
-    """Cores that this process may use: its affinity where the system knows one, at most its CPU quota."""
+    """The number of cores that this process may use: its CPU affinity, limited to its CPU quota."""
     there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return at_most_quota(there)
 
 
 def at_most_quota(threads: int) -> int:
-    """So many threads, or as many as the CPU quota keeps busy: half a core and more is worth another one."""
+    """`threads`, limited to the CPU quota. A quota is rounded to whole cores, and is 1 at least."""
     quota = cpu_quota()
     return threads if quota is None else max(1, min(threads, int(quota + 0.5)))
 
 
 def cpu_quota(root: Path = Path("/")) -> float | None:
-    """Seconds of CPU a second that the control groups of this process allow it; None without a quota.
+    """The CPU quota of this process in cores (seconds of CPU per second); None without a quota.
 
-    A container or a parent group may set it, so that the least of the whole path counts.
+    A container or a parent control group may set one, so the smallest on the path counts. `root` is the root
+    of the file system.
     """
     try:
         lines = (root / CGROUP).read_text(encoding="utf-8").splitlines()
@@ -47,7 +48,11 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
 
 
 def _groups(root: Path, mounts: tuple[str, ...], path: str) -> Iterator[Path]:
-    """The group of that path and all above it. In a container the path may be the host's: then its mount."""
+    """Yield the folder of the control group `path` and of all its parents, under each of `mounts`.
+
+    In a container, `path` may be a path of the host that does not exist there; the mount itself is then the
+    group.
+    """
     parts = [part for part in path.split("/") if part]
     for mount in mounts:
         for length in range(len(parts), -1, -1):
@@ -56,7 +61,10 @@ def _groups(root: Path, mounts: tuple[str, ...], path: str) -> Iterator[Path]:
 
 
 def _unified(group: Path) -> Iterator[float]:
-    """cpu.max is "150000 100000", in microseconds, or "max 100000"."""
+    """Yield the quota of a control group (version 2) in cores; nothing without a quota.
+
+    cpu.max is "150000 100000" (quota and period in microseconds) or "max 100000" (no quota).
+    """
     try:
         quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
         yield int(quota) / int(period)
@@ -65,7 +73,7 @@ def _unified(group: Path) -> Iterator[float]:
 
 
 def _legacy(group: Path) -> Iterator[float]:
-    """Version 1, where a quota of -1 is none."""
+    """Yield the quota of a control group (version 1) in cores; nothing if cpu.cfs_quota_us is -1."""
     try:
         quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
         if quota > 0:

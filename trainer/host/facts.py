@@ -1,4 +1,4 @@
-"""Facts of this host: part of the record of a rank, and tags on the tracker.
+"""Facts of this host, sent to the other ranks and used as tags on the tracker.
 
 Nothing is measured or imported that takes time; facts that a system does not provide are left out.
 """
@@ -19,7 +19,7 @@ SYSCTL_SECONDS = 2.0
 
 
 def host_facts() -> dict[str, str]:
-    """Host name, system, CPU, cores, memory, Python and torch, by name."""
+    """Host name, system, CPU, cores, memory and versions of Python, torch and MLflow, as strings by name."""
     facts = {
         "hostname": socket.gethostname(),
         "system": _system(),
@@ -36,7 +36,7 @@ def host_facts() -> dict[str, str]:
 
 
 def tags_of_hosts(facts_by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The facts of all ranks as tags: host.0.cpu, host.1.cpu ..."""
+    """The facts of all ranks, in rank order, as tags of the tracker: host.0.cpu, host.1.cpu ..."""
     return {
         f"host.{rank}.{name}": value
         for rank, facts in enumerate(facts_by_rank)
@@ -54,7 +54,7 @@ def _system() -> str:
 
 
 def _cpu() -> str:
-    """The model's name; where the kernel gives only numbers (ARM), the architecture's."""
+    """The model name of the CPU; its architecture if the kernel has no name (ARM)."""
     if platform.system() == "Darwin":
         return _sysctl("machdep.cpu.brand_string")
     names = ("model name", "Model", "Processor")  # x86, ARM boards, old ARM
@@ -69,7 +69,7 @@ def _cpu() -> str:
 
 
 def _cores() -> str:
-    """How many this process may use, of how many there are."""
+    """The number of usable cores, as "4", or as "4 of 8" if this process may not use all."""
     there = os.cpu_count() or 1
     usable = usable_cores()
     return str(there) if usable == there else f"{usable} of {there}"

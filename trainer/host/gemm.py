@@ -1,4 +1,4 @@
-"""GEMM rates of this process: of one core by number format, and of one shape with all threads."""
+"""Measures GEMM rates in this process: one core by number format, or one shape with all threads."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ONE_SHAPE_REPEATS = 5  # at least
 
 
 def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
-    """FLOP/s of one core in each format, at one size; the best of several, measured in turn in 0.15 s.
+    """The GEMM rate of one core in FLOP/s for each of `dtypes`: the best of several runs, in CPU time.
 
-    One core, its CPU time and in turn, because on a busy host threads wait for each other, and other load
-    must affect all formats alike. The number of threads is restored.
+    All formats are measured at one size and in turn, 0.15 s in all. On a busy host, threads wait for each
+    other, so one core and its CPU time are used; in turn, other load affects all formats alike. The number of
+    threads is restored.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -44,7 +45,10 @@ def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
 
 
 def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """FLOP/s of a GEMM (rows, inner, cols) by wall-clock time, with all threads; the best of several."""
+    """The rate in FLOP/s of a GEMM of shape (rows, inner, cols) with all threads.
+
+    It is the best of several runs, by wall-clock time.
+    """
     rows, inner, cols = shape
     a = torch.ones(rows, inner, dtype=dtype, device=device)
     b = torch.ones(inner, cols, dtype=dtype, device=device)
@@ -53,7 +57,10 @@ def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
 
 
 def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the shortest run of `work` on a device, by wall-clock time."""
+    """Seconds of the shortest of several runs of `work` on `device`, by wall-clock time.
+
+    On a GPU, each run ends with a synchronization.
+    """
 
     def finished() -> None:
         work()
@@ -66,9 +73,10 @@ def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
 def shortest_seconds(
     works: Sequence[Callable[[], object]], budget: float, repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Seconds of the shortest run of each work, run in turn for `budget` seconds, `repeats` times at least.
+    """Seconds of the shortest run of each of `works`, measured with `clock`.
 
-    The first run, which also prepares kernels, does not count.
+    The works run in turn for `budget` seconds, and `repeats` times at least. The first run of each, which
+    also prepares kernels, does not count.
     """
     for work in works:
         work()

@@ -8,7 +8,7 @@ import torch
 
 
 class Gpu(NamedTuple):
-    """A GPU as far as the choice of a number format goes."""
+    """Name, compute capability ("8.6") and bfloat16 support of a GPU."""
 
     name: str
     capability: str
@@ -16,12 +16,12 @@ class Gpu(NamedTuple):
 
 
 def gpu_count() -> int:
-    """How many GPUs torch can use here; 0 without a driver or with a build of torch for CPUs."""
+    """The number of GPUs that torch can use; 0 without a driver or with a build of torch for CPUs."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def find_gpu(index: int) -> Gpu:
-    """The GPU of that index."""
+    """The properties of the GPU with the device index `index`."""
     major, minor = torch.cuda.get_device_capability(index)
     with torch.cuda.device(index):
         has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)

@@ -23,7 +23,10 @@ from trainer.host.rank_env import RankEnv
 
 
 class RunLogger(logging.Logger):
-    """The logger of a rank. It is not registered globally, so libraries do not log to it."""
+    """The logger of a rank, which writes to standard output.
+
+    It is not registered with the module logging, so libraries do not log to it.
+    """
 
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
         super().__init__("trainer", logging.INFO)
@@ -33,7 +36,7 @@ class RunLogger(logging.Logger):
         self.addHandler(handler)
 
     def failure(self, error: BaseException) -> None:
-        """Log the traceback of an unexpected error."""
+        """Log the traceback of an unexpected error: to standard error, or as one line of JSON."""
         if self._as_json:
             text = "".join(traceback.format_exception(error))
             self.error(f"{type(error).__name__}: {error}", extra=fields("traceback", traceback=text))
@@ -41,14 +44,14 @@ class RunLogger(logging.Logger):
             traceback.print_exception(error)
 
     def ended(self, outcome: str, reason: str, detail: str = "") -> None:
-        """Log the outcome of the attempt; `detail` are further lines."""
+        """Log the outcome of the attempt and its reason. `detail` is text for further lines."""
         text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
         level = logging.INFO if outcome in ("finished", "stopped") else logging.ERROR
         self.log(level, text, extra=fields("outcome", outcome=outcome, reason=reason))
 
 
 def fields(event: str, **figures: Any) -> dict[str, Any]:
-    """The `extra` argument of a logging call: the event, and figures that become fields in JSON."""
+    """The `extra` argument of a logging call: the event's name, and figures that become fields in JSON."""
     return {"event": event, "figures": figures}
 
 
@@ -62,7 +65,7 @@ class StdoutHandler(logging.Handler):
 
 
 class TextFormatter(logging.Formatter):
-    """Puts the rank in front of every line."""
+    """Puts the rank in front of every line, as "[rank 0] "."""
 
     def __init__(self, env: RankEnv) -> None:
         super().__init__()
@@ -93,9 +96,9 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_streams() -> None:
-    """Make both streams line-buffered and independent of the locale.
+    """Make stdout and stderr line-buffered, and print characters that their encoding lacks as escapes.
 
-    A crash in native code prints the Python stacks of all threads on standard error.
+    Also enables faulthandler: a crash in native code prints the Python stacks of all threads on stderr.
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a test may have put something else there
@@ -104,14 +107,14 @@ def set_up_streams() -> None:
 
 
 def flush_streams() -> None:
-    """Flush both streams, before the process ends without the interpreter's cleanup."""
+    """Flush stdout and stderr, before the process ends without the interpreter's cleanup."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader has closed the pipe
             stream.flush()
 
 
 def _plain(value: Any) -> Any:
-    """A value for JSON: numbers that are not finite become null, unknown types become text."""
+    """`value` for JSON: numbers that are not finite become null, values of unknown types become text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

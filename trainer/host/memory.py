@@ -1,4 +1,4 @@
-"""The memory of this process: freed memory is kept for the next step, and a shortage is recognised."""
+"""Memory of this process: keeps freed memory for the next step, and recognises out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ KEPT_BYTES = 2**30  # the largest block that is kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: Python's own error, the system's, or torch's."""
+    """Whether `error` is a failed allocation: MemoryError, OSError with ENOMEM, or an error of torch."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     torchs = isinstance(error, RuntimeError) and (
@@ -22,11 +22,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def keep_freed_memory() -> bool:
-    """Let glibc keep freed blocks of up to KEPT_BYTES; returns False for another C library.
+    """Make glibc keep freed blocks of up to KEPT_BYTES for reuse; returns False for another C library.
 
-    By default it maps each large block again and returns it to the system when it is freed: a step of depth 8
-    then has some 100,000 page faults, about 5 % of the step beside another process that does the same
-    (docs/performance.md). Call it once in a process, before large tensors exist.
+    By default glibc returns each large block to the system when it is freed, and maps it again later: a step
+    of depth 8 then has some 100,000 page faults, about 5 % of the step beside another process that does the
+    same (docs/performance.md). Call this once in a process, before large tensors exist.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt

@@ -1,4 +1,4 @@
-"""The network interface of a rank: its name, its state, the rate at which bytes arrive."""
+"""The network interface of a rank: its name, its state, and the rate at which it receives bytes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPAN_SECONDS = 5.0  # the shortest interval of a rate
 
 
 class NetworkInterface:
-    """The interface of `address`, or the one that GLOO_SOCKET_IFNAME names."""
+    """The network interface that GLOO_SOCKET_IFNAME names, else the one with the IP address `address`."""
 
     def __init__(self, address: str) -> None:
         self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
@@ -24,7 +24,10 @@ class NetworkInterface:
         self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
 
     def read(self) -> dict[str, Any]:
-        """For the other ranks: interface, up, and received, the recent rate in bytes per second."""
+        """The fields interface (name), up (None: unknown) and received, for the run status.
+
+        received is the rate in bytes per second over SPAN_SECONDS or more; None before the first measurement.
+        """
         with self._lock:
             now = time.monotonic()
             if now - self._then >= SPAN_SECONDS:
@@ -54,7 +57,7 @@ class NetworkInterface:
 
 
 def interface_of(address: str) -> str:
-    """The interface that has the address; empty where none does."""
+    """The name of the network interface that has the IP address `address`; "" if there is none."""
     with contextlib.suppress(*NOT_AVAILABLE):
         for name, addresses in psutil.net_if_addrs().items():
             if any(known.address.partition("%")[0] == address for known in addresses):

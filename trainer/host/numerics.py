@@ -37,7 +37,10 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 @dataclass(frozen=True)
 class Numerics:
-    """Device, number formats and threads of a rank; `reason` explains the compute format."""
+    """Device, number formats and threads of a rank; `reason` explains the compute format.
+
+    `rates` are the measured GEMM rates of a core in FLOP/s by format; empty if they were not measured.
+    """
 
     device: torch.device
     dtype: torch.dtype
@@ -49,7 +52,7 @@ class Numerics:
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
 
     def describe(self) -> str:
-        """One line: format and why, threads, denormals."""
+        """One line for the log: compute format and its reason, processor, threads, denormals."""
         denormals = (
             "flushed" if self.denormals_flushed else "kept (this CPU cannot flush them: steps may slow down)"
         )
@@ -59,7 +62,7 @@ class Numerics:
         )
 
     def facts(self) -> dict[str, str]:
-        """The same by name, for the tracker."""
+        """Device, formats, GEMM rates, threads and denormals as strings by name, for the tracker."""
         return {
             "device": self.device.type,
             "processor": self.processor,
@@ -72,7 +75,7 @@ class Numerics:
         }
 
     def saved(self) -> dict[str, Any]:
-        """As plain JSON for a checkpoint, from which `restore_numerics` resumes bitwise."""
+        """Device, compute format and threads as JSON values for a checkpoint, for `restore_numerics`."""
         return {
             "device": self.device.type,
             "compute_dtype": name_of(self.compute_dtype),
@@ -82,7 +85,11 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Options:
-    """What this rank could compute on; `refusals` gives the sentence why a device kind cannot be used."""
+    """The numerics of this rank on a CPU and on its GPU, before the device of the run is chosen.
+
+    `cuda` is None if there is no GPU for this local rank; `gpus` counts the GPUs of the host. `refusals` maps
+    a device kind that cannot be used to the reason, a sentence.
+    """
 
     cpu: Numerics
     cuda: Numerics | None
@@ -90,14 +97,20 @@ class Options:
     refusals: Mapping[str, str]
 
     def shown(self) -> dict[str, str]:
-        """For the other ranks: strings by name, none of which has to be equal."""
+        """Strings by name that describe these options to the other ranks. They may differ between ranks.
+
+        Keys: "cpu", "gpus", with a GPU "cuda", and "cpu refused" or "cuda refused" with the reason.
+        """
         shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
         if self.cuda:
             shown["cuda"] = self.cuda.describe()
         return shown | {f"{kind} refused": sentence for kind, sentence in self.refusals.items()}
 
     def on(self, kind: str) -> Numerics:
-        """The numerics of the device kind that was decided on."""
+        """The numerics on the device kind `kind`, "cpu" or "cuda".
+
+        For cuda, makes the GPU of this rank the current device and disables TF32.
+        """
         if kind == "cpu":
             return self.cpu
         assert self.cuda is not None
@@ -107,10 +120,11 @@ class Options:
 
 
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
-    """Set threads, denormals and memory of this process; find what it can compute on. The first use of torch.
+    """Set threads, denormals and memory of this process; returns what it can compute on.
 
-    Denormals: AdamW's moments of embedding rows that no token touches decay into them, and a step over such
-    state takes 50 times as long. The flag belongs to a thread and is inherited by those torch starts later.
+    Call it before any other use of torch. Denormals become 0: AdamW's moments of embedding rows that no token
+    activates decay into denormals, and a step over such state takes 50 times as long. The flag belongs to a
+    thread and is inherited by those that torch starts later.
     """
     keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
@@ -144,9 +158,10 @@ def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_
 
 
 def thread_count(asked: int, local_world_size: int) -> int:
-    """The setting; without it OMP_NUM_THREADS, at most the CPU quota; else this rank's part of the cores.
+    """Threads of this rank: `asked` if it is not 0, else OMP_NUM_THREADS, else its part of the usable cores.
 
-    A playbook or torchrun sets OMP_NUM_THREADS from a host's cores, where the run's quota is not known.
+    A playbook or torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so
+    it is limited to that quota here.
     """
     if asked:
         return asked
@@ -157,9 +172,10 @@ def thread_count(asked: int, local_world_size: int) -> int:
 
 
 def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
-    """The number format of GEMMs on a CPU, and why; `rates` in FLOP/s are needed for auto and bfloat16.
+    """The number format of GEMMs on a CPU for the setting `asked`, and the reason.
 
-    Raises ConfigError for bfloat16 where it is emulated: steps would take minutes instead of seconds.
+    `rates` are GEMM rates of a core in FLOP/s by format, needed for auto and bfloat16. Raises ConfigError for
+    bfloat16 on a CPU that emulates it: steps would take minutes instead of seconds.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked"
@@ -178,7 +194,11 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
 
 
 def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
-    """The number format of GEMMs on a GPU, and why: bfloat16 if native. ConfigError if it is emulated."""
+    """The number format of GEMMs on `gpu` for the setting `asked`, and the reason.
+
+    auto is bfloat16 if the GPU has it in hardware, else float32. Raises ConfigError for bfloat16 that is
+    emulated.
+    """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked, without TF32" if asked == "float32" else "as asked"
     if gpu.has_bfloat16:
@@ -192,9 +212,10 @@ def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
 
 
 def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-    """The device kind of all ranks and why, from what each one, by name, has `shown`. Pure: the same on all.
+    """The device kind of all ranks, "cpu" or "cuda", and the reason. The result is the same on every rank.
 
-    Raises ConfigError, naming the hosts, where the run's device or number format cannot be had.
+    `asked` is the setting device; `shown` maps each rank, as text, to its `Options.shown()`. Raises
+    ConfigError, naming the hosts, if that device or the number format is not available there.
     """
     lacking = {who: _lack(fields) for who, fields in shown.items() if "cuda" not in fields}
     lacks = "; ".join(f"{who} has {lack}" for who, lack in lacking.items())
@@ -217,10 +238,11 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 
 
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
-    """The numerics of a checkpoint of this host, so that the run resumes bitwise. Sets the threads.
+    """`numerics` with the compute format and threads of a checkpoint, so that a run resumes bitwise.
 
-    `threads` that are asked for, and OMP_NUM_THREADS where set, are a wish and stay; so does what this host
-    does better now by orders of magnitude: another device, or float32 where bfloat16 is emulated.
+    Sets torch's threads. `saved` is the result of `Numerics.saved`. It is ignored for another device; its
+    threads are ignored if `threads` or OMP_NUM_THREADS is set, and its bfloat16 if this host emulates
+    bfloat16.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics

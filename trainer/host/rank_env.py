@@ -16,7 +16,11 @@ MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than t
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Rank, world size, host and rendezvous address."""
+    """Rank, world size, host name and rendezvous address of this process.
+
+    `attempt` is torchrun's restart count. `agent_store`: the agent of torchrun, not rank 0, owns the
+    rendezvous store.
+    """
 
     rank: int = 0
     world_size: int = 1
@@ -30,7 +34,10 @@ class RankEnv:
 
     @classmethod
     def from_environment(cls) -> RankEnv:
-        """Read torchrun's variables. Raises ConfigError when they contradict each other."""
+        """Read the variables that torchrun sets; without RANK there is one rank.
+
+        Raises ConfigError if a variable is missing or invalid, or if they contradict each other.
+        """
         host = os.environ.get("NANOFLEET_HOST") or socket.gethostname()
         if "RANK" not in os.environ:
             return cls(host=host)
@@ -53,9 +60,9 @@ class RankEnv:
 
     @staticmethod
     def micro_batch(default: int) -> int:
-        """Rows of a micro-batch on this host: its own number where the environment has one, else `default`.
+        """Sequences in a micro-batch on this host: NANOFLEET_DEVICE_BATCH_SIZE if it is set, else `default`.
 
-        Raises ConfigError for one that is no whole number from 1.
+        Raises ConfigError if the variable is not a whole number from 1.
         """
         rows = _number(MICRO_BATCH, default)
         if rows < 1:
@@ -64,16 +71,16 @@ class RankEnv:
 
     @property
     def is_coordinator(self) -> bool:
-        """Whether this is rank 0, which keeps checkpoints, metrics and the tracker."""
+        """Whether this is rank 0, which writes checkpoints and metrics and reports to the tracker."""
         return self.rank == 0
 
     @property
     def is_host_leader(self) -> bool:
-        """Whether this rank writes the files that a host has once."""
+        """Whether this is local rank 0, which writes the files that exist once per host."""
         return self.local_rank == 0
 
     def address(self) -> str:
-        """The address of this host on its route to the coordinator."""
+        """The IP address of this host on its route to the coordinator; "" without a coordinator or route."""
         if not self.master_addr:
             return ""
         try:

@@ -1,6 +1,5 @@
 """Import of a nanochat checkpoint into a run directory.
 
-adopt_tokenizer(tokenizer, Path("data"))
 adopt_checkpoint(pair, tokenizer, Path("runs/mine"))
 """
 
@@ -27,7 +26,10 @@ from trainer.interchange.weights import check_fits, read_state_dict, to_float32
 
 @dataclass
 class Adopted:
-    """An imported checkpoint: its path and settings, and a note on converted tensors."""
+    """An imported checkpoint: its path, its settings, and a note on converted tensors.
+
+    `unchanged`: the run directory had the same checkpoint already.
+    """
 
     path: Path
     config: RunConfig
@@ -36,9 +38,10 @@ class Adopted:
 
 
 def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: bool = False) -> Adopted:
-    """Write `pair` as the checkpoint from which a run in `run_dir` resumes; with `restart`, at step 0.
+    """Write the nanochat checkpoint `pair` to `run_dir`, where a run resumes from it.
 
-    Raises ConfigError if the pair is damaged or does not fit the tokenizer, or the run has checkpoints.
+    With `restart`, its step is 0. Raises ConfigError if the checkpoint is damaged or does not fit the
+    tokenizer, or if the run has other checkpoints.
     """
     description = read_meta(pair.meta)
     model = model_config(description, pair.meta)
@@ -78,7 +81,7 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
 
 
 def _same(path: Path, weights: dict[str, torch.Tensor], config: RunConfig) -> bool:
-    """Whether the checkpoint at `path` has these weights and settings."""
+    """Whether the checkpoint at `path` has exactly these weights and settings."""
     try:
         state = storage.load(path)
     except storage.DamagedCheckpointError:

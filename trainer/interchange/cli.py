@@ -22,7 +22,7 @@ SHAPE_SETTINGS = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "sequence_le
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `export`."""
+    """Add the options of the subcommand `export` to `parser`."""
     parser.description = "Write a checkpoint and its tokenizer in the format of nanochat."
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory"
@@ -38,7 +38,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `import`."""
+    """Add the options of the subcommand `import` to `parser`."""
     parser.description = "Import a tokenizer, shards or a checkpoint of nanochat."
     parser.add_argument(
         "--from-nanochat",
@@ -66,7 +66,7 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_export(args: argparse.Namespace) -> int:
-    """Run `export`. Raises ConfigError or DataError."""
+    """Run the subcommand `export`; returns the exit code 0. Raises ConfigError or DataError."""
     from trainer.interchange.export import export
 
     try:
@@ -88,7 +88,7 @@ def run_export(args: argparse.Namespace) -> int:
 
 
 def run_import(args: argparse.Namespace) -> int:
-    """Run `import`. Raises ConfigError or DataError."""
+    """Run the subcommand `import`; returns the exit code 0. Raises ConfigError or DataError."""
     if not (args.data_dir or args.run_dir):
         raise ConfigError(
             "There is no target: give --data-dir DIR for tokenizer and shards, or --run-dir DIR for a "
@@ -158,7 +158,7 @@ def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
 
 def _flags(config: RunConfig, names: tuple[str, ...]) -> list[str]:
-    """The options of `train` for depth, horizon, and those settings of `names` that are not defaults."""
+    """The options of `train` for depth, horizon and those settings of `names` that are not defaults."""
     default = RunConfig()
     always = {"depth", "num_iterations"}
     chosen = [name for name in names if name in always or getattr(config, name) != getattr(default, name)]

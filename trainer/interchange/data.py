@@ -18,7 +18,10 @@ def has_shards(path: Path) -> bool:
 
 
 def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
-    """Make a data directory of the unchanged shards of `base` and `tokenizer`. Raises DataError."""
+    """Make the data directory `data_dir` from the unchanged shards of `base` and `tokenizer`.
+
+    `base` is a nanochat base directory or a folder of shards. Raises DataError.
+    """
     _check_tokenizer(tokenizer, data_dir)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(folder)
@@ -26,7 +29,7 @@ def adopt_shards(base: Path, tokenizer: Tokenizer, data_dir: Path) -> Prepared:
 
 
 def adopt_tokenizer(tokenizer: Tokenizer, data_dir: Path) -> Path:
-    """Write `tokenizer` to `data_dir`, without shards. Raises DataError."""
+    """Write `tokenizer` to `data_dir`, without shards; returns the path of the file. Raises DataError."""
     with locked(data_dir / ".lock"):
         _check_tokenizer(tokenizer, data_dir)
         return tokenizer.save(data_dir / "tokenizer")

@@ -29,7 +29,7 @@ from trainer.model.gpt import GPTConfig
 
 @dataclass
 class Exported:
-    """The result of an export."""
+    """The result of an export: the checkpoint, written and unchanged files, a note on converted tensors."""
 
     pair: Pair
     written: list[Path] = field(default_factory=list)
@@ -95,7 +95,10 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
 
 
 def _is_there(path: Path, tokenizer: Tokenizer, overwrite: bool) -> bool:
-    """Whether `path` is this tokenizer. Raises ConfigError if it is another one, unless `overwrite`."""
+    """Whether the file `path` is this tokenizer; False if it does not exist.
+
+    Raises ConfigError if the file is another tokenizer, unless `overwrite` is set.
+    """
     if not path.exists():
         return False
     try:

@@ -86,7 +86,10 @@ def _steps(folder: Path) -> set[int]:
 
 
 def _tagged(checkpoints: Path, model_tag: str) -> Path:
-    """The folder of `model_tag`; without one, the deepest d<number>, else the newest folder."""
+    """The folder of the model `model_tag` in `checkpoints`; without a tag, the deepest d<number>.
+
+    If no folder has such a name, the newest one. Raises ConfigError.
+    """
     tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
     if not tags:
         raise ConfigError(f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt.")

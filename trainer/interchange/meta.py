@@ -33,7 +33,7 @@ LARGEST = 2**31
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read a meta file of nanochat. Raises ConfigError, naming it."""
+    """The content of a meta file of nanochat. Raises ConfigError, naming the file."""
     try:
         meta = json.loads(path.read_bytes())
     except OSError as error:
@@ -46,19 +46,23 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
-    """The model of a meta file, which must have exactly the fields of GPTConfig. Raises ConfigError."""
+    """The model that `meta`, the content of a meta file, describes. `path` is for messages.
+
+    Raises ConfigError if its model_config does not have exactly the fields of GPTConfig.
+    """
     values = meta["model_config"]
     fields = {field.name: type(field.default) for field in dataclasses.fields(GPTConfig)}
     unknown = [name for name in values if name not in fields]
     missing = [name for name in fields if name not in values]
     if unknown:
         raise ConfigError(
-            f"The model_config in {path} has {', '.join(unknown)}, which are unknown: another model."
+            f"The model_config in {path} has unknown fields ({', '.join(unknown)}): it describes another "
+            "model, which cannot be imported."
         )
     if missing:
         raise ConfigError(
             f"The model_config in {path} lacks {', '.join(missing)}: it is of an older nanochat, whose model "
-            "computes something else."
+            "computes something else and cannot be imported."
         )
     for name, kind in fields.items():
         value = values[name]
@@ -75,9 +79,9 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
 
 
 def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
-    """The settings of a run that trains this model, from a meta file; missing ones have their defaults.
+    """The settings of a run that trains `model`; settings that `meta` lacks have their defaults.
 
-    Raises ConfigError if no aspect_ratio gives the width of the model.
+    `meta` is the content of a meta file. Raises ConfigError if no aspect_ratio gives the width of the model.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
@@ -101,7 +105,7 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
 
 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
-    """The content of nanochat's meta file for a checkpoint, from its meta.json."""
+    """The content of nanochat's meta file for a checkpoint; `meta` is the content of its meta.json."""
     step = int(meta["step"])
     tokens = meta.get("tokens", 0)
     batch = tokens // step if step else config.total_batch_size
@@ -123,7 +127,7 @@ def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) 
 
 
 def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
-    """An aspect_ratio that gives the width of the model, preferably `asked`."""
+    """An aspect_ratio that gives the width of the model, preferably `asked`. Raises ConfigError."""
     for ratio in (asked, UPSTREAM_ASPECT_RATIO, model.n_embd // model.n_layer):
         if type(ratio) is not int or not 1 <= ratio < LARGEST:
             continue
@@ -139,7 +143,7 @@ def _aspect_ratio(model: GPTConfig, asked: Any) -> int:
 
 
 def _batch(asked: Any, sequence_len: int) -> int:
-    """Tokens of a step: `asked` if it is valid, else the default, rounded to whole rows."""
+    """Tokens of a step: `asked` if it is a multiple of `sequence_len`, else the default in whole ones."""
     if type(asked) is int and asked >= sequence_len and asked % sequence_len == 0:
         return asked
     return max(1, RunConfig.total_batch_size // sequence_len) * sequence_len

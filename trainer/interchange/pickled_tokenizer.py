@@ -66,7 +66,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(path: Path) -> Tokenizer:
-    """Read nanochat's tokenizer.pkl. Raises DataError, naming the file."""
+    """Read nanochat's tokenizer.pkl without executing it. Raises DataError, naming the file."""
     try:
         size = path.stat().st_size
         if size > LARGEST:
@@ -92,7 +92,10 @@ def pickled(tokenizer: Tokenizer) -> bytes:
 
 
 def _fields(data: bytes) -> dict[str, Any]:
-    """Unpickle the four fields of the encoding and check their types."""
+    """The four fields of the pickled encoding, by name.
+
+    Raises DataError if one is missing or of another type.
+    """
     _check_instructions(data)
     try:
         encoding = _Unpickler(io.BytesIO(data)).load()
@@ -127,7 +130,11 @@ def _check_instructions(data: bytes) -> None:
 
 
 def _tokenizer(fields: dict[str, Any]) -> Tokenizer:
-    """The tokenizer with these fields. Its ids must have no gap, and the special tokens must come last."""
+    """The tokenizer with the four `fields` of an encoding.
+
+    Raises DataError if the ids have a gap, if the special tokens are not the last ones, or if a byte or
+    <|bos|> is missing.
+    """
     ranks, specials = fields["mergeable_ranks"], fields["special_tokens"]
     for name, kind, table in (("mergeable_ranks", bytes, ranks), ("special_tokens", str, specials)):
         if not all(type(piece) is kind and piece and type(token) is int for piece, token in table.items()):

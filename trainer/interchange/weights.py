@@ -18,7 +18,7 @@ NAMED = 4  # names of a list that a message includes
 
 
 def read_state_dict(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a model file by parameter name. Raises ConfigError, naming the file."""
+    """Read the tensors of a model file, by parameter name. Raises ConfigError, naming the file."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
@@ -68,7 +68,11 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
 
 
 def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
-    """Convert the weights to float32; returns them, and a note on converted tensors or ""."""
+    """Convert the weights to float32; returns them, and a note on converted tensors or "".
+
+    `path` is for messages. Raises ConfigError for a number format other than float16, bfloat16, float32 and
+    float64.
+    """
     changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
     for name, dtype in changed.items():
         if dtype not in (*EXACT, torch.float64):
