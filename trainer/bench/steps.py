@@ -1,8 +1,8 @@
-"""Measured steps of a training: the same loop without evaluation, checkpoints and tracker.
+"""Measures training steps: the same training loop, without evaluation, checkpoints and tracker.
 
     result = run_bench(run_file, data_dir, run_dir, env, attempt, log)       # on rank 0, else {}
 
-The first steps, which include warm-up, do not count. GEMM rate and copy bandwidth are measured in the same
+The first WARM_STEPS steps are not measured. GEMM rate and copy bandwidth are measured in the same
 process before, between and after the steps, since the speed of a host changes within a minute. Ranks measure
 at the same time, between steps without transfers in flight. With several ranks the effective bandwidth of an
 all-reduce is measured too.
@@ -60,21 +60,21 @@ class Mark:
 
 
 class BenchSetup(RunSetup):
-    """The setup, with a prediction to compare with."""
+    """A setup that, with several ranks, always predicts the step: the report compares it."""
 
     def predicts(self) -> bool:
         return self.env.world_size > 1
 
 
 class SyntheticSetup(BenchSetup):
-    """The setup with synthetic rows."""
+    """A setup with synthetic rows instead of a data directory."""
 
     def open_data(self) -> Dataset:
         return synthetic(self.config.sequence_len)
 
 
 class BenchTrainer(Trainer):
-    """A trainer that measures its steps."""
+    """A trainer that measures its steps. After `run`, `result` is set on rank 0."""
 
     setup_class = BenchSetup
 
@@ -138,21 +138,21 @@ class BenchTrainer(Trainer):
     # -- parts of a run that are not measured ------------------------------------------------------------
 
     def _finish_sync(self) -> None:
-        """Skipped: a final sync round within thirty steps would count as much as all others."""
+        """Does nothing: a final sync round would distort the mean of a few steps. `train` runs it later."""
 
     def _evaluate(self) -> bool:
         return False
 
     def _save(self, last: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def _write_sample(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     # -- the figures -------------------------------------------------------------------------------------
 
     def _spans(self) -> list[tuple[Mark, Mark]]:
-        """Begin and end of each step that counts."""
+        """(Begin, end) of each measured step, without the first WARM_STEPS."""
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
@@ -190,12 +190,12 @@ class BenchTrainer(Trainer):
         }
 
     def _predicted(self) -> float | None:
-        """Seconds a step, where that was predicted before the first one."""
+        """The predicted seconds of a step; None without a prediction."""
         prediction = self.components.placement.prediction
         return prediction.step_seconds if prediction else None
 
     def _steps(self, name: str) -> bool:
-        """Whether this rank updates the matrix: its owner rank, or every rank if it has none."""
+        """Whether this rank updates the matrix `name`: it is its owner rank, or the matrix has none."""
         return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
@@ -230,10 +230,11 @@ class BenchTrainer(Trainer):
 
 
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
-    """The roofline limit divided by the seconds of a step; `limits` are those of each rank, in order.
+    """The roofline limit divided by the seconds of a step. limits: of each rank, one per measurement.
 
-    The limit of a step is the mean of those measured before and after it, of the rank with the longest one;
-    the result is the median over the steps. Without a measurement between all steps: mean limit, median step.
+    The limit of a step is the mean of the two measured before and after it, each that of the slowest rank.
+    The result is the median over the steps. Without a measurement between all steps, it is the mean limit
+    divided by the median step.
     """
     longest = [max(ranks) for ranks in zip(*limits, strict=True)]
     if len(longest) != len(steps) + 1:
@@ -243,7 +244,7 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
 
 
 def reduce_goodput(group: Collectives) -> float:
-    """The effective bandwidth of an all-reduce of gradient size: bytes sent per second, a median."""
+    """The effective bandwidth of a large all-reduce: bytes that this rank sends per second, a median."""
     share = 2 * (group.world_size - 1) / group.world_size
     size = REDUCE_BYTES // 16
     first = _reduce_seconds(group, size)
@@ -261,19 +262,19 @@ def _reduce_seconds(group: Collectives, size: int) -> float:
 
 
 def interface_bytes(name: str) -> tuple[int | None, int | None]:
-    """Bytes sent and received so far, by the counters of the interface; None if it has none."""
+    """(bytes sent, bytes received) by the counters of the interface `name`; (None, None) without counters."""
     counters = psutil.net_io_counters(pernic=True).get(name) if name else None
     return (counters.bytes_sent, counters.bytes_recv) if counters else (None, None)
 
 
 def link_mbit(name: str) -> int | None:
-    """The rate that the network card reports in Mbit/s; None if it reports none (WiFi, virtual cards)."""
+    """The rate in Mbit/s that the interface `name` reports; None if it reports none (WiFi, virtual cards)."""
     known = psutil.net_if_stats().get(name) if name else None
     return known.speed or None if known else None
 
 
 def peak_rss() -> int:
-    """The most memory this process has had, in bytes."""
+    """The peak resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -293,7 +294,10 @@ def _mean(values: Sequence[float]) -> float | None:
 def run_bench(
     run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
 ) -> Result:
-    """Measure the steps of a run. The result is empty on ranks other than 0. Raises RunEnd."""
+    """Measure the steps of a run; returns the result on rank 0, {} on the others. Raises RunEnd.
+
+    data_dir None: synthetic rows.
+    """
     run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
     try:
         with run.report_failures():

@@ -90,7 +90,7 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
 
 
 def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
-    """Seconds of Muon on all matrices: times one matrix per shape and multiplies by their number."""
+    """Seconds of Muon on all matrices: for each shape, the time of one matrix times their number."""
     matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
     total = 0.0
     for shape, matrix in matrices.items():
