@@ -1,4 +1,4 @@
-"""Who is in an inventory: asked of Ansible itself, so every form of inventory it reads works."""
+"""Reads the hosts of an inventory with `ansible-inventory`, so that every kind of inventory works."""
 
 import json
 import subprocess
@@ -18,7 +18,7 @@ TRACKER_PORT = 5000
 
 @dataclass(frozen=True)
 class Fleet:
-    """The hosts in rank order, and the address of each."""
+    """The hosts of an inventory in rank order; address and SSH user ("" if not set) of each, by host."""
 
     hosts: list[str]
     addresses: dict[str, str]
@@ -32,9 +32,9 @@ class Fleet:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Fleet:
-    """The fleet of an inventory (None: the one ansible.cfg names). FleetError when there is none.
+    """Read an inventory (None: the one that ansible.cfg names). Raises FleetError if that fails.
 
-    extra: `-e` and their values, which go before the inventory's.
+    extra: `-e` options, which override variables of the inventory.
     """
     if inventory and "," not in inventory and not Path(inventory).exists():
         raise FleetError(
@@ -53,13 +53,17 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Fleet:
         raise FleetError("Ansible is not installed for this Python. Type: make venv") from None
     if done.returncode:
         raise FleetError(
-            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}"
+            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"
+            f"Check it: ansible-inventory -i {inventory or 'inventory/lab'} --list"
         )
     return from_listing(json.loads(done.stdout), inventory)
 
 
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Fleet:
-    """A fleet from what ``ansible-inventory --list`` printed."""
+    """The Fleet in the parsed output of ``ansible-inventory --list``.
+
+    inventory: names it in messages. Raises FleetError without exactly one coordinator.
+    """
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")
     if not coordinators:
@@ -91,11 +95,11 @@ def _members(listing: dict[str, Any], group: str) -> list[str]:
 
 
 def tracker(fleet: Fleet) -> str:
-    """The MLflow page's address, and what to type where it cannot be reached from this machine."""
+    """The URL of MLflow, with a note whether it answers here, or the SSH command that makes it reachable."""
     address, port = fleet.addresses[fleet.coordinator], fleet.tracker_port
     url = f"http://{address}:{port}"
     try:
-        # The lab's addresses are this machine's own: no proxy stands between.
+        # Without a proxy: the addresses of a lab exist on this machine only.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/health", timeout=4):
             return f"{url} (answers from this machine)"

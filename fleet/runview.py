@@ -1,4 +1,4 @@
-"""What is known of a run: its hosts' reports folded into one state. No terminal here."""
+"""The state of a run, combined from the reports of its hosts. It does no output."""
 
 import json
 from collections.abc import Iterable
@@ -15,13 +15,13 @@ ENDED = ("finished", "stopped", "retryable", "final")
 
 
 def is_report(result: object) -> bool:
-    """Whether a task's result is a host's report on a run (what the ``run_state`` module returns)."""
+    """Whether the result of a task is that of the module ``run_state``: a host's report on a run."""
     return isinstance(result, dict) and "found" in result and "heartbeats" in result
 
 
 @dataclass
 class Rank:
-    """One rank, or a host that has none to show yet."""
+    """The phase and step of one rank; of a host that has reported none yet, only the host."""
 
     host: str
     rank: int | None = None
@@ -31,7 +31,10 @@ class Rank:
 
 @dataclass
 class Ending:
-    """How the run ended on one host. ``errors`` are its log's first error lines."""
+    """The end of the run on one host. ended: it is not active there; found: the host knows the run.
+
+    outcome and reason: from outcome.json; errors: error lines of the log.
+    """
 
     ended: bool = False
     found: bool = False
@@ -42,10 +45,10 @@ class Ending:
 
 @dataclass
 class RunView:
-    """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
+    """The state of a run from all reports so far. Losses are in nats, ``val_bpb`` in bits per byte.
 
-    ``lost`` are the hosts that cannot be reached, and why; ``states`` what each host reported last;
-    ``options`` what a command needs besides to reach them (``-i PATH ``).
+    ``lost``: host that cannot be reached -> reason. ``states``: host -> its last report. ``losses``: step ->
+    loss. ``options``: options that a typed command needs to reach the hosts, such as ``-i PATH ``.
     """
 
     options: str = ""
@@ -70,12 +73,12 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """What the run is called on the screen."""
+        """The name of the run on the screen."""
         return f"run {self.run_id}" if self.run_id else "the run"
 
     @property
     def curve(self) -> list[Point]:
-        """The losses known, by step."""
+        """The known losses as (step, loss), in the order of steps."""
         return sorted(self.losses.items())
 
     @property
@@ -90,37 +93,40 @@ class RunView:
 
     @property
     def found(self) -> bool:
-        """Whether any host knows a run."""
+        """Whether any host that has reported knows the run."""
         return any(ending.found for ending in self.endings.values())
 
     @property
     def trains(self) -> bool:
-        """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
+        """Whether the ranks of all reachable hosts are training: then speed and remaining time are valid."""
         found = {host: s for host, s in self.states.items() if s.get("found") and host not in self.lost}
         return bool(status.is_training(found))
 
     @property
     def rebooted(self) -> dict[str, float]:
-        """Hosts that came up again without the unit of this run, and when."""
+        """The reachable hosts whose reboot has ended the run's unit there: host -> boot time (Unix).
+
+        Empty if the run is settled.
+        """
         found = {host: state for host, state in self.states.items() if state.get("found")}
         hosts: dict[str, float] = status.rebooted(found)
         return {host: moment for host, moment in hosts.items() if host not in self.lost}
 
     @property
     def returning(self) -> list[str]:
-        """Those of them that start the run again by themselves."""
+        """The hosts of `rebooted` that are about to start the run again by themselves."""
         hosts: list[str] = status.returning({host: self.states[host] for host in self.rebooted})
         return hosts
 
     @property
     def reboots(self) -> list[str]:
-        """A line for each of them, with what starts its unit again."""
+        """One line for each host of `rebooted`, with the command that starts the run's unit again."""
         lines: list[str] = status.reboots({host: self.states[host] for host in self.rebooted}, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
 
     @property
     def screen(self) -> list[str]:
-        """What status.yml reports of the hosts and the run, below its title."""
+        """The lines of status.yml about the hosts and the run, without its title."""
         order = [rank.host for rank in self.ranks] + list(self.states)
         states = {
             host: {"unreachable": True} if host in self.lost else self.states[host]
@@ -132,32 +138,32 @@ class RunView:
 
     @property
     def ended(self) -> bool:
-        """Whether the run is over on every host that has reported and has not been lost since."""
+        """Whether the run has ended on every host that has reported and can still be reached."""
         heard = [ending for host, ending in self.endings.items() if host not in self.lost]
         return bool(heard) and all(ending.ended for ending in heard)
 
     @property
     def settled(self) -> bool:
-        """Whether a host reports that the run has ended and nobody wants another attempt."""
+        """Whether a host reports an outcome that no other attempt follows."""
         return any((state.get("outcome") or {}).get("settled") for state in self.states.values())
 
     @property
     def outcome(self) -> str:
-        """How the run ended, or "" while it has not. The coordinator's word counts first."""
+        """The outcome of the run, that of the coordinator first; "" while it has not ended."""
         if not self.ended or not self.found:
             return ""
         return self._verdict()[1].outcome or "ended without an outcome"
 
     @property
     def reason(self) -> str:
-        """Why it ended so, with the host whose word it is."""
+        """The reason of the outcome, with the host that reported it unless the run has finished."""
         host, ending = self._verdict()
         return (
             f"{ending.reason} ({host})" if ending.reason and ending.outcome != "finished" else ending.reason
         )
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
-        """Take one host's report into account."""
+        """Update the state with the report of one host, the result of the module ``run_state``."""
         self.endings[host] = _ending(state)
         self.states[host] = state
         self.lost.pop(host, None)
@@ -177,7 +183,7 @@ class RunView:
             self._lead(host, state, beats[0] if beats else None)
 
     def history(self, lines: Iterable[str]) -> None:
-        """Take the run's metrics file into account: one JSON object a line."""
+        """Add the losses of metrics.jsonl, one JSON object per line."""
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -187,7 +193,7 @@ class RunView:
                 self._saw(entry)
 
     def _lead(self, host: str, state: dict[str, Any], beat: RunStatusRecord | None) -> None:
-        """What only the coordinator knows."""
+        """Update the fields that come from the coordinator: step, losses, speed, checkpoint, sample."""
         self.coordinator = host
         self.run_dir = state.get("run_dir") or self.run_dir
         self.checkpoint = state.get("checkpoint") or self.checkpoint
@@ -217,7 +223,7 @@ class RunView:
 
 
 def plan(config: dict[str, Any]) -> str:
-    """A run's settings in a few words, or "" when they are not known."""
+    """The settings of a run in a few words: depth, tokens per step, row length; "" without a config."""
     if not config:
         return ""
     parts = [f"depth {config.get('depth')}"]

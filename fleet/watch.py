@@ -1,6 +1,6 @@
-"""Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run.
+"""Follow a run to its end: join it, show it, and report how it ended. Leaving (Ctrl-C) never ends the run.
 
-A host that was rebooted starts the run again by itself; else train.yml does it, as a person would.
+If a rebooted host does not start the run again by itself, the follower runs train.yml for it.
 """
 
 import tempfile
@@ -19,27 +19,30 @@ from fleet.runview import RunView, commands, is_report
 from fleet.stages import failed, run_playbook
 
 FINISHED, FAILED, STOPPED = 0, 1, 3
-"""Exit codes of a followed run."""
+"""Exit codes of the commands that follow a run."""
 
 WATCH = "playbooks/watch.yml"
 WATCH_TASK = "Watch the run"
-"""The task whose results, at each retry, are the hosts' reports."""
+"""The task of watch.yml whose results, at each retry, are the reports of the hosts."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
 _TRIES, _OVER_TRIES, _BACK_TRIES = 20, 3, 10
-"""How often nobody may answer; how often a lost host is asked for its end when the others have ended; and
-how often for a run that a host was put back into, which somebody else may be doing just now."""
+"""The most tries: while no host answers; for the end of a lost host once the others have ended; and, after
+the run was started again on a rebooted host, until it is active or settled."""
 _SNAPSHOT_AT = 0.6
 _ASK_ANEW_SECONDS = 20.0
-"""How long the hosts that still answer are followed before the one that has left is asked for again."""
+"""Seconds for which the other hosts are followed before a host that has left the run is asked again."""
 
 
 class _AskAnewError(Exception):
-    """Ends one look at the run: a host that left it is to be asked for again, or put back."""
+    """Ends one run of watch.yml, because a host that left must be asked again or started again."""
 
 
 @dataclass
 class Follower:
-    """One run being followed: keeps watch.yml going over lost connections, folds what it reports."""
+    """Follows one run: repeats watch.yml, also after lost connections, and updates `view` with its reports.
+
+    args: options of ansible-playbook; snapshot: the view at 60 % of the steps; trouble: a line for the view.
+    """
 
     screen: Screen
     inventory: str | None
@@ -61,7 +64,10 @@ class Follower:
         self.view.options = commands.options([given], [usual], asks, Path.cwd())
 
     def follow(self) -> int:
-        """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""
+        """Follow the run until it has ended on every host; returns the exit code.
+
+        Raises CancelledError on Ctrl-C.
+        """
         silent = backs = 0
         while True:
             job = self._job("watch", playbook=WATCH, args=self.args)
@@ -98,12 +104,15 @@ class Follower:
 
     @property
     def _away(self) -> dict[str, float]:
-        """Rebooted hosts that are still to be put back into a run which was seen alive."""
+        """The rebooted hosts, with their boot time, on which the run must be started again.
+
+        Empty if the run was not active while it was followed, and without hosts that were started before.
+        """
         rebooted = self.view.rebooted if self._lives else {}
         return {host: at for host, at in rebooted.items() if (host, at) not in self._put_back}
 
     def _put_hosts_back(self) -> None:
-        """What a person would type, once every host of the run answers."""
+        """Start the run again on rebooted hosts with train.yml, once every host of the run answers."""
         hosts = self._away
         if not hosts or self.view.lost:
             return
@@ -147,12 +156,12 @@ class Follower:
         if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
             self.snapshot = run_panel(self.view)
         if self._history is None and self.view.run_dir and step > 1 and not self.view.ended:
-            # Joined under way: what it did before is in its metrics file.
+            # The run began before it was followed: its earlier losses are in its metrics file.
             self._history = threading.Thread(target=self._read_history, daemon=True)
             self._history.start()
 
     def _read_history(self) -> None:
-        """The run's whole loss curve, from the coordinator's metrics file; done without if it must be."""
+        """Read all losses from metrics.jsonl of the coordinator into the view; a failure is ignored."""
         with tempfile.TemporaryDirectory(prefix="nanofleet-") as folder:
             copy = Path(folder) / "metrics.jsonl"
             arguments = f"src={self.view.run_dir}/metrics.jsonl dest={copy} flat=true fail_on_missing=false"
@@ -170,7 +179,7 @@ class Follower:
         self.screen.show(lambda: run_panel(self.view, self.screen.console.width, self.trouble))
 
     def _tell(self) -> None:
-        """What is odd with the run, once, where there is no screen that shows it."""
+        """Without a terminal, print each new line that needs attention, once."""
         odd = {} if self.screen.is_live else odd_lines(self.view)
         for what, line in odd.items():
             if what not in self._told:
@@ -187,7 +196,7 @@ class Follower:
             raise _AskAnewError
 
     def _wait(self, seconds: int, doing: str) -> None:
-        """Show which host was lost and what happens next, and wait some seconds."""
+        """Show the lost hosts and `doing`, the next action, and wait `seconds`."""
         self.trouble = f"{doing} in {seconds} s"
         self.screen.plain(lambda: "\n".join([*lost_lines(self.view), self.trouble]), now=True)
         self._show()
@@ -200,5 +209,5 @@ class Follower:
 
 
 def _ran_out(job: Job) -> bool:
-    """Whether the watch ended only because Ansible's retries did: the run is longer than one watch."""
+    """Whether watch.yml failed only because its retries are used up: the run takes longer than one watch."""
     return bool(job.stage.failures) and all(failure.retried for failure in job.stage.failures)
