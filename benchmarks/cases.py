@@ -1,4 +1,4 @@
-"""The benchmark cases of `make bench`: their names, the state of the lab they need, their expected duration.
+"""The benchmark cases of `make bench`: their names, their state of the lab, and their expected duration.
 
 The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml, or idle/ and such a name. Cases
 of the kind `solo` are single-host baselines.
@@ -80,7 +80,7 @@ def plain(case: str) -> str:
 
 
 def has_neighbour(case: str) -> bool:
-    """Whether the other host trains on its own while the case is measured."""
+    """Whether the other host trains on its own while the case is measured: for single-host baselines."""
     return case.startswith("solo") and "-on-" not in case
 
 

@@ -295,7 +295,7 @@ def check_shaped(job: Job, link: str) -> None:
         ).stdout
         if f"rate {wanted}" not in shown:
             raise SystemExit(
-                f"{host} does not limit its send rate to {link}: {shown.strip()}. Remove the lab, then measure "
+                f"{host} does not limit its send rate to {link}: {shown.strip()}. Remove the lab and measure "
                 f"again: ansible-playbook lab.yml -e lab_state=down -e lab_name={job.args.lab}"
             )
         print(f"  {host} sends at {wanted} at most: {shown.strip()}", flush=True)

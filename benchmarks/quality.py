@@ -4,10 +4,10 @@
 
 The defaults are depth 4 and 2,000 steps. All runs are on this machine, `--jobs` at a time, with two ranks
 except for the baseline. The two dense runs have different batch splits, so they differ only in the order of
-additions; the difference of their losses is the noise floor. The target of a mode is twice that, of `local`
-0.03 nat. Each run has an ordinary run directory: after an interruption the same command resumes, and
-`--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The exit code is 1 if a
-mode misses its target.
+additions; the difference of their losses is the noise floor. The target of a mode is at most twice the noise
+floor, for `local` at most 0.03 nat. Each run has an ordinary run directory: after an interruption the same
+command resumes, and `--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The
+exit code is 1 if a mode misses its target.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The targets of the benchmarks, and the tables of `make bench` that compare with them."""
+"""The targets of the benchmarks, and the tables of `make bench` that compare results with them."""
 
 from __future__ import annotations
 

@@ -83,12 +83,12 @@ class RunView:
 
     @property
     def first_loss(self) -> float | None:
-        """The loss of the earliest step known."""
+        """The loss of the earliest step in `losses`; None without any."""
         return self.losses[min(self.losses)] if self.losses else None
 
     @property
     def loss(self) -> float | None:
-        """The loss of the latest step known."""
+        """The loss of the latest step in `losses`; None without any."""
         return self.losses[max(self.losses)] if self.losses else None
 
     @property

@@ -12,7 +12,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` when unknown."""
+    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` for None, nan and infinity."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     whole = max(0, round(seconds))
@@ -48,9 +48,9 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str]:
-    """A loss curve in braille dots with its scale at the left and its steps below.
+    """Draw a loss curve in braille dots, with its scale at the left and its steps below.
 
-    Returns ``height + 2`` lines of text, or none for fewer than two points.
+    Returns ``height + 2`` lines of text; [] for fewer than two points.
     """
     if len(points) < 2:
         return []

@@ -132,7 +132,7 @@ def described(spec: Mapping[str, Any]) -> str:
 
 
 def option_table(noun: str, options: Options, required: str = "") -> list[str]:
-    """A table of options, or nothing. required: what a required option shows as its default."""
+    """The lines of a table of options; [] without options. required: the default shown for required ones."""
     rows = [
         (
             f"`{name}`",

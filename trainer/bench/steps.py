@@ -50,7 +50,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Clocks and counters of a rank at the start or end of a step."""
+    """Clocks and counters of a rank at the start or end of a step. wall and cpu are in seconds."""
 
     wall: float
     cpu: float

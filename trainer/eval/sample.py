@@ -1,4 +1,4 @@
-"""Text from a trained model, streamed.
+"""Generates text with a trained model and prints it as it comes.
 
 python -m trainer sample --checkpoint runs/d4-1a2b3c4d/checkpoints/step_000100 --prompt "The "
 """

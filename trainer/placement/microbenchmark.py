@@ -61,7 +61,10 @@ class Link:
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
-    """Time forward and backward of `batch_size` random rows, and the optimizer, on this rank."""
+    """Measure the seconds of forward and backward of `batch_size` random rows, and of the optimizer.
+
+    Weights and optimizer state are overwritten.
+    """
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
     shape = (batch_size, model.config.sequence_len + 1)

@@ -95,7 +95,7 @@ class Cursor:
 class JsonLines:
     """Appends JSON lines to a file, unbuffered.
 
-    While the disk is full, lines are kept in memory; the next write that fits includes them.
+    While the disk is full, lines are kept in memory; the first later write that succeeds includes them.
     """
 
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
@@ -157,12 +157,12 @@ class NewLines:
         return lines
 
     def commit(self) -> None:
-        """Advance past the lines that `read` has returned."""
+        """Mark the lines of the last `read` as done: the next `read` returns those after them."""
         self._offset = self._ahead
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line: all its numbers except step and time."""
+    """The figures of a parsed line: name -> value of all its numbers except step and time."""
     return {
         name: float(value)
         for name, value in line.items()

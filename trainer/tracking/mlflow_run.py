@@ -57,7 +57,10 @@ class MlflowRun:
         self._experiment = ""
 
     def open(self, running: bool) -> None:
-        """Find or create the run; with `running`, set its status to RUNNING. Raises RunGoneError."""
+        """Find or create the run on the server; with `running`, set its status to RUNNING.
+
+        Raises RunGoneError if the server no longer has the run of the id that was given.
+        """
         if self.id:
             found = self._ask(self._client.get_run, self.id)
             if found.info.lifecycle_stage != "active":

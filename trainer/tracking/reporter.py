@@ -144,7 +144,7 @@ class Reporter:
             self.run_status.update(warning=sentence)
 
     def expected_time(self) -> None:
-        """Log the expected remaining time."""
+        """Log the expected seconds of the remaining steps, and the time of day at which they are done."""
         left, seconds = self.plan.num_iterations - self.train_state.step, self.expected
         if not left:
             return
