@@ -450,8 +450,8 @@ class Trainer:
             sha256 = save_rank_state(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
         except OSError as error:
             self.log.warning(
-                f"warning: the state of rank {rank} cannot be saved ({error.strerror}). A run that resumes "
-                "from this checkpoint takes the coordinator's for it.",
+                f"warning: the state of rank {rank} cannot be saved in {self.run_dir} ({error.strerror}). "
+                "Make room there. A run that resumes from this checkpoint takes that of rank 0 instead.",
             )
         return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 

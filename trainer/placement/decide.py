@@ -247,4 +247,7 @@ def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
         f"{peer} has {digest}" for peer, digest in zip(peers, digests, strict=True) if digest != digests[0]
     ]
     if odd:
-        raise Final(f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}.")
+        raise Final(
+            f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}. Start the run "
+            "again. If this repeats, report it with the logs of all ranks."
+        )
