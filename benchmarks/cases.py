@@ -1,4 +1,4 @@
-"""The benchmark cases of `make bench`: their names, the state of the lab they need, their expected duration.
+"""The benchmark cases of `make bench`: their names, their state of the lab, and their expected duration.
 
 The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml, or idle/ and such a name. Cases
 of the kind `solo` are single-host baselines.
@@ -18,7 +18,11 @@ CASE_SECONDS = 45.0  # to start a case, measure its limits and remove it
 
 @dataclass(frozen=True)
 class Group:
-    """Cases measured on one state of the lab, in this order. `takes` are baselines of the first group."""
+    """Cases that are measured on one state of the lab, in this order.
+
+    link: rate of the network; takes: baselines that are copied from the first group; slow_second: whether the
+    second host gets only A_THIRD of a core.
+    """
 
     name: str
     link: str
@@ -67,21 +71,21 @@ HOST_CASES = ("host-float32", "host-bfloat16")
 QUICK = ("host-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32")
 FEWEST, FEW, MANY = 2, 4, 5  # steps of a case, by how long one takes
 HOST_STEPS = 12
-LOCAL_STEPS = 30  # a round of H 30
+LOCAL_STEPS = 30  # one sync round of every fragment with local_steps=30
 
 
 def plain(case: str) -> str:
-    """The name for bench.yml, which does not know the load of the other host."""
+    """The name of a case for bench.yml, without `idle/`: bench.yml does not know the other host's load."""
     return case.removeprefix(IDLE)
 
 
 def has_neighbour(case: str) -> bool:
-    """Whether the other host trains on its own while the case is measured."""
+    """Whether the other host trains on its own while the case is measured: for single-host baselines."""
     return case.startswith("solo") and "-on-" not in case
 
 
 def kind_of(case: str) -> tuple[int, str, str]:
-    """Cases with the same kind are measured together: steps, folder, and dtype of the neighbour."""
+    """(Steps, folder, dtype of the neighbour): consecutive cases with equal values are measured together."""
     folder = IDLE if case.startswith(IDLE) else ""
     return steps_of(case), folder, case.rpartition("-")[2] if has_neighbour(case) else ""
 
@@ -97,7 +101,7 @@ def steps_of(case: str) -> int:
 
 
 def core_rate() -> float:
-    """FLOP/s of one core in float32."""
+    """Measure the GEMM rate of one core in float32, in FLOP/s."""
     import torch
 
     from trainer.host.gemm import gemm_rates
@@ -106,7 +110,7 @@ def core_rate() -> float:
 
 
 def expected(case: str, rate: float) -> float:
-    """Estimated seconds of a case: each rank on one core, at three quarters of the rate of that core."""
+    """Estimate the seconds of a case: each rank has one core and reaches 3/4 of `rate`, in FLOP/s."""
     tokens = int(match[0]) if (match := re.search(r"\d{4,}", case)) else 2048
     cores = 1 if plain(case).startswith("solo") else 2
     speed = 0.75 * rate * (2 if "bfloat16" in case else 1) * (A_THIRD if "-on-" in case else 1)
@@ -114,5 +118,5 @@ def expected(case: str, rate: float) -> float:
         speed *= 2 / 3
     step = (273.7e6 * tokens + 322e9) / (cores * speed)
     if "4096" in case and cores == 2 and not case.startswith("exact"):
-        step += 3  # the wire
+        step += 3  # seconds for the transfers
     return CASE_SECONDS + step * (steps_of(case) + WARM_STEPS)

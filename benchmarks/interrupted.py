@@ -2,10 +2,10 @@
 
     python -m benchmarks.interrupted --data-dir .cache/demo/data --out artifacts/interrupted
 
-Both have two ranks on this machine; the defaults are depth 4 and 300 steps. All processes of the second run
-receive SIGKILL at two steps drawn from --seed; each time it is started again. Prints the final figures of
-both and plots their losses to OUT/interrupted.png. The exit code is 1 if a loss or a bit of the weights
-differs.
+Both runs have two ranks on this machine; the defaults are depth 4 and 300 steps. All processes of the killed
+run receive SIGKILL after two steps drawn from --seed; each time the run is started again. Prints the final
+figures of both runs and plots their losses to OUT/interrupted.png. The exit code is 1 if a loss or a bit of
+the weights differs.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> int:
 
 @contextmanager
 def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a run; kills its processes at the end of the block if they still run, ranks first."""
+    """Start a run in the block. Processes that still run at its end receive SIGKILL, the ranks first."""
     settings = {
         "run-id": "interrupted",
         "tracker": "none",
@@ -97,11 +97,11 @@ def torchrun(args: argparse.Namespace, run_dir: Path) -> Iterator[subprocess.Pop
 
 def finish(run: subprocess.Popen[bytes]) -> None:
     if run.wait():
-        raise SystemExit(f"the run ended with {run.returncode}: see its log beside its directory")
+        raise SystemExit(f"The run failed with {run.returncode}. See alone.log or killed.log in --out.")
 
 
 def reach(run: subprocess.Popen[bytes], run_dir: Path, step: int) -> None:
-    """Wait until so many steps are done."""
+    """Wait until the run in `run_dir` has done `step` steps. Raises SystemExit if it ends before."""
     beat = run_dir / "heartbeat-0.json"
     while not beat.exists() or json.loads(beat.read_text())["step"] < step:
         if run.poll() is not None:
@@ -114,7 +114,7 @@ def newest_checkpoint(run_dir: Path) -> str:
 
 
 def end_of(run_dir: Path, steps: int) -> tuple[list[float], float, list[str]]:
-    """Losses of all steps, bits per byte at the end, hashes of weights and optimizer state."""
+    """Returns (losses of all steps, bits per byte at the end, [hash of weights, hash of optimizer state])."""
     lines: list[dict[str, Any]] = [
         json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()
     ]

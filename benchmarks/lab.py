@@ -8,7 +8,7 @@
 
 Depth 8, rows of 1,024 tokens. Prints the expected duration, measures each case with `bench.yml`, writes its
 figures to OUT/GROUP/stages, and writes OUT/targets.md, OUT/targets.json and a report per group. No other load
-should run on the machine: the tables show what share of their cores the processes had.
+should run on the machine: the tables show the share of their cores that the processes had.
 
 Two hosts of one machine slow each other down, because they share its memory bus and its clock. Separate
 machines do not. So the single-host baseline is measured while the other host trains on its own, which slows
@@ -66,12 +66,12 @@ ROOT = Path(__file__).resolve().parents[1]
 LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}
 STEADY = 0.10  # accepted difference between the GEMM rates of a case and of its baseline
 NEIGHBOUR = "nanofleet-neighbour.service"
-REPEATS = 2  # of a case with a larger difference, at most
+REPEATS = 2  # the most repetitions of a case with a larger difference
 
 
 @dataclass
 class Job:
-    """The requested measurements and the output folder."""
+    """The requested measurements and the output folder `out`. missing: cases that could not be measured."""
 
     args: argparse.Namespace
     out: Path
@@ -91,7 +91,7 @@ class Job:
         return folder / "stages" / f"{plain(case)}.json"
 
     def measured(self, group: str, case: str) -> bool:
-        """Whether a result of this version exists."""
+        """Whether the result file of a case exists and has the current SCHEMA."""
         file = self.file(group, case)
         return file.exists() and json.loads(file.read_text()).get("schema") == SCHEMA
 
@@ -158,7 +158,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def prepare() -> Path:
-    """Prepare text of this machine, with the vocabulary size of the documented figures."""
+    """Prepare text of this machine, with VOCAB_SIZE tokens; returns the data directory."""
     data = ROOT / ".cache/bench/data"
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     command += [f"--source={source}" for source in corpus.machine_sources()]
@@ -169,7 +169,7 @@ def prepare() -> Path:
 
 
 def measure_host(job: Job, case: str, data: Path) -> None:
-    """Measure one process on this machine, with all cores."""
+    """Measure one process with all cores of this machine; `case` ends with its dtype."""
     out = job.file("host", case)
     out.parent.mkdir(parents=True, exist_ok=True)
     print(f"{time.strftime('%H:%M:%S')} {case}", flush=True)
@@ -180,7 +180,7 @@ def measure_host(job: Job, case: str, data: Path) -> None:
 
 
 def measure_group(job: Job, group: Group, cases: list[str], data: Path) -> None:
-    """Set up the lab for the group and measure its cases."""
+    """Set up the lab for the group and measure `cases`; repeats those whose GEMM rate has changed."""
     print(f"{time.strftime('%H:%M:%S')} {group.name}: {', '.join(cases)}", flush=True)
     for case in group.takes:
         source, target = job.file(GROUPS[0].name, case), job.file(group.name, plain(case))
@@ -208,7 +208,7 @@ def measure_group(job: Job, group: Group, cases: list[str], data: Path) -> None:
 
 
 def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> None:
-    """Measure cases with bench.yml, consecutive ones of the same kind together; replaces older results."""
+    """Measure cases with bench.yml, consecutive cases of the same kind together. Replaces older results."""
     for _, alike in itertools.groupby(cases, kind_of):
         some = list(alike)
         files = [job.file(group.name, case) for case in some]
@@ -230,9 +230,10 @@ def measure_cases(job: Job, group: Group, cases: Sequence[str], data: Path) -> N
 
 @contextmanager
 def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
-    """Let the second host train on its own in the block, with the tokens and dtype of the case.
+    """In the block, the second host trains on its own, with the tokens and dtype of the case.
 
-    Deletes the results `files` if that training ends too early, because the second host was idle then.
+    If that training ends too early, the second host was idle: then the results `files` are deleted and
+    SystemExit is raised.
     """
     tokens, dtype = case.split("-")[1:3]
     host = ["podman", "exec", f"{job.args.lab}-2"]
@@ -252,7 +253,7 @@ def neighbour(job: Job, case: str, files: Sequence[Path]) -> Iterator[None]:
 
 
 def unsteady(job: Job, group: Group, cases: Sequence[str]) -> dict[str, float]:
-    """The cases whose GEMM rate differs from that of their baseline, and the ratio of both rates."""
+    """The cases whose GEMM rate differs from that of their baseline by more than STEADY: case -> ratio."""
     results, _ = load(job.out / group.name / "stages")
     speeds = {
         case: relative_gemm_rate(results[case], results.values(), group.slow_second)
@@ -263,7 +264,7 @@ def unsteady(job: Job, group: Group, cases: Sequence[str]) -> dict[str, float]:
 
 
 def set_up(job: Job, data: Path) -> None:
-    """Run setup.yml, unless it has run on these hosts for this code and these data."""
+    """Run setup.yml, unless it has already run on these hosts for this trainer and this data."""
     manifest = hashlib.sha256((data / "manifest.json").read_bytes()).hexdigest()
     state = f"{code_digest()} {manifest} {' '.join(containers(job))}\n"
     stamp = job.lab_dir / "bench-set-up"
@@ -274,7 +275,7 @@ def set_up(job: Job, data: Path) -> None:
 
 
 def containers(job: Job) -> list[str]:
-    """The container ids of the lab's hosts; they change when a host is created again."""
+    """The container ids of the lab's two hosts; they change when a host is created again."""
     command = ["podman", "inspect", "--format", "{{.Id}}", f"{job.args.lab}-1", f"{job.args.lab}-2"]
     return subprocess.run(
         command, env=environment(job), stdout=subprocess.PIPE, text=True, check=True
@@ -282,7 +283,7 @@ def containers(job: Job) -> list[str]:
 
 
 def check_shaped(job: Job, link: str) -> None:
-    """Check that both hosts limit their send rate, so that both directions of the link have its rate."""
+    """Raise SystemExit unless both hosts limit their send rate to `link`, such as 100mbit."""
     wanted = link.replace("gbit", "Gbit").replace("mbit", "Mbit")
     for host in (f"{job.args.lab}-1", f"{job.args.lab}-2"):
         shown = subprocess.run(
@@ -293,12 +294,15 @@ def check_shaped(job: Job, link: str) -> None:
             check=False,
         ).stdout
         if f"rate {wanted}" not in shown:
-            raise SystemExit(f"{host} does not send at {link}: {shown.strip()}")
+            raise SystemExit(
+                f"{host} does not limit its send rate to {link}: {shown.strip()}. Remove the lab and measure "
+                f"again: ansible-playbook lab.yml -e lab_state=down -e lab_name={job.args.lab}"
+            )
         print(f"  {host} sends at {wanted} at most: {shown.strip()}", flush=True)
 
 
 def limit_second(job: Job, cores: float) -> None:
-    """Limit the second host to this share of its core."""
+    """Limit the second host of the lab to `cores` of a core; 1.0: no limit below its core."""
     quota = round(cores * 100_000)
     command = ["podman", "update", "--cpu-period", "100000", "--cpu-quota", str(quota), f"{job.args.lab}-2"]
     subprocess.run(command, env=environment(job), stdout=subprocess.DEVNULL, check=True)
@@ -312,7 +316,7 @@ def playbook(job: Job, name: str, settings: dict[str, Any], quiet: bool = False)
 
 
 def environment(job: Job) -> dict[str, str]:
-    """The environment with the lab's inventory and its podman configuration."""
+    """The environment for commands on the lab: its inventory and podman configuration, once they exist."""
     own = {
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_INVENTORY": str(job.lab_dir / "inventory"),
@@ -326,7 +330,10 @@ def environment(job: Job) -> dict[str, str]:
 def run(
     command: Sequence[str], env: dict[str, str] | None = None, quiet: bool = False, check: bool = True
 ) -> int:
-    """Run a command; the output of a quiet one is shown if it fails."""
+    """Run a command in the checkout; returns its exit code. With `check`, a failure raises SystemExit.
+
+    quiet: show standard output only if the command fails.
+    """
     stream = subprocess.PIPE if quiet else None
     done = subprocess.run(command, cwd=ROOT, env=env, stdout=stream, stderr=None, text=True, check=False)
     if done.returncode and check:
@@ -338,7 +345,7 @@ def run(
 
 
 def conclude(job: Job) -> int:
-    """Write the tables; returns 1 if a requested case could not be measured."""
+    """Write and print the tables of all results. Returns 1 if a requested case could not be measured."""
     lines = [machine(), ""]
     host, _ = load(job.out / "host/stages")
     if host:
@@ -380,7 +387,7 @@ def conclude(job: Job) -> int:
 
 
 def ratios_idle(results: dict[str, Any], idle: dict[str, Any]) -> dict[str, float]:
-    """The ratio of each case of the fleet to a baseline beside an idle host."""
+    """For each case of two hosts, the ratio to a baseline that was measured while the other host was idle."""
     fleet = {name: result for name, result in results.items() if result["world_size"] > 1}
     return {row["case"]: row["ratio"] for row in compare(fleet | idle) if "ratio" in row}
 

@@ -4,10 +4,10 @@
 
 The defaults are depth 4 and 2,000 steps. All runs are on this machine, `--jobs` at a time, with two ranks
 except for the baseline. The two dense runs have different batch splits, so they differ only in the order of
-additions; the difference of their losses is the noise floor. The target of a mode is twice that, of `local`
-0.03 nat. Each run has an ordinary run directory: after an interruption the same command resumes, and
-`--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The exit code is 1 if a
-mode misses its target.
+additions; the difference of their losses is the noise floor. The target of a mode is at most twice the noise
+floor, for `local` at most 0.03 nat. Each run has an ordinary run directory: after an interruption the same
+command resumes, and `--summary` evaluates the steps so far. Writes OUT/quality.json and OUT/quality.png. The
+exit code is 1 if a mode misses its target.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from benchmarks import ranks
 REPORT_SECONDS = 30.0
 FLOORS = 2.0  # a mode may be this many noise floors away from dense
 LOCAL_NATS = 0.03
-EVALUATIONS = 25  # of a run
+EVALUATIONS = 25  # per run
 EVAL_TOKENS = 16_384
-SETTLED = 0.5  # of the run, after which differences count
+SETTLED = 0.5  # fraction of the run after which differences count
 
 
 class Kind(NamedTuple):
-    """A run: its ranks, the rows of a step that each takes (in parts of all), and its settings."""
+    """A kind of run. ranks: their number; parts: relative rows of each rank; sync: the sync mode."""
 
     ranks: int
     parts: tuple[int, ...]
@@ -85,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train all unfinished runs, `--jobs` at a time; prints their progress."""
+    """Train all unfinished runs in --only, `--jobs` at a time, and print their progress."""
     waiting = [name for name in args.only if not finished(folder(args, name))]
     running: dict[str, subprocess.Popen[bytes]] = {}
     report_at = time.monotonic()
@@ -109,7 +109,7 @@ def folder(args: argparse.Namespace, name: str) -> Path:
 
 
 def start(args: argparse.Namespace, name: str) -> subprocess.Popen[bytes]:
-    """Start the ranks of a run, one thread each."""
+    """Start torchrun for the run `name` of KINDS, with one thread per rank."""
     kind, run_dir = KINDS[name], folder(args, name)
     shares = [part * args.rows // sum(kind.parts) for part in kind.parts]
     settings: dict[str, object] = {
@@ -153,7 +153,7 @@ def where(args: argparse.Namespace, name: str) -> str:
 
 
 class Curve(NamedTuple):
-    """The figures in metrics.jsonl: loss, seconds and bytes of each step, and validation losses by step."""
+    """The figures in metrics.jsonl of a run: lists by step, and step -> validation loss in nats."""
 
     losses: list[float]
     seconds: list[float]
@@ -174,7 +174,10 @@ class Curve(NamedTuple):
 
 
 def difference(one: Curve, other: Curve, until: int) -> float:
-    """The mean difference of validation losses from the middle to step `until`, in nats; nan without any."""
+    """Mean of (validation loss of `one` - that of `other`) in nats, from SETTLED * until to step `until`.
+
+    nan without a common evaluation.
+    """
     steps = [
         step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
     ]
@@ -182,7 +185,7 @@ def difference(one: Curve, other: Curve, until: int) -> float:
 
 
 def spread(one: Curve, other: Curve, until: int) -> float:
-    """The mean absolute difference of validation losses over the same steps."""
+    """Mean absolute difference of validation losses in nats, over the same steps as in `difference`."""
     steps = [
         step for step in one.evaluations if SETTLED * until <= step <= until and step in other.evaluations
     ]
@@ -195,7 +198,7 @@ def summarize(args: argparse.Namespace) -> int:
     curves = {name: Curve.read(folder(args, name)) for name in KINDS}
     curves = {name: curve for name, curve in curves.items() if curve.evaluations}
     if "dense" not in curves:
-        print("no evaluation of the dense run yet")
+        print("The dense run has no evaluation yet. Train it first: leave out --summary.")
         return 1
     until = min(max(curve.evaluations) for curve in curves.values())
     dense = curves["dense"]
@@ -235,7 +238,7 @@ def summarize(args: argparse.Namespace) -> int:
 
 
 def draw(path: Path, curves: dict[str, Curve], tokens: int, steps: int) -> None:
-    """Plot validation loss over training time and over tokens."""
+    """Plot the validation loss of each run over training time and over tokens to `path`."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -15,7 +15,10 @@ ROOT = Path(__file__).resolve().parents[1]
 def start(
     ranks: int, data_dir: Path, run_dir: Path, settings: Mapping[str, object]
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun; its output goes to RUN_DIR.log. Each setting becomes an option --NAME VALUE."""
+    """Start torchrun with `ranks` ranks on this machine; output goes to RUN_DIR.log.
+
+    settings: each becomes an option --NAME VALUE of `python -m trainer train`.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -1,4 +1,4 @@
-"""docs/recorded/bench.json: figures of one complete `make bench`, which fill the documentation."""
+"""Writes docs/recorded/bench.json: the figures of a complete `make bench` that the documentation shows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHOWN = (
     ("1gbit", "fast-16384-bfloat16"),
     ("100mbit", "local-8192-float32"),
 )
-"""Group and case of two hosts, in the order of the documentation's table."""
+"""(Group, case) of the recorded cases of two hosts, in the order of the documentation's table."""
 
 
 def record(
@@ -29,10 +29,10 @@ def record(
     link_mbit: Mapping[str, float],
     machine: str,
 ) -> dict[str, Any]:
-    """The record of complete results.
+    """The content of bench.json from the results of a complete `make bench`.
 
-    host: results of one process by case; rows: those of `trainer.bench.report.compare` by "GROUP/CASE";
-    link_mbit: rate of a group's link. Raises KeyError, naming it, for a case that was not measured.
+    host: case -> result of one process; rows: "GROUP/CASE" -> row of `trainer.bench.report.compare`;
+    link_mbit: group -> rate of its link in Mbit/s. Raises KeyError with the case that was not measured.
     """
     commit = ["git", "rev-parse", "--short", "HEAD"]
     return {
@@ -74,7 +74,7 @@ def _two_hosts(row: Mapping[str, Any], link_mbit: float) -> dict[str, Any]:
 
 
 def write(content: Mapping[str, Any]) -> None:
-    """Write the record with a line for each case, so that its changes can be read."""
+    """Write bench.json with one line for each case, so that a diff is readable."""
 
     def lines(name: str) -> str:
         return f'"{name}": [\n' + ",\n".join(f"  {json.dumps(case)}" for case in content[name]) + "\n]"

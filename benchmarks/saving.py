@@ -1,11 +1,11 @@
-"""Measures the time that a checkpoint takes from the training, which continues while it is written.
+"""Measures the training time that a checkpoint costs. Training continues while the checkpoint is written.
 
     python -m benchmarks.saving --data-dir data --out artifacts/saving
 
 One process trains depth 8 by default and saves every few steps. metrics.jsonl has the wall time of each step.
-The cost of a save is the time from one save to the next, less the median step times the steps between them.
-Prints the median step, the cost of a save, and its share of the training at the default of one save every 30
-minutes.
+The cost of a save is the time from one save to the next, minus the median step times the steps between them.
+Prints the median step, the cost of a save, and its share of the training time at the default of one save
+every 30 minutes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 DEFAULT_SECONDS = 30 * 60
-FIRST = 3  # steps that still warm up
+FIRST = 3  # first steps, which include warm-up
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     times = [json.loads(line) for line in (args.out / "metrics.jsonl").read_text().splitlines()]
     at = {line["step"]: line["time"] for line in times if "loss" in line}
     wall = {step: at[step] - at[step - 1] for step in at if step > FIRST}
-    # A save lies between the line of its step and that of the next one; its writing takes some steps more.
+    # A save happens between the lines of its step and of the next one; writing it takes some more steps.
     quiet = [wall[step] for step in wall if (step - 1) % args.every >= args.every // 2]
     median = statistics.median(quiet)
     costs = [

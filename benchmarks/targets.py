@@ -1,4 +1,4 @@
-"""The targets of the benchmarks, and the tables of `make bench` that compare with them."""
+"""The targets of the benchmarks, and the tables of `make bench` that compare results with them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from trainer.bench.text import markdown, percent
 from trainer.formatting import counted
 
-HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # target share of the roofline limit; bfloat16 with AMX
+HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # target share of the roofline limit; bfloat16: with AMX
 MOST_MEMORY = 4.5e9
 
 
 @dataclass(frozen=True)
 class Target:
-    """The target of a case: ratio to the baseline, share of its bound, MB that a host sends per step."""
+    """The targets of a case. ratio: to the baseline; bound: share of the bound; payload: MB per step."""
 
     group: str
     case: str
@@ -61,7 +61,7 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
 
 
 def has_amx() -> bool:
-    """Whether the processor has AMX tiles for bfloat16 GEMMs. The hosts of the lab run on it too."""
+    """Whether this processor, on which the lab's hosts run too, has AMX tiles for bfloat16 GEMMs."""
     return "amx_tile" in Path("/proc/cpuinfo").read_text(encoding="utf-8").split()
 
 
@@ -108,7 +108,7 @@ def targets_table(rows: dict[str, dict[str, Any]]) -> str:
 def verdict(
     key: str, value: float | None, required: float, shape: str, baseline: float | None, dtype: str
 ) -> str:
-    """Met, or missed by how much. A ratio to a baseline that misses its target does not count."""
+    """The text "met" or "missed by X". A ratio does not count if its baseline misses its own target."""
     if value is None:
         return ""
     if not (value <= required if key == "payload" else value >= required):
@@ -123,9 +123,9 @@ def relative_gemm_rate(
 ) -> float | None:
     """The GEMM rate in a case divided by that of its baseline; None without a baseline.
 
-    It shows whether the machine was equally fast in both measurements. The rate is the best one measured,
-    because ranks of one machine that measure at the same time slow each other down; that of the slower rank,
-    or of rank 0 if the second host is limited.
+    It shows whether the machine was equally fast in both measurements. The rate of a rank is its best one,
+    because ranks of one machine that measure at the same time slow each other down. The slower rank counts,
+    or rank 0 if the second host is limited.
     """
     ranks = result["ranks"][:1] if slow_second else result["ranks"]
     rate = min(_best(rank) for rank in ranks)

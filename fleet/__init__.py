@@ -1,17 +1,17 @@
 """The console: the repository's playbooks run through ansible-runner, with live progress in a terminal.
 
-Run it as ``python -m fleet {demo,train,watch}``. It runs the very playbooks a person runs by hand and
-knows no more about a run than they report; closing it never ends a training.
+Run it as ``python -m fleet {demo,train,watch}``. It runs the same playbooks that a person runs by hand and
+shows only what they report. Closing it never ends a training run.
 """
 
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-"""The repository's root, where the playbooks and ansible.cfg stand."""
+"""The root of the repository, which has the playbooks and ansible.cfg."""
 
 CACHE = ROOT / ".cache"
-"""Logs and the demo's data; git does not see it."""
+"""The folder of the console's logs and the demo's data; git ignores it."""
 
 
 class FleetError(Exception):
-    """An error that a person can fix. Its message names the problem, the place and the next command."""
+    """Raised for an error that a person can fix. The message names the problem, its place and the remedy."""

@@ -27,7 +27,7 @@ _CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 so
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Parse the command line and do it. Returns the exit code."""
+    """Parse the command line and run the command in it; returns the exit code (see the epilog of --help)."""
     args = parser().parse_args(argv)
     screen = Screen()
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Build the argument parser of `python -m fleet` with its commands demo, train and watch."""
     top = argparse.ArgumentParser("python -m fleet", description=__doc__, epilog=_CODES)
     commands = top.add_subparsers(required=True, metavar="{demo,train,watch}")
 

@@ -1,4 +1,4 @@
-"""The end of a followed run on the screen: how it ended, and where everything is."""
+"""Prints how a followed run ended, and where its checkpoint, log and tracker are."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,10 @@ def close(
     title: str = "python -m fleet watch",
     picture: str | None = None,
 ) -> None:
-    """Print the report of a run that has ended; with ``picture``, write the whole screen as an SVG too."""
+    """Print the report of a run that has ended; nothing if no host knows the run.
+
+    last: more (name, text) lines for its end. picture: path of an SVG of the whole screen with this title.
+    """
     if not follower.view.found:
         return
     before = list(screen.lines)
@@ -31,7 +34,10 @@ def close(
 
 
 def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """Where the checkpoint, the log and the tracker's page are."""
+    """(Name, place) of the checkpoint, the log and the tracker's page, as far as they are known.
+
+    where: the inventory; extra: its `-e` options.
+    """
     found = []
     if view.checkpoint:
         path = view.checkpoint if view.checkpoint.startswith("/") else f"{view.run_dir}/{view.checkpoint}"

@@ -1,7 +1,7 @@
-"""Text this machine already has, for a first training: where it lies, and whether a folder has any.
+"""Finds text for a first training: text that this machine already has, or a folder of the user's own.
 
-Python's standard library comes with every machine that can run this; manuals, documentation and licences are
-taken where they are installed.
+Python's standard library is on every machine that runs this. Manuals, documentation and licences are used
+where they are installed.
 """
 
 import os
@@ -12,7 +12,7 @@ from pathlib import Path
 from fleet import FleetError
 
 MAX_BYTES = 16_000_000
-"""Enough for a model that trains for minutes, little enough to tokenize in seconds."""
+"""The most text that is used: enough for minutes of training, and tokenized in seconds."""
 
 # Not prose, not code that anyone reads: packages of others, byte code, and CPython's tests.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "lib2to3", "ensurepip", "lib-dynload"}
@@ -20,7 +20,10 @@ _SHARED = ("common-licenses", "doc", "man")
 
 
 def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None) -> list[Path]:
-    """Folders and files of this machine that hold English text, in a fixed order: Python's own first."""
+    """Folders and files with English text on this machine, in a fixed order: first those of `stdlib`.
+
+    share: the folder of documentation and manuals. stdlib: by default that of this Python.
+    """
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     found = [path for path in sorted(stdlib.iterdir()) if path.name not in _LEFT_OUT and _is_source(path)]
     for name in _SHARED:
@@ -33,12 +36,14 @@ def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None
 
 
 def own_sources(folder: str) -> list[Path]:
-    """A person's own corpus, checked before anything else is done. FleetError where there is no text."""
+    """The absolute path of `folder` as the only source. Raises FleetError if it has no readable text."""
     path = Path(folder).expanduser()
     if not path.exists():
         raise FleetError(f"There is no corpus at {path}. Give a folder of text files: make demo CORPUS=dir")
     if not os.access(path, os.R_OK):
-        raise FleetError(f"The corpus {path} cannot be read by this user.")
+        raise FleetError(
+            f"The corpus {path} cannot be read by this user. Change its permissions or give another folder."
+        )
     if not any(_has_text(file) for file in _files(path)):
         raise FleetError(
             f"The corpus {path} has no text in it. Put .txt, .md or .py files there, "
@@ -61,7 +66,10 @@ def _files(path: Path) -> Iterator[Path]:
 
 
 def _has_text(path: Path) -> bool:
-    """Whether a file begins as text does. The trainer checks packed files (.gz, .parquet)."""
+    """Whether the first 4 KiB of a file look like text: not blank, without NUL bytes.
+
+    Any non-empty .gz or .parquet file counts: the trainer checks it.
+    """
     try:
         with open(path, "rb") as file:
             head = file.read(4096)

@@ -1,4 +1,4 @@
-"""From a clone to a model training on two hosts: a corpus, a lab, and the playbooks of real machines."""
+"""The demo: prepares a corpus, creates a lab, and trains a model there with the ordinary playbooks."""
 
 import getpass
 import json
@@ -23,7 +23,7 @@ from fleet.text import duration, number, size
 from fleet.watch import FAILED, FINISHED, Follower
 
 FREE_GB = 8
-"""A lab's image and hosts with a venv each, the wheels, and the corpus."""
+"""Disk space of the lab's image, of its hosts with a venv each, of the wheels and of the corpus."""
 
 _VOCAB_SIZE = 4096
 _SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
@@ -31,7 +31,7 @@ _SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, 
 
 @dataclass(frozen=True)
 class Demo:
-    """What a person may choose."""
+    """The options of the demo. corpus: a folder, None for text of this machine; extra: `-e` options."""
 
     corpus: str | None = None
     depth: int = 4
@@ -43,14 +43,14 @@ class Demo:
 
     @property
     def inventory(self) -> str:
-        """Where lab.yml writes the lab's inventory."""
+        """The path of the inventory that lab.yml writes for the lab."""
         return str(
             ROOT / "inventory" / "lab" if self.lab == "lab" else ROOT / ".lab" / self.lab / "inventory"
         )
 
     @property
     def option(self) -> str:
-        """The -i option with which ansible-playbook finds the lab; empty for the default inventory."""
+        """The option `-i INVENTORY ` that a typed ansible-playbook needs; empty for the default inventory."""
         return "" if self.lab == "lab" else f"-i .lab/{self.lab}/inventory "
 
     @property
@@ -60,7 +60,7 @@ class Demo:
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
-    """The whole demo. Returns an exit code; raises FleetError for what a person must fix first."""
+    """Run the whole demo; returns the exit code. Raises FleetError for what a person must fix first."""
     started = time.monotonic()
     check_machine()
     sources = corpus.own_sources(demo.corpus) if demo.corpus else corpus.machine_sources()
@@ -115,7 +115,10 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
 
 
 def check_machine(system: str | None = None, free_bytes: int | None = None) -> None:
-    """Refuses, in a sentence, a machine on which the lab cannot run."""
+    """Raise FleetError if the lab cannot run here: not Linux, no podman, or less than FREE_GB free.
+
+    system and free_bytes: by default those of this machine.
+    """
     if (system or platform.system()) != "Linux":
         raise FleetError(
             "The demo's hosts are Linux containers, so it needs a Linux machine. Training on real hosts "
@@ -136,9 +139,9 @@ def check_machine(system: str | None = None, free_bytes: int | None = None) -> N
 
 
 def become_password() -> str | None:
-    """The sudo password of this machine; None for root or where sudo asks for none.
+    """Ask for the sudo password of this machine; None for root, or if sudo needs no password.
 
-    It is asked for once and stays in this process.
+    The password stays in this process. Raises FleetError if it cannot be asked for or is wrong.
     """
     if os.geteuid() == 0:
         return None
@@ -156,12 +159,15 @@ def become_password() -> str | None:
         ["sudo", "-S", "-p", "", "true"], input=f"{password}\n", capture_output=True, text=True, check=False
     )
     if tried.returncode:
-        raise FleetError(f"sudo refused: {tried.stderr.strip() or 'no reason given'}")
+        raise FleetError(
+            f"sudo refused: {tried.stderr.strip() or 'no reason given'}. Check the password and that this "
+            "user may use sudo, then run the demo again."
+        )
     return password
 
 
 def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
-    """The trainer's own command that turns the sources into shards and a tokenizer."""
+    """The command `python -m trainer prepare` that writes shards and a tokenizer of `sources` to `data`."""
     command = [sys.executable, "-m", "trainer", "prepare", "--out", str(data)]
     for source in sources:
         command += ["--source", str(source)]
@@ -169,6 +175,6 @@ def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
 
 
 def _corpus_summary(data: Path) -> str:
-    """How much text there is, from the manifest."""
+    """The text about the size of the prepared corpus, from manifest.json in `data`."""
     manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
     return f"{size(manifest['text_bytes'])} of text in {number(manifest['documents'])} documents"

@@ -28,7 +28,7 @@ class Coordinator:
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
     """The coordinator of an inventory (None: the one ansible.cfg names). FleetError when there is none.
 
-    extra: `-e` and their values, which go before the inventory's.
+    extra: `-e` options, which override variables of the inventory.
     """
     if inventory and "," not in inventory and not Path(inventory).exists():
         raise FleetError(
@@ -47,7 +47,8 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
         raise FleetError("Ansible is not installed for this Python. Type: make venv") from None
     if done.returncode:
         raise FleetError(
-            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}"
+            f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"
+            f"Check it: ansible-inventory -i {inventory or 'inventory/lab'} --list"
         )
     return from_listing(json.loads(done.stdout), inventory)
 
@@ -86,7 +87,7 @@ def tracker(coordinator: Coordinator) -> str:
     address, port = coordinator.address, coordinator.tracker_port
     url = f"http://{address}:{port}"
     try:
-        # The lab's addresses are this machine's own: no proxy stands between.
+        # Without a proxy: the addresses of a lab exist on this machine only.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(f"{url}/health", timeout=4):
             return f"{url} (answers from this machine)"

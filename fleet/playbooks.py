@@ -1,8 +1,8 @@
 """Run a playbook through ansible-runner: follow its events, cancel it, keep its log.
 
 The playbook runs in a terminal session of its own, so Ctrl-C reaches only this process, which then stops the
-playbook the way Ctrl-C in its own terminal would. Nothing is swallowed: the whole output lies in
-``.cache/logs/<stage>.log``, and a failure's host, task and message are kept in full.
+playbook the way Ctrl-C in its own terminal would. The whole output is kept in ``.cache/logs/<stage>.log``;
+host, task and message of a failure are shown in full.
 """
 
 import contextlib
@@ -25,14 +25,14 @@ from fleet import CACHE, ROOT, FleetError
 Event = dict[str, Any]
 
 _CANCEL_SECONDS = 10.0
-"""How long a playbook may take to end by itself after Ctrl-C."""
+"""Seconds that a playbook may take to end by itself after Ctrl-C; then it is killed."""
 NO_REASON = "it gave no reason; the log has more"
 _DEBUG = ("ansible.builtin.debug", "debug")
 
 
 @dataclass(frozen=True)
 class Failure:
-    """One host that failed a task."""
+    """The failure of one task on one host. retried: its retries are used up."""
 
     host: str
     task: str
@@ -43,7 +43,11 @@ class Failure:
 
 @dataclass
 class Stage:
-    """What is known of a playbook from the events it has sent so far."""
+    """The state of a playbook, from the events of ansible-runner so far.
+
+    waiting and retries belong to the current task: hosts without a result, and host -> "ATTEMPT/RETRIES".
+    notes: the messages of debug tasks.
+    """
 
     name: str
     play: str = ""
@@ -58,7 +62,7 @@ class Stage:
     _waiting: set[str] = field(default_factory=set)
 
     def fold(self, event: Event) -> None:
-        """Take one ansible-runner event into account."""
+        """Update the state with one event of ansible-runner."""
         data = event.get("event_data") or {}
         kind = event.get("event", "")
         host = data.get("host", "")
@@ -95,12 +99,12 @@ class Stage:
             lost = set(data.get("failures") or {}) | set(data.get("dark") or {})
             # A task that failed and was rescued is no failure of the playbook.
             kept = [failure for failure in self.failures if failure.host in lost]
-            # A task that only gave up waiting is told about by the rescue that follows it.
+            # If a task gives no reason, the rescue that follows it explains the failure.
             self.failures = [failure for failure in kept if failure.message != NO_REASON] or kept
 
     @property
     def waiting(self) -> list[str]:
-        """Hosts that are still at the current task."""
+        """The hosts that have not finished the current task, sorted."""
         return sorted(self._waiting)
 
     def _finish(self, host: str) -> None:
@@ -119,7 +123,7 @@ class Stage:
 
 
 def message(result: object) -> str:
-    """The message of a failed task and its output, as plain text."""
+    """The message of a failed task with its output, as plain text. result: that of Ansible's event."""
     if not isinstance(result, dict):
         return str(result or NO_REASON)
     if result.get("censored"):
@@ -142,14 +146,14 @@ def message(result: object) -> str:
 
 
 class CancelledError(Exception):
-    """Ctrl-C during a playbook, after the playbook has ended."""
+    """Raised after Ctrl-C, once the playbook or command has ended."""
 
 
 @dataclass
 class Job:
-    """One playbook of the repository, or one module on some hosts, to be run once.
+    """One run of a playbook of the repository, or of one module on the hosts of ``pattern``.
 
-    ``args`` are Ansible's own options, as a person would type them.
+    ``args`` are options of ansible-playbook or ansible, as typed. ``rc`` is the exit status, None before it.
     """
 
     name: str
@@ -169,13 +173,13 @@ class Job:
 
     @property
     def log(self) -> Path:
-        """The whole output of the last time this stage ran."""
+        """The path of the whole output of the last job of this name."""
         return CACHE / "logs" / f"{self.name}.log"
 
     def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
-        """Run to the end, calling ``tick`` several times a second. True when every host succeeded.
+        """Run to the end and call ``tick`` several times a second. Returns True if every host succeeded.
 
-        Raises CancelledError when Ctrl-C ended it.
+        Raises CancelledError if Ctrl-C has ended it.
         """
         started = time.monotonic()
         try:
@@ -193,7 +197,7 @@ class Job:
         return self.rc == 0
 
     def _events(self) -> Generator[Event | None]:
-        """The events as they come, and None a few times a second in between."""
+        """Run the job and yield its events; None if none has arrived for 0.1 s."""
         runner_module = _ansible_runner()
         events: queue.Queue[Event] = queue.Queue()
         kill = threading.Event()
@@ -229,7 +233,7 @@ class Job:
                         yield events.get(timeout=0.1)
                     except queue.Empty:
                         yield None
-            except BaseException:  # Ctrl-C here, or whoever follows has left
+            except BaseException:  # Ctrl-C here, or the consumer has closed this generator
                 self._cancel(thread, kill)
                 raise
             finally:
@@ -237,7 +241,7 @@ class Job:
             self.rc = runner.rc if runner.rc is not None else 1
 
     def _cancel(self, thread: threading.Thread, kill: threading.Event) -> None:
-        """End the playbook and its workers: as Ctrl-C would, and by force if that does not do."""
+        """End the playbook with SIGINT, or by force after _CANCEL_SECONDS or a second Ctrl-C."""
         deadline = time.monotonic() + _CANCEL_SECONDS
         if self.stage.pid and thread.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -270,7 +274,7 @@ def _environment() -> dict[str, str]:
 
 
 def environment() -> dict[str, str]:
-    """This process's environment with the repository's Ansible in it, for a subprocess."""
+    """The environment of this process with ansible.cfg and the tools of this checkout, for a subprocess."""
     return os.environ | _environment()
 
 

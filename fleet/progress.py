@@ -1,7 +1,7 @@
-"""What a person sees: pure functions from state to something rich can draw, and the screen that shows them.
+"""The display of the console: pure functions from state to rich renderables, and the screen that shows them.
 
-In a terminal the current view is redrawn in place and finished lines scroll above it. Anywhere else (CI, a
-pipe) there are plain lines only, and of a view at most one every few seconds.
+In a terminal the current view is redrawn in place and finished lines scroll above it. In other output (CI, a
+pipe) there are plain lines only; of a view, at most one every PLAIN_SECONDS.
 """
 
 import re
@@ -24,16 +24,16 @@ from fleet.runview import RunView
 from fleet.text import curve, duration, number, spark
 
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
-"""Without a terminal: how often a view is printed when it changes, and when only time has passed."""
+"""Without a terminal: seconds between prints of a view that changes, and of one that does not."""
 
 _ODD = ("Rebooted:", "Frozen:", "Blame:", "Between:", "Stop:", "No rank")
 """How lines of the screen begin that are to be seen first."""
 _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
-"""How an attempt that has ended is told."""
+"""The line of an attempt that has ended."""
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
-    """A playbook at work: its stage, play, task, who is still at it, and the time so far."""
+    """The line of a running playbook: stage, play, task, hosts that have not finished it, time so far."""
     text = Text.assemble((stage.name, "bold"), "  ", stage.play or "starting Ansible")
     if stage.task:
         text.append(f" · {stage.task}")
@@ -48,18 +48,21 @@ def stage_line(stage: Stage, seconds: float) -> Text:
 
 
 def stage_plain(stage: Stage) -> str:
-    """The same for output that is no terminal: it changes with the task, not with every host."""
+    """The line of a running playbook for output without a terminal: stage, play and task."""
     return f"{stage.name}  {stage.play or 'starting Ansible'}" + (f" · {stage.task}" if stage.task else "")
 
 
 def done_line(name: str, seconds: float, detail: str = "") -> Text:
-    """A stage that ended well."""
+    """The line of a stage that succeeded: its name, its duration and `detail`."""
     line = Text.assemble(("✓ ", "bold green"), f"{name:<8}", (f"{duration(seconds):>7}", "cyan"))
     return line.append(f"  {detail}", style="dim") if detail else line
 
 
 def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], log: str) -> Text:
-    """A stage that failed: host, task and message of each failure in full, and where the log is."""
+    """The text of a stage that failed: hosts, task and message of each failure, and the path of its log.
+
+    tail: the last lines of the log, shown if there is no failure of a task.
+    """
     text = Text.assemble(("✗ ", "bold red"), (f"{name} failed", "bold"))
     groups: dict[tuple[bool, str, str], list[str]] = {}
     for failure in failures:
@@ -75,7 +78,7 @@ def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], l
 
 
 def run_plain(view: RunView) -> str:
-    """A run in one line, for output that is no terminal."""
+    """The state of a run in one line, for output without a terminal."""
     if not view.states and not view.lost:
         return "asking every host for the run"
     phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
@@ -87,7 +90,10 @@ def run_plain(view: RunView) -> str:
 
 
 def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
-    """A run while it trains: progress, loss and its curve, and what status.yml reports of its hosts."""
+    """The view of a run that trains: progress, loss and its curve, and the report of status.yml on its hosts.
+
+    trouble: a last line, such as about a lost host.
+    """
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
     head = Text.assemble((view.title, "bold"), (f"  {view.plan}", "dim"))
@@ -115,7 +121,7 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 
 
 def odd_lines(view: RunView) -> dict[str, str]:
-    """The lines of the screen that call for attention, by their text without numbers.
+    """The lines of the view that need attention: their text with numbers as # -> the line.
 
     They name the rank that delays the run, lost hosts, warnings, and how each attempt ended.
     """
@@ -125,12 +131,15 @@ def odd_lines(view: RunView) -> dict[str, str]:
 
 
 def lost_lines(view: RunView) -> list[str]:
-    """A line for each host that cannot be reached."""
+    """One line for each host that cannot be reached, with the first line of Ansible's reason."""
     return [f"{host} cannot be reached: {why.splitlines()[0]}" for host, why in sorted(view.lost.items())]
 
 
 def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """How a run ended: the sentence, the loss curve, a sample of its text, and where everything is."""
+    """The report of a run that has ended: outcome, reason, errors, loss curve, a sample, and `places`.
+
+    places: (name, place) of the checkpoint, the log and the tracker.
+    """
     marks = {"finished": ("✓ ", "bold green"), "stopped": ("● ", "bold yellow")}
     head = Text.assemble(
         marks.get(view.outcome, ("✗ ", "bold red")), (f"{view.title}: {view.outcome}", "bold")
@@ -160,7 +169,7 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
 
 
 class _Spinning:
-    """A view with a spinner before its first line, drawn again at every refresh."""
+    """Draws a view again at each refresh; one that is a single line gets a spinner before it."""
 
     def __init__(self, draw: Callable[[], RenderableType]) -> None:
         self.draw = draw
@@ -176,7 +185,7 @@ class _Spinning:
 
 
 class Screen:
-    """The terminal, or the plain output that stands in for one. Use it as a context manager."""
+    """The terminal, or plain output without one; a context manager. `lines` has what `say` has printed."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())
@@ -194,22 +203,22 @@ class Screen:
         self.clear()
 
     def say(self, line: RenderableType) -> None:
-        """A line that stays."""
+        """Print a line that stays on the screen, above the current view."""
         self.lines.append(line)
         self.console.print(line)
 
     def show(self, draw: Callable[[], RenderableType]) -> None:
-        """From now on keep this view on the screen's last lines (in a terminal)."""
+        """In a terminal, show the view that `draw` returns on the last lines, and redraw it until `clear`."""
         self.clear()
         if self.is_live:
             self._live = Live(_Spinning(draw), console=self.console, refresh_per_second=8, transient=True)
             self._live.start()
 
     def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
-        """Print a view where there is no terminal: when it changes, but at most once every few seconds.
+        """Without a terminal, print a view when it changes, at most every PLAIN_SECONDS; ``now``: at once.
 
-        ``seconds``, the time so far, is appended, and an unchanged view is printed again after a while.
-        With ``now`` it is printed at once.
+        With ``seconds``, the time so far, it is appended, and an unchanged view is printed again after
+        STILL_SECONDS.
         """
         last, when = self._last_plain
         quiet = time.monotonic() - when
@@ -222,20 +231,20 @@ class Screen:
         self.console.print(Text(line if seconds is None else f"{line}  {duration(seconds)}"))
 
     def clear(self) -> None:
-        """Take the current view away."""
+        """Remove the current view from the screen."""
         if self._live:
             self._live.stop()
             self._live = None
 
 
 def _squeezed(sample: str, most: int = 10) -> str:
-    """A sample without its blank lines and cut to what fits beside the rest."""
+    """A sample of text without blank lines, cut to `most` lines."""
     lines = [line.rstrip() for line in sample.splitlines() if line.strip()]
     return "\n".join(lines[:most] + ["..."] * (len(lines) > most))
 
 
 def record(path: str, title: str, parts: Sequence[RenderableType], width: int = 100) -> None:
-    """Write what was on the screen as one SVG picture."""
+    """Write `parts`, one below the other, as an SVG picture to `path`; `width` is in columns."""
     with open("/dev/null", "w", encoding="utf-8") as nowhere:
         console = Console(record=True, width=width, file=nowhere, force_terminal=True, highlight=False)
         for part in parts:

@@ -1,4 +1,4 @@
-"""What is known of a run: its hosts' reports folded into one state. No terminal here."""
+"""The state of a run, combined from the reports of its hosts. It does no output."""
 
 import json
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ from trainer.health.status_record import RunStatusRecord
 
 
 def is_report(result: object) -> bool:
-    """Whether a task's result is a host's report on a run (what the ``run_state`` module returns)."""
+    """Whether the result of a task is that of the module ``run_state``: a host's report on a run."""
     return isinstance(result, dict) and "found" in result and "heartbeats" in result
 
 
 @dataclass
 class Rank:
-    """One rank, or a host that has none to show yet."""
+    """The phase and step of one rank; of a host that has reported none yet, only the host."""
 
     host: str
     rank: int | None = None
@@ -29,10 +29,10 @@ class Rank:
 
 @dataclass
 class RunView:
-    """A run as far as it is known. Loss in nats, ``val_bpb`` in bits per byte, times in seconds.
+    """The state of a run from all reports so far. Losses are in nats, ``val_bpb`` in bits per byte.
 
-    ``lost`` are the hosts that cannot be reached, and why; ``states`` what each host reported last;
-    ``options`` what a command needs besides to reach them (``-i PATH ``).
+    ``lost``: host that cannot be reached -> reason. ``states``: host -> its last report. ``losses``: step ->
+    loss. ``options``: options that a typed command needs to reach the hosts, such as ``-i PATH ``.
     """
 
     options: str = ""
@@ -55,22 +55,22 @@ class RunView:
 
     @property
     def title(self) -> str:
-        """What the run is called on the screen."""
+        """The name of the run on the screen."""
         return f"run {self.run_id}" if self.run_id else "the run"
 
     @property
     def curve(self) -> list[Point]:
-        """The losses known, by step."""
+        """The known losses as (step, loss), in the order of steps."""
         return sorted(self.losses.items())
 
     @property
     def first_loss(self) -> float | None:
-        """The loss of the earliest step known."""
+        """The loss of the earliest step in `losses`; None without any."""
         return self.losses[min(self.losses)] if self.losses else None
 
     @property
     def loss(self) -> float | None:
-        """The loss of the latest step known."""
+        """The loss of the latest step in `losses`; None without any."""
         return self.losses[max(self.losses)] if self.losses else None
 
     @property
@@ -103,7 +103,7 @@ class RunView:
 
     @property
     def screen(self) -> list[str]:
-        """What status.yml reports of the hosts and the run, below its title."""
+        """The lines of status.yml about the hosts and the run, without its title."""
         order = [rank.host for rank in self.ranks] + list(self.states)
         states = {
             host: {"unreachable": True} if host in self.lost else self.states[host]
@@ -121,7 +121,7 @@ class RunView:
 
     @property
     def outcome(self) -> str:
-        """How the run ended, or "" while it has not. The coordinator's word counts first."""
+        """The outcome of the run, that of the coordinator first; "" while it has not ended."""
         if not self.ended or not self.found:
             return ""
         return str(self._verdict()[1].get("outcome") or "ended without an outcome")
@@ -153,7 +153,7 @@ class RunView:
             self._lead(host, state, beats[0] if beats else None)
 
     def history(self, lines: Iterable[str]) -> None:
-        """Take the run's metrics file into account: one JSON object a line."""
+        """Add the losses of metrics.jsonl, one JSON object per line."""
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -163,7 +163,7 @@ class RunView:
                 self._saw(entry)
 
     def _lead(self, host: str, state: dict[str, Any], beat: RunStatusRecord | None) -> None:
-        """What only the coordinator knows."""
+        """Update the fields that come from the coordinator: step, losses, speed, checkpoint, sample."""
         self.coordinator = host
         self.run_dir = state.get("run_dir") or self.run_dir
         self.checkpoint = state.get("checkpoint") or self.checkpoint
@@ -194,7 +194,7 @@ class RunView:
 
 
 def plan(config: dict[str, Any]) -> str:
-    """A run's settings in a few words, or "" when they are not known."""
+    """The settings of a run in a few words: depth, tokens per step, row length; "" without a config."""
     if not config:
         return ""
     parts = [f"depth {config.get('depth')}"]

@@ -1,4 +1,4 @@
-"""One stage on the screen: a playbook or a command, live while it works, ticked when done."""
+"""Runs one stage, a playbook or a command, and shows it: live while it runs, then its result."""
 
 import subprocess
 import time
@@ -15,7 +15,7 @@ _TAIL_LINES = 20
 
 
 def run_playbook(screen: Screen, job: Job) -> bool:
-    """Run a playbook with its live line. Its messages and its failure stay on the screen."""
+    """Run a playbook and show it live; returns whether it succeeded. Its messages and failures stay."""
     started = time.monotonic()
     shown = 0
 
@@ -40,12 +40,12 @@ def run_playbook(screen: Screen, job: Job) -> bool:
 
 
 def failed(job: Job) -> Text:
-    """The failure of a playbook in full."""
+    """The text about a job that has failed: its failures in full and the path of its log."""
     return failure_lines(job.name, job.stage.failures, _tail(job.name), str(job.log))
 
 
 def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
-    """Run a command with what it does, then its last line, shown live. Returns success and seconds."""
+    """Run a command and show its newest line of output, at first `doing`. Returns (success, seconds)."""
     log = CACHE / "logs" / f"{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_bytes(b"")

@@ -1,10 +1,10 @@
-"""Numbers as people read them, and curves drawn with characters. Pure functions, no terminal needed."""
+"""Formats numbers for people, and draws curves with characters. Pure functions, no terminal needed."""
 
 import itertools
 from collections.abc import Sequence
 
 Point = tuple[int, float]
-"""A step and the loss at it."""
+"""(step, loss)."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 # Braille cells hold 2 x 4 dots; the bit of each dot, by row and column within a cell.
@@ -12,7 +12,7 @@ _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` when unknown."""
+    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` for None, nan and infinity."""
     if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
         return "-"
     whole = max(0, round(seconds))
@@ -25,12 +25,12 @@ def duration(seconds: float | None) -> str:
 
 
 def number(value: float | None, digits: int = 0) -> str:
-    """A number with thousands separated, or ``-`` when there is none yet."""
+    """A number with commas between thousands and `digits` decimals; ``-`` for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
 
 
 def size(n_bytes: float) -> str:
-    """Bytes as ``12.3 MB`` (powers of ten, as disks are sold)."""
+    """Bytes as text, such as ``12.3 MB``, in powers of ten."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if n_bytes >= scale:
             return f"{n_bytes / scale:.1f} {unit}"
@@ -38,7 +38,7 @@ def size(n_bytes: float) -> str:
 
 
 def spark(values: Sequence[float], width: int) -> str:
-    """The values as one line of bars, at most ``width`` characters; each bar is the mean of its share."""
+    """The values as one line of bars, at most ``width``; each bar shows the mean of neighbouring values."""
     if not values or width < 1:
         return ""
     means = _bins(values, min(width, len(values)))
@@ -48,9 +48,9 @@ def spark(values: Sequence[float], width: int) -> str:
 
 
 def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str]:
-    """A loss curve in braille dots with its scale at the left and its steps below.
+    """Draw a loss curve in braille dots, with its scale at the left and its steps below.
 
-    Returns ``height + 2`` lines of text, or none for fewer than two points.
+    Returns ``height + 2`` lines of text; [] for fewer than two points.
     """
     if len(points) < 2:
         return []
@@ -82,7 +82,7 @@ def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str
 
 
 def _at(points: Sequence[Point], step: float) -> float:
-    """The loss at a step between two known ones, on the straight line through them."""
+    """The loss at `step`, interpolated linearly between the two nearest points."""
     before = points[0]
     for after in points[1:]:
         if step <= after[0]:

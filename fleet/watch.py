@@ -1,4 +1,4 @@
-"""Follow a run to its end: join it, show it, and say how it ended. Leaving (Ctrl-C) never ends the run.
+"""Follow a run to its end: join it, show it, and report how it ended. Leaving (Ctrl-C) never ends the run.
 
 A host that left the run, because it cannot be reached or was rebooted, is asked for again.
 """
@@ -19,17 +19,17 @@ from fleet.runview import RunView, commands, is_report
 from fleet.stages import failed
 
 FINISHED, FAILED, STOPPED = 0, 1, 3
-"""Exit codes of a followed run."""
+"""Exit codes of the commands that follow a run."""
 
 WATCH = "playbooks/watch.yml"
 WATCH_TASK = "Watch the run"
-"""The task whose results, at each retry, are the hosts' reports."""
+"""The task of watch.yml whose results, at each retry, are the reports of the hosts."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
 _TRIES, _OVER_TRIES = 20, 3
 """How often nobody may answer, and how often a lost host is asked for its end when the others have ended."""
 _SNAPSHOT_AT = 0.6
 _ASK_ANEW_SECONDS = 20.0
-"""How long the hosts that still answer are followed before the one that has left is asked for again."""
+"""Seconds for which the other hosts are followed before a host that has left the run is asked again."""
 
 
 class _AskAnewError(Exception):
@@ -38,7 +38,10 @@ class _AskAnewError(Exception):
 
 @dataclass
 class Follower:
-    """One run being followed: keeps watch.yml going over lost connections, folds what it reports."""
+    """Follows one run: repeats watch.yml, also after lost connections, and updates `view` with its reports.
+
+    args: options of ansible-playbook; snapshot: the view at 60 % of the steps; trouble: a line for the view.
+    """
 
     screen: Screen
     inventory: str | None
@@ -119,12 +122,12 @@ class Follower:
         if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
             self.snapshot = run_panel(self.view)
         if self._history is None and self.view.run_dir and step > 1 and not self.view.ended:
-            # Joined under way: what it did before is in its metrics file.
+            # The run began before it was followed: its earlier losses are in its metrics file.
             self._history = threading.Thread(target=self._read_history, daemon=True)
             self._history.start()
 
     def _read_history(self) -> None:
-        """The run's whole loss curve, from the coordinator's metrics file; done without if it must be."""
+        """Read all losses from metrics.jsonl of the coordinator into the view; a failure is ignored."""
         with tempfile.TemporaryDirectory(prefix="nanofleet-") as folder:
             copy = Path(folder) / "metrics.jsonl"
             arguments = f"src={self.view.run_dir}/metrics.jsonl dest={copy} flat=true fail_on_missing=false"
@@ -142,7 +145,7 @@ class Follower:
         self.screen.show(lambda: run_panel(self.view, self.screen.console.width, self.trouble))
 
     def _tell(self) -> None:
-        """What is odd with the run, once, where there is no screen that shows it."""
+        """Without a terminal, print each new line that needs attention, once."""
         odd = {} if self.screen.is_live else odd_lines(self.view)
         for what, line in odd.items():
             if what not in self._told:
@@ -157,7 +160,7 @@ class Follower:
             raise _AskAnewError
 
     def _wait(self, seconds: int, doing: str) -> None:
-        """Show which host was lost and what happens next, and wait some seconds."""
+        """Show the lost hosts and `doing`, the next action, and wait `seconds`."""
         self.trouble = f"{doing} in {seconds} s"
         self.screen.plain(lambda: "\n".join([*lost_lines(self.view), self.trouble]), now=True)
         self._show()
@@ -170,5 +173,5 @@ class Follower:
 
 
 def _ran_out(job: Job) -> bool:
-    """Whether the watch ended only because Ansible's retries did: the run is longer than one watch."""
+    """Whether watch.yml failed only because its retries are used up: the run takes longer than one watch."""
     return bool(job.stage.failures) and all(failure.retried for failure in job.stage.failures)

@@ -3,8 +3,8 @@
     make demo && python -m scripts.docs_console     # inventory/lab; a depth-2 run is started and stopped
     python -m scripts.docs_console --write          # records nothing, writes the pages from docs/recorded
 
-docs/recorded/NAME.txt holds what a command printed: of a playbook the report at its end, without the list of
-tasks. A page shows it between `<!-- recorded: NAME -->` and `<!-- end -->`.
+docs/recorded/NAME.txt holds the report that a playbook printed at its end, without its list of tasks. A page
+shows it between `<!-- recorded: NAME -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ COMMANDS = {
     "logs": "ansible-playbook logs.yml -e log_lines=6",
     "stop": "ansible-playbook stop.yml",
 }
-"""By name, in the order in which they are run."""
+"""Name of a record -> command, in the order in which the commands run."""
 ADDED = {"train": " -e sequence_len=256 -e total_batch_size=2048 -e launch_stall_seconds=60"}
-"""What a lab on two cores needs besides."""
+"""Name of a record -> more options for a lab on two cores, which the record does not show."""
 HOSTS = ("tower", "laptop")
 ADDRESSES = ("192.168.1.10", "192.168.1.11")
 BLOCK = re.compile(r"<!-- recorded: (\w+) -->\n.*?<!-- end -->", re.DOTALL)
@@ -42,11 +42,11 @@ MESSAGE = re.compile(r"^ +msg: (?:\|-?\n((?: {8}.*\n|\n)+)|(.+(?:\n {8}.*)*))", 
 
 
 class RecordError(Exception):
-    """A command that could not be recorded."""
+    """Raised if a command fails or prints no report."""
 
 
 def report(output: str) -> str:
-    """The last message of a playbook's output, without Ansible's indentation."""
+    """The last message in the output of a playbook, without Ansible's indentation. Raises RecordError."""
     found = MESSAGE.findall(output)
     if not found:
         raise RecordError(f"The playbook printed no report:\n{output[-2000:]}")
@@ -55,7 +55,10 @@ def report(output: str) -> str:
 
 
 def renamed(text: str, hosts: dict[str, str]) -> str:
-    """The text with the names and addresses of the tutorial. `hosts`: address by name, in rank order."""
+    """`text` with HOSTS and ADDRESSES instead of those of the lab, and without `-i INVENTORY`.
+
+    hosts: name -> address of the lab's hosts, in rank order.
+    """
     for (name, address), host, other in zip(hosts.items(), HOSTS, ADDRESSES, strict=True):
         text = (
             text.replace(name.ljust(len(host)), host.ljust(len(name)))
@@ -66,7 +69,7 @@ def renamed(text: str, hosts: dict[str, str]) -> str:
 
 
 def record(inventory: Path) -> None:
-    """Run the commands on two set-up hosts and write docs/recorded."""
+    """Run COMMANDS on the two hosts of `inventory`, which are set up, and write docs/recorded/*.txt."""
     listed = yaml.safe_load((inventory / "hosts.yml").read_text(encoding="utf-8"))
     hosts = {
         name: of_host["ansible_host"]
@@ -92,13 +95,13 @@ def record(inventory: Path) -> None:
 
 
 def block(name: str) -> str:
-    """The part of a page that shows a record."""
+    """The part of a page that shows the record `name`, with its markers."""
     header, console = (RECORDED / f"{name}.txt").read_text(encoding="utf-8").split("\n", 1)
     return f"<!-- recorded: {name} -->\n```console\n{console}```\n\n{header}\n<!-- end -->"
 
 
 def pages() -> dict[Path, str]:
-    """Every page with its blocks as they were recorded."""
+    """Every page of docs/ with the text that it must have: its blocks are those of the records."""
     texts = {page: page.read_text(encoding="utf-8") for page in sorted(DOCS.rglob("*.md"))}
     return {page: BLOCK.sub(lambda match: block(match[1]), text) for page, text in texts.items()}
 

@@ -3,8 +3,7 @@
     python -m scripts.docs_diagrams             # write the pictures
     python -m scripts.docs_diagrams --check     # write nothing, name the pictures that are not current
 
-Each picture has a light background of its own, so that it is readable on a light and on a dark page. It needs
-no network and no font of its own.
+Each picture has its own light background, so that it is readable on light and dark pages. It loads no font.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ WHITE, GREY, BLUE, GREEN, AMBER, RED = "#ffffff", "#eef2f7", "#dbeafe", "#dcfce7
 
 
 class Picture:
-    """An SVG that is put together from boxes, arrows and texts."""
+    """An SVG picture made of boxes, arrows and texts. Coordinates are in pixels from the upper left."""
 
     def __init__(self, title: str, width: int, height: int) -> None:
         self.size = width, height
@@ -31,7 +30,7 @@ class Picture:
     def box(
         self, x: int, y: int, w: int, h: int, lines: list[str], fill: str = WHITE, top: bool = False
     ) -> None:
-        """A box; its first line is bold. top: the lines stand at its upper edge."""
+        """Add a box with lines of text, the first bold. top: they start at the upper edge, else centred."""
         self.parts.append(
             f'<rect x="{x}" y="{y}" width="{w}" height="{h}" rx="6" fill="{fill}" stroke="{EDGE}"/>'
         )
@@ -74,7 +73,7 @@ class Picture:
 
 
 def architecture() -> Picture:
-    """Controller, hosts, and what connects them."""
+    """The picture of controller, coordinator and worker with their connections."""
     p = Picture("A controller, a coordinator and a worker, and the connections between them", 880, 430)
     p.box(20, 20, 840, 92, ["Controller: the machine on which you type"], GREY, top=True)
     p.box(40, 52, 240, 46, ["Playbooks", "setup, doctor, train, status, stop"], WHITE)
@@ -110,7 +109,7 @@ def architecture() -> Picture:
 
 
 def lifecycle() -> Picture:
-    """The states of a run."""
+    """The picture of the states of a run, from train.yml to its outcome."""
     p = Picture("The states of a run from train.yml to its outcome", 880, 330)
     p.box(20, 40, 140, 62, ["train.yml", "checks settings,", "hosts and data"], GREY)
     p.box(200, 40, 140, 62, ["Unit starts", "one on each host"], BLUE)
@@ -145,7 +144,7 @@ def lifecycle() -> Picture:
 
 
 def batch() -> Picture:
-    """One step's rows on ranks of equal and of unequal speed."""
+    """The picture of the rows of a step on two ranks, split equally and by speed."""
     p = Picture("The rows of a step, split equally and by speed", 880, 240)
     p.text(
         20,
@@ -167,7 +166,8 @@ def batch() -> Picture:
     return p
 
 
-# What a step does, by lane: (start, width, label, color). Lengths show the order, not measured times.
+# By sync mode: title, spans of the compute lane, spans of the network lane, note. A span is (start, width,
+# label, color). Spans show the order only, not measured times.
 MODES: dict[str, tuple[str, list[tuple[int, int, str, str]], list[tuple[int, int, str, str]], str]] = {
     "dense": (
         "sync=dense: every gradient, after backward",
@@ -197,7 +197,7 @@ MODES: dict[str, tuple[str, list[tuple[int, int, str, str]], list[tuple[int, int
 
 
 def mode(name: str) -> Picture:
-    """The timeline of a sync mode."""
+    """The picture of a step in the sync mode `name`: what is computed and sent, over time."""
     title, compute, network, note = MODES[name]
     p = Picture(title, 780, 190)
     p.text(20, 28, title, bold=True, anchor="start")
@@ -211,7 +211,7 @@ def mode(name: str) -> Picture:
 
 
 def pictures() -> dict[Path, str]:
-    """Every picture with its text."""
+    """The path and SVG text of every picture."""
     drawn = {"architecture": architecture(), "lifecycle": lifecycle(), "batch": batch()}
     drawn |= {f"sync-{name}": mode(name) for name in MODES}
     return {ASSETS / f"{name}.svg": picture.svg() for name, picture in drawn.items()}

@@ -3,8 +3,8 @@
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
-A phrase of PHRASES occurs once in its page; its figures are replaced there. A page shows the table of all
-cases between `<!-- figures -->` and `<!-- end -->`.
+Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A page shows the table
+of all cases between `<!-- figures -->` and `<!-- end -->`.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def case(figures: dict[str, Any]) -> SimpleNamespace:
 
 
 def values(record: dict[str, Any]) -> dict[str, Any]:
-    """What the templates show, by name. Raises KeyError for a case that was not measured."""
+    """The values for the placeholders in PHRASES, by name. Raises KeyError for a case without a record."""
     cases = {(row["sync"], row["dtype"], row["tokens"]): case(row) for row in record["two_hosts"]}
     one = {f"one_{row['dtype']}": case(row) for row in record["one_process"]}
     named = {name: cases[name, "float32", 4096] for name in ("dense", "exact", "fast")}
@@ -90,7 +90,10 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
-    """The page with the figures of a phrase. Raises ValueError if the phrase does not occur once."""
+    """`page` with the values `shown` in the figures of `phrase`.
+
+    Raises ValueError unless the phrase, with any figures, occurs exactly once.
+    """
     words = re.split(r"\{[^}]*\}", phrase)
     pattern = r"([\w.-]+)".join(re.escape(part).replace(r"\ ", r"\s+") for part in words)
     found = list(re.finditer(pattern, page))
@@ -104,7 +107,7 @@ def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
 
 
 def pages() -> dict[Path, str]:
-    """The pages with their figures."""
+    """The path and text of each page in PHRASES, with the recorded figures."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
     shown, texts = values(record), {}
     for name, phrases in PHRASES.items():

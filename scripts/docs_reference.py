@@ -4,9 +4,9 @@
     python -m scripts.docs_reference --check    # write nothing, name the pages that are not current
 
 Settings come from RunConfig, the argument specs of the roles and the list of settings that -e accepts;
-commands from the argument parsers; messages from the calls in the sources that make findings. Of a README
-only what stands between its two markers is written; one without them gets a section at its end. The pages do
-not depend on the machine.
+commands from the argument parsers; messages from the calls in the sources that make findings. In a README
+only the part between its two markers is written; a README without them gets a section at its end. The pages
+do not depend on the machine.
 """
 
 from __future__ import annotations
@@ -65,26 +65,26 @@ MESSAGE_AREAS = {
 
 
 def cell(text: Any) -> str:
-    """Text for one cell of a table. Ansible's C(x) becomes code."""
+    """`text` for one cell of a Markdown table: on one line, escaped; C(x), V(x) and O(x) become code."""
     flat = " ".join(str(text).split())
     flat = re.sub(r"\b[CVO]\(([^)]*)\)", r"`\1`", flat)
     return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """A Markdown table."""
+    """The lines of a Markdown table."""
     columns = list(head)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def page(title: str, introduction: str, body: Iterable[str]) -> str:
-    """A page of the reference."""
+    """The text of a page of the reference, with the mark of a generated file."""
     return "\n".join([f"# {title}", "", MARK, "", introduction, "", *body]).rstrip() + "\n"
 
 
 def code(value: Any) -> str:
-    """A default as it is written in YAML."""
+    """A default as YAML in Markdown code; "" for None."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -96,7 +96,7 @@ def code(value: Any) -> str:
 
 
 def yaml_values(key: str) -> Any:
-    """The value of a top-level key in the YAML files of playbooks and roles."""
+    """The value of the top-level `key` in the first YAML file of playbooks/ or roles/*/vars that has it."""
     for path in sorted([*ROOT.glob("playbooks/**/*.yml"), *ROOT.glob("roles/*/vars/*.yml")]):
         if f"\n{key}:" in path.read_text(encoding="utf-8"):
             values = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -106,23 +106,23 @@ def yaml_values(key: str) -> Any:
 
 
 def role_specs() -> Iterator[tuple[Path, Specs]]:
-    """Each role's folder, and its argument specs by entry point."""
+    """Yield (folder of a role, its argument specs by entry point) for each role."""
     for path in sorted(ROOT.glob("roles/*/meta/argument_specs.yml")):
         yield path.parents[1], yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
 
 
 def options_in(specs: Specs) -> Options:
-    """Every option of a role's entry points."""
+    """The options of all entry points of a role: name -> its spec."""
     return {name: option for spec in specs.values() for name, option in (spec.get("options") or {}).items()}
 
 
 def sentences(description: str | list[str]) -> str:
-    """A description, which is a text or a list of texts."""
+    """`description` as one text; in YAML it may be a list of texts."""
     return description if isinstance(description, str) else " ".join(description)
 
 
 def described(spec: Mapping[str, Any]) -> str:
-    """An option's description and limits."""
+    """The description of an option with its choices and range, for a cell of a table."""
     text = sentences(spec.get("description", ""))
     if spec.get("choices"):
         text += " Choices: " + ", ".join(f"`{choice}`" for choice in spec["choices"]) + "."
@@ -132,7 +132,7 @@ def described(spec: Mapping[str, Any]) -> str:
 
 
 def option_table(noun: str, options: Options, required: str = "") -> list[str]:
-    """A table of options, or nothing. required: what a required option shows as its default."""
+    """The lines of a table of options; [] without options. required: the default shown for required ones."""
     rows = [
         (
             f"`{name}`",
@@ -146,7 +146,7 @@ def option_table(noun: str, options: Options, required: str = "") -> list[str]:
 
 
 def settings_page() -> str:
-    """docs/reference/settings.md."""
+    """The text of docs/reference/settings.md."""
     from trainer.config import RunConfig
 
     lines = ["## Settings of a run", ""]
@@ -177,7 +177,7 @@ def settings_page() -> str:
 
 
 def roles_page() -> str:
-    """docs/reference/roles.md."""
+    """The text of docs/reference/roles.md."""
     lines: list[str] = []
     for role, specs in role_specs():
         entries = ((f"`{name}`", cell(spec.get("short_description", ""))) for name, spec in specs.items())
@@ -192,7 +192,7 @@ def roles_page() -> str:
 
 
 def readme(role: Path, specs: Specs) -> str:
-    """A role's README with its section as the argument specs have it now."""
+    """The text of a role's README with its generated section from `specs`."""
     before, _, rest = (role / "README.md").read_text(encoding="utf-8").partition(BEGIN)
     body = "\n".join([BEGIN, "", *readme_tables(specs, "| entry point |" not in before), END])
     if not rest:
@@ -201,7 +201,10 @@ def readme(role: Path, specs: Specs) -> str:
 
 
 def readme_tables(specs: Specs, with_entries: bool) -> Iterator[str]:
-    """Entry points, then every option once with the entry points that take it, if not all of them do."""
+    """Yield the lines of a README's tables: entry points, if `with_entries`, and options.
+
+    An option is listed once, with its entry points unless all of them take it.
+    """
     if with_entries:
         entries = ((f"`{name}`", cell(spec["short_description"])) for name, spec in specs.items())
         yield from [*table(("entry point", "what it does"), entries), ""]
@@ -221,7 +224,7 @@ def readme_tables(specs: Specs, with_entries: bool) -> Iterator[str]:
 
 
 def modules_page() -> str:
-    """docs/reference/modules.md: the documentation that each module carries."""
+    """The text of docs/reference/modules.md, from the DOCUMENTATION of each module."""
     lines: list[str] = []
     for path in sorted(ROOT.glob("plugins/modules/*.py")):
         found = re.search(r'^DOCUMENTATION = r?"""\n(.*?)^"""', path.read_text(encoding="utf-8"), re.M | re.S)
@@ -244,7 +247,7 @@ def modules_page() -> str:
 
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
-    """Name and meaning of each option of a command."""
+    """Yield (name with its value, meaning) of each option of a command, for a table."""
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
@@ -259,7 +262,7 @@ def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
 
 
 def command_lines(program: str, parser: argparse.ArgumentParser) -> list[str]:
-    """The section of a program with subcommands."""
+    """The lines of the section about a program with subcommands."""
     lines = [f"## {program}", "", cell(parser.description or ""), ""]
     (commands,) = (each for each in parser._actions if isinstance(each, argparse._SubParsersAction))
     helps = {choice.dest: choice.help for choice in commands._choices_actions}
@@ -270,7 +273,7 @@ def command_lines(program: str, parser: argparse.ArgumentParser) -> list[str]:
 
 
 def cli_page() -> str:
-    """docs/reference/cli.md."""
+    """The text of docs/reference/cli.md."""
     trainer = importlib.import_module("trainer.__main__").make_parser()
     console = importlib.import_module("fleet.__main__").parser()
     targets = re.findall(
@@ -292,7 +295,7 @@ def cli_page() -> str:
 
 
 def playbooks_page() -> str:
-    """docs/reference/playbooks.md: each root playbook with its plays in their order."""
+    """The text of docs/reference/playbooks.md: each root playbook with its plays in their order."""
     lines: list[str] = []
     for path in sorted(ROOT.glob("*.yml")):
         plays = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -316,7 +319,7 @@ def playbooks_page() -> str:
 
 
 def exit_codes_page() -> str:
-    """docs/reference/exit-codes.md."""
+    """The text of docs/reference/exit-codes.md."""
     found: dict[str, Any] = {}
     for path in sorted(ROOT.glob("trainer/**/*.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -354,7 +357,7 @@ def exit_codes_page() -> str:
 
 
 def placeholder(node: ast.AST) -> str:
-    """The name of what is filled in at run time, or an ellipsis where the expression has none."""
+    """The text that stands for a value known only at run time: <NAME>, or "..." if it has no name."""
     if isinstance(node, ast.Name):
         return f"<{node.id}>"
     if isinstance(node, ast.Attribute):
@@ -365,7 +368,7 @@ def placeholder(node: ast.AST) -> str:
 
 
 def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
-    """The texts that an expression may be."""
+    """All texts that an expression can evaluate to; [] if it is not a text. names: texts of variables."""
     if isinstance(node, ast.Constant):
         return [node.value] if isinstance(node.value, str) else []
     if isinstance(node, ast.JoinedStr):
@@ -383,7 +386,7 @@ def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
 
 
 def assignments(body: Iterable[ast.AST]) -> Iterator[tuple[int, str, list[str]]]:
-    """Line, name and texts of each assignment to a name; no texts where the value is not one."""
+    """Yield (line, name, texts) of each assignment to a name; texts is [] if the value is not a text."""
     for node in body:
         if not isinstance(node, ast.For | ast.Assign):
             continue
@@ -399,7 +402,7 @@ def assignments(body: Iterable[ast.AST]) -> Iterator[tuple[int, str, list[str]]]
 
 
 def default_severity(tree: ast.Module) -> str:
-    """The severity of a finding where the call gives none."""
+    """The severity of the findings of a module whose calls do not name one."""
     for node in tree.body:
         # finding = partial(doctor_finding, severity="warning")
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -411,7 +414,7 @@ def default_severity(tree: ast.Module) -> str:
 
 
 def messages_in(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Code, problem, remedy and severity of each finding that a file makes."""
+    """Yield (code, problem, remedy, severity) of each finding that a Python file can make."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     constants = {name: texts for _, name, texts in assignments(tree.body)}
     severity = default_severity(tree)
@@ -439,12 +442,12 @@ def messages_in(path: Path) -> Iterator[tuple[str, str, str, str]]:
 
 
 def messages() -> list[tuple[str, str, str, str]]:
-    """Code, problem, remedy and severity of each finding, in the order of the codes."""
+    """(Code, problem, remedy, severity) of each finding of plugins/, sorted by code."""
     return sorted({each for path in ROOT.glob("plugins/**/*.py") for each in messages_in(path)})
 
 
 def messages_page() -> str:
-    """docs/reference/messages.md."""
+    """The text of docs/reference/messages.md."""
     rows, lines = messages(), list[str]()
     for area, title in MESSAGE_AREAS.items():
         shown = (map(cell, row) for row in rows if row[0].startswith(area))
@@ -460,7 +463,7 @@ def messages_page() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """Every generated page with its text."""
+    """The path and text of every generated page and README."""
     made = {
         "settings.md": settings_page,
         "cli.md": cli_page,

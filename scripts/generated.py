@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def stale(files: dict[Path, str]) -> dict[Path, str]:
-    """Those files whose text differs."""
+    """The entries of `files` (path -> text) whose file is missing or has another text."""
     return {
         path: text
         for path, text in files.items()
@@ -18,7 +18,7 @@ def stale(files: dict[Path, str]) -> dict[Path, str]:
 
 
 def update(files: dict[Path, str]) -> None:
-    """Write each file, and print its name."""
+    """Write each file (path -> text) and print its path."""
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -28,7 +28,7 @@ def update(files: dict[Path, str]) -> None:
 def write(name: str, purpose: str, files: dict[Path, str], argv: list[str] | None = None) -> int:
     """Write each file whose text differs; with --check write nothing and return 1 if one differs.
 
-    name is that of the script without .py, purpose its docstring, files their text by path in the repository.
+    name: of the script, without .py; purpose: its docstring; files: path -> text; argv: without the program.
     """
     parser = argparse.ArgumentParser(prog=f"{name}.py", description=purpose.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="write nothing, name what is not current")

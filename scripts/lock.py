@@ -33,11 +33,14 @@ HEADER = """\
 
 
 class LockError(Exception):
-    """A sentence for the person who typed the command."""
+    """Raised if the hashes cannot be locked. The message is a sentence for the user."""
 
 
 def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
-    """Compile these requirement lines with uv, without their dependencies. Raises LockError."""
+    """Run `uv pip compile` on requirement lines, without dependencies; returns them with their hashes.
+
+    options: more options of uv; environment: more variables for it. Raises LockError.
+    """
     command = [
         sys.executable,
         "-m",
@@ -61,7 +64,10 @@ def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
 
 
 def torch_hashes(version: str, index: str, python: str, machine: str) -> list[str]:
-    """The sha256 of the CPU build for a Python and machine, from a folder or an index; may be empty."""
+    """The sha256 of each wheel of torch's CPU build for one Python and machine; [] if there is none.
+
+    index: a folder with wheels, or the URL of an index.
+    """
     if Path(index).is_dir():
         name = f"torch-{version}+cpu-cp{python.replace('.', '')}-*_{machine}.whl"
         return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(index).glob(name))]
@@ -74,7 +80,7 @@ def torch_hashes(version: str, index: str, python: str, machine: str) -> list[st
 
 
 def torch_builds(version: str, index: str) -> tuple[str, list[str]]:
-    """Lock entries of the CPU build for each Python and machine, and those that have no wheel."""
+    """Returns (lines of hashes.txt for torch's CPU build, each Python and machine that has no wheel)."""
     entries, missing = "", []
     for machine in MACHINES:
         for python in PYTHONS:
@@ -96,7 +102,7 @@ def main() -> int:
     pins = CONSTRAINTS.read_text(encoding="utf-8")
     torch = re.search(r"(?m)^torch==(\S+)$", pins)
     if torch is None:
-        raise LockError(f"{CONSTRAINTS} pins no torch. Renew it as its first lines say.")
+        raise LockError(f"{CONSTRAINTS} pins no torch. Write it again as its first lines describe.")
     locked = compile_hashes(pins, "--universal", "--python-version", PYTHONS[0])
     entries, missing = torch_builds(torch[1], torch_index())
     note = f"# No hash of torch=={torch[1]}+cpu is known for:\n" if missing else ""

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Which TCP ports of a host answer this machine: a connect scan, standard library only.
+"""Find the TCP ports of a host that answer this machine: a connect scan, standard library only.
 
 python3 scripts/scan.py 192.168.1.10 22 5000 29500 20000-20999
 
-Prints one JSON object, {port: answer} of the ports that answer: `open` takes the connection, `closed` refuses
-it. A port that is left out gave no answer within the time, as behind a filter.
+Prints one JSON object {port: answer}. `open`: the host accepts the connection; `closed`: it refuses it. A
+port without an answer within the time, as behind a filter, is left out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 
 def ports_of(words: Iterable[str]) -> list[int]:
-    """`22`, `20000-20999` -> the ports."""
+    """The ports in words such as `22` and `20000-20999`, as numbers."""
     ports: list[int] = []
     for word in words:
         low, _, high = word.partition("-")
@@ -26,7 +26,7 @@ def ports_of(words: Iterable[str]) -> list[int]:
 
 
 def answer(address: str, port: int, seconds: float) -> str:
-    """open, closed, or empty where nothing came back."""
+    """Try to connect to a port: "open", "closed", or "" without an answer within `seconds`."""
     try:
         with socket.create_connection((address, port), seconds):
             return "open"
@@ -37,7 +37,7 @@ def answer(address: str, port: int, seconds: float) -> str:
 
 
 def scan(address: str, ports: Sequence[int], seconds: float) -> dict[int, str]:
-    """The answer of each port that gave one."""
+    """Try all ports at the same time; returns port -> "open" or "closed" for those that answer."""
     with ThreadPoolExecutor(512) as pool:
         answers = pool.map(lambda port: answer(address, port, seconds), ports)
         return {port: said for port, said in zip(ports, answers, strict=True) if said}

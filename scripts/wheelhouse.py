@@ -1,11 +1,11 @@
-"""Make the wheelhouses of one kind of host without having a host: for a controller that has no network.
+"""Make the wheelhouses for one kind of host, for a controller that has no network.
 
     python scripts/wheelhouse.py --python 3.11 --machine x86_64              the CPU build of torch
     python scripts/wheelhouse.py --python 3.12 --machine x86_64 --torch cuda
 
-Type it on a machine with a network, in the same checkout and after `make venv`; copy what it has made into
-.wheelhouse/ of the controller, and set up with `-e wheelhouse_offline=true`. What is there already is not
-fetched again.
+Type it on a machine with a network, in the same checkout and after `make venv`. Copy the folders that it
+makes to .wheelhouse/ of the controller, and set up with `-e wheelhouse_offline=true`. Wheels that are there
+already are not fetched again.
 """
 
 from __future__ import annotations

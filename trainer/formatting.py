@@ -1,4 +1,4 @@
-"""Tables, durations and counts as text."""
+"""Formats tables, durations and counts as text."""
 
 from __future__ import annotations
 

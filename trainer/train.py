@@ -53,7 +53,7 @@ WRITE_CHECK_SECONDS = 2.0  # between collective checks whether the last checkpoi
 
 
 class Trainer:
-    """One attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd."""
+    """Runs one attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd."""
 
     def __init__(
         self,
@@ -148,7 +148,7 @@ class Trainer:
 
     @property
     def hosts(self) -> list[str]:
-        """The host of each rank, in rank order."""
+        """The host name of each rank, in rank order."""
         return [peer.host for peer in self.group.peers]
 
     # -- steps -----------------------------------------------------------------------------------------
@@ -234,7 +234,10 @@ class Trainer:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
 
     def _read_first_batch(self, step: int) -> None:
-        """Read and compare the batch of the first step of an attempt, which no step report precedes."""
+        """Read the batch of the attempt's first step (counted from 0), and compare it between all ranks.
+
+        Later batches are compared by the step report of the step before.
+        """
         self.run_status.enter("data")
         self._next_batch = self._read(step)
         checksums = self.group.gather_int64(torch.tensor([self._next_batch.checksum]))
@@ -369,7 +372,7 @@ class Trainer:
 
     @contextmanager
     def _long_phase(self, phase: str) -> Iterator[None]:
-        """Within it, the rank is in `phase` and collectives have the time-out UNMEASURED_TIMEOUT."""
+        """Context in which this rank is in `phase` and collectives have the time-out UNMEASURED_TIMEOUT."""
         self.run_status.enter(phase)
         self.group.set_timeout(UNMEASURED_TIMEOUT)
         yield
@@ -443,8 +446,8 @@ class Trainer:
             sha256 = save_rank_state(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
         except OSError as error:
             self.log.warning(
-                f"warning: the state of rank {rank} cannot be saved ({error.strerror}). A run that resumes "
-                "from this checkpoint takes the coordinator's for it.",
+                f"warning: the state of rank {rank} cannot be saved in {self.run_dir} ({error.strerror}). "
+                "Make room there. A run that resumes from this checkpoint takes that of rank 0 instead.",
             )
         return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
@@ -474,7 +477,7 @@ class Trainer:
 
     @contextmanager
     def report_failures(self) -> Iterator[None]:
-        """Within it, an exception is announced to the other ranks as the end of this rank, with its cause.
+        """Context that announces an exception to the other ranks as the end of this rank, with its cause.
 
         PeerLost is replaced by the end that explains it. A checkpoint in progress is completed at the end.
         """

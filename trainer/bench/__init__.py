@@ -1,4 +1,4 @@
 """The time of a step, its parts, and its distance from the roofline limit of the host."""
 
 SCHEMA = 3  # version of a result file
-WARM_STEPS = 2  # steps that do not count: the second one still allocates memory
+WARM_STEPS = 2  # first steps that are not measured: the second one still allocates memory

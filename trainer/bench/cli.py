@@ -32,7 +32,7 @@ SET_HERE = ("num_iterations", "total_batch_size", "depth")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of bench, and the settings of the run."""
+    """Add the options of bench, and one option per setting of the run except SET_HERE."""
     parser.add_argument(
         "--depth",
         type=int,
@@ -64,7 +64,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def progress_logger(env: RankEnv) -> RunLogger:
-    """Logs steps, warnings and errors on standard error; standard output has only the figures."""
+    """A logger of steps, warnings and errors to standard error. Only the result goes to standard output."""
     log = RunLogger(env)
     log.handlers = [logging.StreamHandler(sys.stderr)]
     log.addFilter(lambda record: record.levelno > logging.INFO or getattr(record, "event", "") == "step")
@@ -72,14 +72,16 @@ def progress_logger(env: RankEnv) -> RunLogger:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure what was asked for. Raises ConfigError."""
+    """`bench`: measure each depth with each number of rows; returns the exit code. Raises ConfigError."""
     if min(*args.depth, *args.rows, args.steps) < 1:
-        raise ConfigError("depth, rows and steps take whole numbers from 1.")
+        raise ConfigError("--depth, --rows and --steps take whole numbers from 1.")
     env = RankEnv.from_environment()
     if len(args.depth) * len(args.rows) == 1:
         return _measure(args, env)
     if env.world_size > 1 or args.run_file:
-        raise ConfigError("Ranks measure one thing at a time: give one depth and one number of rows.")
+        raise ConfigError(
+            "Under torchrun or with --run-file, bench measures one case. Give one --depth and one --rows."
+        )
     return _measure_each(args)
 
 
@@ -109,7 +111,7 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
 
 
 def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
-    """The run file of the measured run. Raises ConfigError."""
+    """The run file of --run-file, or one for the measured run from the options. Raises ConfigError."""
     if args.run_file:
         return RunFile.load(args.run_file)
     shares = parse_shares(args.shares)
@@ -129,7 +131,7 @@ def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
 
 
 def _measure_each(args: argparse.Namespace) -> int:
-    """Measure each depth and number of rows in its own process, with the other options of this one."""
+    """Measure each pair of depth and rows in its own process, with the other options unchanged."""
     from trainer.bench.text import table
 
     results = []

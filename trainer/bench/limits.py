@@ -28,14 +28,14 @@ ADAMW_PASSES = 7  # reads weight, gradient and both moments; writes weight and b
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates of a process: GEMMs in FLOP/s, copies in bytes/s with reads and writes counted."""
+    """Measured rates of a process. gemm: in FLOP/s; copy: in bytes/s, reads and writes both counted."""
 
     gemm: float
     copy: float
 
     @classmethod
     def median(cls, rates: Sequence[Rates]) -> Rates:
-        """The median of the rates between steps, as the time of a step is their median."""
+        """The median of each rate over several measurements, as bench reports the median of the steps."""
         return cls(median(r.gemm for r in rates), median(r.copy for r in rates))
 
 
@@ -43,8 +43,8 @@ class Rates:
 class StepOperations:
     """The operations of one rank in a step.
 
-    `muon_flops` are five iterations over each matrix, as the optimizer is defined; `muon_flops_done` are
-    those of the shorter equivalent that is used for wide matrices in float32.
+    `muon_flops` counts five iterations over each matrix, as the optimizer is defined. `muon_flops_done`
+    counts the FLOPs that are computed: fewer for long matrices in float32, which use the Gram matrix.
     """
 
     model_flops: int
@@ -53,16 +53,16 @@ class StepOperations:
     adamw_bytes: int
 
     def seconds(self, rates: Rates) -> float:
-        """The roofline limit: no step is shorter."""
+        """The roofline limit in seconds, with the operations as the optimizer is defined."""
         return (self.model_flops + self.muon_flops) / rates.gemm + self.adamw_bytes / rates.copy
 
     def seconds_of_done(self, rates: Rates) -> float:
-        """The limit of the operations that are actually done; a little less."""
+        """The roofline limit in seconds, with the operations that are computed; slightly lower."""
         return (self.model_flops + self.muon_flops_done) / rates.gemm + self.adamw_bytes / rates.copy
 
 
 def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
-    """Count the operations of a rank with `tokens` tokens per step that updates the `owned` matrices."""
+    """Count the operations of a rank in a step: `tokens` tokens, and Muon on the matrices in `owned`."""
     matrices = optimizer.muon_parameters()
     mine = [matrix for matrix in matrices if matrix.name in owned]
     apart = {id(matrix.parameter) for matrix in matrices}
@@ -77,7 +77,7 @@ def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], t
 
 
 def iterated_flops(rows: int, cols: int) -> int:
-    """FLOPs of Polar Express on the whole matrix."""
+    """FLOPs of Polar Express on a matrix of this shape, without the Gram matrix."""
     m, n = min(rows, cols), max(rows, cols)
     return len(POLAR_EXPRESS) * (4 * m * m * n + 2 * m**3)
 
@@ -87,7 +87,7 @@ def _adamw_bytes(parameter: nn.Parameter) -> int:
 
 
 def measure(dtype: torch.dtype, device: torch.device) -> Rates:
-    """Measure both rates with all threads of this process, in about a second: the best of several."""
+    """Measure both rates with all threads of this process, in about a second; the best of several trials."""
     gemm = gemm_rate(GEMM_SHAPE, dtype, device)
     source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

@@ -1,12 +1,13 @@
-"""The report of several measurements: throughput, ratio to the single-host baseline, and what bounds it.
+"""The report of several measurements: throughput, ratio to the single-host baseline, and its upper bound.
 
 python -m trainer.bench.report FOLDER --out OUT [--link-mbit 1000] [--tracker-uri http://tower:5000]
 
 FOLDER has CASE.json for each benchmark case, as `python -m trainer bench` writes it. OUT gets bench.md,
 bench.json and bench.png.
 
-The baseline has the same tokens per step as the ranks together, in `local` those of one rank. The bound of
-the ratio is baseline step / max(baseline step at a rank's rows, bytes sent / bandwidth of an all-reduce).
+The baseline has the same tokens per step as all ranks together; for `local` it has those of one rank. The
+bound of the ratio is baseline step / max(baseline step with the rows of one rank, bytes sent / bandwidth of
+an all-reduce).
 """
 
 from __future__ import annotations
@@ -47,7 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             "To measure it again, type: ansible-playbook bench.yml -e bench_again=true"
         )
     if not results:
-        print(f"There is nothing measured in {args.folder}.", file=sys.stderr)
+        print(
+            f"There is no measurement in {args.folder}. Measure with bench.yml, or give the folder that has "
+            "CASE.json files.",
+            file=sys.stderr,
+        )
         return 2
     rows = compare(results, args.link_mbit)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -65,14 +70,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
-    """Read the results by case; returns also the cases whose files are of another version."""
+    """Read FOLDER/*.json. Returns (results by case, cases whose files have another SCHEMA)."""
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     other = [name for name, result in results.items() if result.get("schema") != SCHEMA]
     return {name: result for name, result in results.items() if name not in other}, other
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """A row for each measurement; with ratio and bound if the baseline was measured too."""
+    """One row per benchmark case, with ratio and bound if the single-host baseline was measured too.
+
+    link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
+    """
     return [_row(name, result, list(results.values()), link_mbit) for name, result in results.items()]
 
 
@@ -153,14 +161,17 @@ def _comparable(one: Result, other: Result) -> bool:
 
 
 def _baseline_seconds(singles: Sequence[Result], tokens: int, host: str) -> float | None:
-    """Seconds of a step of one process with `tokens` tokens, on `host` if it was measured there."""
+    """Seconds of a step of `tokens` tokens of one process: on `host`, else on any host, else None."""
     fitting = [one for one in singles if one["tokens"] == tokens]
     there = [one for one in fitting if one["hosts"] == [host]]
     return float((there or fitting)[0]["step_seconds"]) if fitting else None
 
 
 def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
-    """Seconds on the line through the smallest and the largest measurement of one host."""
+    """Seconds of a step of `tokens` tokens, on the line through two measurements of one host; else None.
+
+    The two are those with the fewest and the most tokens.
+    """
     if not singles:
         return None
     host = singles[0]["hosts"]
@@ -175,7 +186,7 @@ def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
 
 
 def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
-    """The facts of the hosts and two tables."""
+    """The report as Markdown: facts of the hosts, a table of throughput and one of transfers."""
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
     for result in results.values():
@@ -247,7 +258,7 @@ def _wire(rows: Sequence[Row]) -> str:
 
 
 def _predicted(row: Row) -> str:
-    """The predicted seconds of a step, and their deviation from the measured ones."""
+    """Text: the predicted seconds of a step and their deviation from the measured ones; "" without them."""
     seconds = row["predicted_seconds"]
     if not seconds:
         return ""
@@ -283,7 +294,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
-    """Log an MLflow run with the figures of each case and the files of the report."""
+    """Create a run on the MLflow server at `uri` with the figures of each case and the report's files."""
     import mlflow
 
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it would be the coordinator's own address

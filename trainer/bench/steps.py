@@ -1,8 +1,8 @@
-"""Measured steps of a training: the same loop without evaluation, checkpoints and tracker.
+"""Measures training steps: the same training loop, without evaluation, checkpoints and tracker.
 
     result = run_bench(run_file, data_dir, run_dir, env, attempt, log)       # on rank 0, else {}
 
-The first steps, which include warm-up, do not count. GEMM rate and copy bandwidth are measured in the same
+The first WARM_STEPS steps are not measured. GEMM rate and copy bandwidth are measured in the same
 process before, between and after the steps, since the speed of a host changes within a minute. Ranks measure
 at the same time, between steps without transfers in flight. With several ranks the effective bandwidth of an
 all-reduce is measured too.
@@ -46,7 +46,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Clocks and counters of a rank at the start or end of a step."""
+    """Clocks and counters of a rank at the start or end of a step. wall and cpu are in seconds."""
 
     wall: float
     cpu: float
@@ -56,7 +56,7 @@ class Mark:
 
 
 class BenchTrainer(Trainer):
-    """A trainer that measures its steps."""
+    """A trainer that measures its steps. After `run`, `result` is set on rank 0."""
 
     def __init__(
         self,
@@ -121,21 +121,21 @@ class BenchTrainer(Trainer):
     # -- parts of a run that are not measured ------------------------------------------------------------
 
     def _finish_sync(self) -> None:
-        """Skipped: a final sync round within thirty steps would count as much as all others."""
+        """Does nothing: a final sync round would distort the mean of a few steps. `train` runs it later."""
 
     def _evaluate(self) -> bool:
         return False
 
     def _save(self, last: bool) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def _write_sample(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     # -- the figures -------------------------------------------------------------------------------------
 
     def _spans(self) -> list[tuple[Mark, Mark]]:
-        """Begin and end of each step that counts."""
+        """(Begin, end) of each measured step, without the first WARM_STEPS."""
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
@@ -173,12 +173,12 @@ class BenchTrainer(Trainer):
         }
 
     def _predicted(self) -> float | None:
-        """Seconds a step, where that was predicted before the first one."""
+        """The predicted seconds of a step; None without a prediction."""
         prediction = self.components.placement.prediction
         return prediction.step_seconds if prediction else None
 
     def _steps(self, name: str) -> bool:
-        """Whether this rank updates the matrix: its owner rank, or every rank if it has none."""
+        """Whether this rank updates the matrix `name`: it is its owner rank, or the matrix has none."""
         return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
@@ -213,10 +213,11 @@ class BenchTrainer(Trainer):
 
 
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
-    """The roofline limit divided by the seconds of a step; `limits` are those of each rank, in order.
+    """The roofline limit divided by the seconds of a step. limits: of each rank, one per measurement.
 
-    The limit of a step is the mean of those measured before and after it, of the rank with the longest one;
-    the result is the median over the steps. Without a measurement between all steps: mean limit, median step.
+    The limit of a step is the mean of the two measured before and after it, each that of the slowest rank.
+    The result is the median over the steps. Without a measurement between all steps, it is the mean limit
+    divided by the median step.
     """
     longest = [max(ranks) for ranks in zip(*limits, strict=True)]
     if len(longest) != len(steps) + 1:
@@ -226,7 +227,7 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
 
 
 def peak_rss() -> int:
-    """The most memory this process has had, in bytes."""
+    """The peak resident memory of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
 
@@ -246,7 +247,10 @@ def _mean(values: Sequence[float]) -> float | None:
 def run_bench(
     run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
 ) -> Result:
-    """Measure the steps of a run. The result is empty on ranks other than 0. Raises RunEnd."""
+    """Measure the steps of a run; returns the result on rank 0, {} on the others. Raises RunEnd.
+
+    data_dir None: synthetic rows.
+    """
     run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
     try:
         with run.report_failures():

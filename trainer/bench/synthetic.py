@@ -16,7 +16,7 @@ SEED = 7
 
 
 def synthetic(sequence_len: int, vocab_size: int = VOCAB_SIZE) -> Dataset:
-    """A dataset of random rows, in memory. A row has about as many distinct ids as a row of text."""
+    """Create a dataset of random rows in memory. A row has about as many distinct ids as a row of text."""
     draw = np.random.default_rng(SEED)
     weights = 1 / np.arange(1, vocab_size + 1)
     ids = draw.choice(vocab_size, size=(ROWS, sequence_len + 1), p=weights / weights.sum())

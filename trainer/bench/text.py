@@ -1,4 +1,4 @@
-"""Measurements as text: a few lines for one, a table for several."""
+"""Results of bench as text: a few lines for one measurement, a table for several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUIET = 0.9  # share of its cores below which other processes have influenced th
 
 
 def describe(result: Result) -> str:
-    """One measurement, in a few lines."""
+    """The result of one measurement as a few lines of text."""
     first = result["ranks"][0]
     around_each = len(first["rates_all"]) == result["steps"] + 1
     lines = [
@@ -70,7 +70,7 @@ def _lines_of(rank: Result) -> list[str]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Several measurements of one process, as a Markdown table."""
+    """The results of several measurements of single processes as a Markdown table."""
     head = [
         "depth",
         "tokens",

@@ -18,7 +18,7 @@ from trainer.model.gpt import GPT
 
 
 class Evaluation(NamedTuple):
-    """Bits per byte of text, and the mean loss in nats per token."""
+    """The result of an evaluation: val_bpb in bits per byte of text, val_loss in nats per token."""
 
     val_bpb: float
     val_loss: float
@@ -34,10 +34,10 @@ def evaluate(
     group: Collectives,
     shares: Sequence[int] = (1,),
 ) -> Evaluation:
-    """Evaluate on the first rows of the split, as many as hold `eval_tokens` (rounded up, at most all).
+    """Evaluate on the first rows that hold `eval_tokens` targets, rounded up, at most all. A collective call.
 
-    `rows` is (n, T+1); `token_bytes` (V,) the bytes of text behind each token, 0 for special tokens, whose
-    losses count for nothing in val_bpb. The ranks take rows in the proportions of their `shares` of a step.
+    rows: (n, T+1) token ids. token_bytes: (V,) bytes of text of each token, 0 for special tokens, which
+    val_bpb leaves out. Each rank evaluates a part of the rows in proportion to its rows per step in `shares`.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)

@@ -1,4 +1,4 @@
-"""Text from a trained model, streamed.
+"""Generates text with a trained model and prints it as it comes.
 
 python -m trainer sample --checkpoint runs/d4-1a2b3c4d/checkpoints/step_000100 --prompt "The "
 """
@@ -17,20 +17,20 @@ from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
 from trainer.model.gpt import GPT, KVCache
 
-KEPT = "sample.txt"  # in the run directory: what the newest checkpoint's model made of PROMPT
+KEPT = "sample.txt"  # in the run directory: PROMPT and the newest continuation of it
 PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
-COLDEST = 1e-3  # above 0: quotients of colder ones leave the range of float32
-REPLACEMENT = "�"  # what a tokenizer shows for bytes that are not yet a whole character
+COLDEST = 1e-3  # the lowest temperature above 0: lower ones exceed the range of float32
+REPLACEMENT = "�"  # the tokenizer decodes an incomplete character to it
 
 
 @torch.no_grad()
 def generate(
     model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
 ) -> Iterator[int]:
-    """Generate token ids that continue `tokens`; temperature 0 always takes the most likely one.
+    """Yield up to `max_tokens` token ids that continue `tokens`; temperature 0 takes the most likely token.
 
-    Drawn on the CPU, so that a seed means the same draws on every device. A window that is full moves on by
-    half of it, so that long texts stay cheap.
+    Tokens are drawn on the CPU, so that a seed gives the same draws on every device. When the context is
+    full, its older half is dropped, so that long texts stay cheap.
     """
     generator = torch.Generator().manual_seed(seed)
     limit = model.config.sequence_len
@@ -62,7 +62,10 @@ def stream_text(
     temperature: float = 1.0,
     seed: int = 42,
 ) -> Iterator[str]:
-    """Generate text that continues `prompt`, in pieces of whole characters, to the end of the document."""
+    """Yield text that continues `prompt`, in pieces of whole characters, until the document ends.
+
+    It ends with the token BOS or after `max_tokens` tokens.
+    """
     ids: list[int] = []
     shown = ""
     for token in generate(
@@ -79,14 +82,17 @@ def stream_text(
 
 
 def write(model: GPT, tokenizer: Tokenizer, run_dir: Path) -> str:
-    """Continue PROMPT and write the text to the run directory; returns it. Raises OSError."""
+    """Generate a continuation of PROMPT and write both to sample.txt in the run directory; returns the text.
+
+    Raises OSError.
+    """
     text = PROMPT + "".join(stream_text(model, tokenizer, PROMPT, TOKENS, TEMPERATURE))
     write_whole(run_dir / KEPT, (text + "\n").encode())
     return text
 
 
 def last(run_dir: Path) -> str | None:
-    """The text that `write` wrote last; None if there is none or it cannot be read."""
+    """The text in sample.txt of the run directory; None if the file is missing or cannot be read."""
     try:
         return (run_dir / KEPT).read_text(encoding="utf-8").removesuffix("\n")
     except (OSError, ValueError):

@@ -105,14 +105,14 @@ class _InBlocks(torch.autograd.Function):
 
 
 def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
-    """Slices of the blocks of queries, and of the keys that each block sees."""
+    """Yield (slice of the queries of a block, slice of the keys that they see) for each block."""
     for start in range(0, length, BLOCK):
         end = min(start + BLOCK, length)
         yield slice(start, end), slice(max(0, start - window), end)
 
 
 class _Softmax:
-    """Attention weights of a block: (N, G * queries, keys), in the dtype of q."""
+    """Computes the attention weights of a block of queries: (N, G * queries, keys), in the dtype of q."""
 
     def __init__(self, q_NGTE: Tensor, k_NTE: Tensor, window: int) -> None:
         self.format, self.dtype = q_NGTE.dtype, torch.promote_types(q_NGTE.dtype, torch.float32)

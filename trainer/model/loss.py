@@ -79,7 +79,7 @@ class _Softmax:
         self.squashed = torch.zeros_like(self.sums)  # of the target
 
     def add(self, columns: slice, squashed: Tensor, exps: Tensor) -> None:
-        """Add a block. Sets the exponentials of its targets to 0."""
+        """Add a block of the vocabulary, `columns`. In `exps`, sets the entries of the targets to 0."""
         self.sums += exps.sum(dim=1)
         here = (self.targets >= columns.start) & (self.targets < columns.stop)
         at = (self.targets - columns.start).clamp(0, squashed.size(1) - 1)[:, None]

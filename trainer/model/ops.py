@@ -77,7 +77,7 @@ class _RotateRMS(torch.autograd.Function):
 
 
 def _rms_factor(x: Tensor) -> Tensor:
-    """The factor by which rms multiplies x, (..., 1): 1 / sqrt(mean(x^2) + eps), with torch's eps."""
+    """The factor that rms applies to x, (..., 1): 1 / sqrt(mean(x^2) + eps), with torch's eps."""
     wide = torch.promote_types(x.dtype, torch.float32)
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=wide)
     return norm.square_().div_(x.size(-1)).add_(torch.finfo(wide).eps).rsqrt_()

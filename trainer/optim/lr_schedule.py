@@ -1,4 +1,4 @@
-"""Rates over the steps of a run, and how base rates scale with the batch and the model: pure functions.
+"""Learning rates over the steps of a run, and their scaling with batch and model size: pure functions.
 
 "Scaling parameters" are the transformer matrices plus lm_head (`trainer.model.gpt.scaling_params`). The
 reference model, which the base rates were tuned on, has depth 12 and the same vocabulary and head width.

@@ -1,4 +1,4 @@
-"""The optimizer: Muon for the blocks' matrices, AdamW for everything else.
+"""The optimizer: Muon for the matrices of the transformer layers, AdamW for all other parameters.
 
     optimizer = build_optimizer(model, unembedding_lr, embedding_lr, matrix_lr, scalar_lr, weight_decay)
     optimizer.set_schedule(lr_multiplier, momentum, weight_decay_multiplier)
@@ -163,7 +163,7 @@ class MuonAdamW:
 
     @torch.no_grad()
     def muon_update(self, p: Parameter) -> Tensor:
-        """The update to subtract from matrix p. Advances p's state; does not change p or its gradient."""
+        """The update to subtract from matrix p. Advances p's state, but does not change p or its gradient."""
         if p.grad is None:
             raise ValueError("a Muon matrix was stepped without a gradient")
         group, state = self._muon_group_of[p], self.muon_state(p)
@@ -176,7 +176,7 @@ class MuonAdamW:
         return lr * X + (lr * group["weight_decay"]) * p * cautious
 
     def muon_parameters(self) -> list[MuonMatrix]:
-        """Every matrix that Muon steps, in the model's own order, which is the same on every rank."""
+        """All matrices that Muon steps, in the order of the model, which is the same on every rank."""
         matrices = ((name, p) for name, p in self._names.items() if p in self._muon_group_of)
         return [MuonMatrix(name, p, polar_express_flops(*p.shape)) for name, p in matrices]
 

@@ -136,7 +136,7 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
         return np.sort(first // config.sequence_len)
 
     def active(rows: int) -> int:
-        """The number of active rows of the first `rows` rows of data."""
+        """The number of different tokens in the first `rows` rows of the run: its active embedding rows."""
         return int(np.searchsorted(first_seen(), rows))
 
     return StepWork(
@@ -242,9 +242,12 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
 
 
 def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
-    """Raise Final, naming the ranks, if their placements differ."""
+    """Raise Final, naming the ranks, if their placements differ. digests: of the placements, by rank."""
     odd = [
         f"{peer} has {digest}" for peer, digest in zip(peers, digests, strict=True) if digest != digests[0]
     ]
     if odd:
-        raise Final(f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}.")
+        raise Final(
+            f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}. Start the run "
+            "again. If this repeats, report it with the logs of all ranks."
+        )

@@ -55,7 +55,10 @@ class Link:
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
-    """Time forward and backward of `batch_size` random rows, and the optimizer, on this rank."""
+    """Measure the seconds of forward and backward of `batch_size` random rows, and of the optimizer.
+
+    Weights and optimizer state are overwritten.
+    """
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
     shape = (batch_size, model.config.sequence_len + 1)
@@ -84,7 +87,7 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
 
 
 def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
-    """Seconds of Muon on all matrices: times one matrix per shape and multiplies by their number."""
+    """Seconds of Muon on all matrices: for each shape, the time of one matrix times their number."""
     matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
     total = 0.0
     for shape, matrix in matrices.items():

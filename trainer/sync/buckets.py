@@ -17,7 +17,10 @@ from trainer.optim.muon_adamw import MuonAdamW
 
 
 class Owners:
-    """The owner rank of each Muon matrix, assigned by cost and speed; equal on every rank."""
+    """The owner ranks of the Muon matrices, assigned by cost and speed; equal on every rank.
+
+    parts: rank -> the matrices that it owns.
+    """
 
     def __init__(self, optimizer: MuonAdamW, world_size: int, speeds: Sequence[float] = ()) -> None:
         matrices = optimizer.muon_parameters()
@@ -28,7 +31,7 @@ class Owners:
             self.parts[owner].append(matrix.parameter)
 
     def of(self, name: str) -> int | None:
-        """The owner rank of a parameter; None if all ranks step it."""
+        """The owner rank of the parameter `name`; None if all ranks step it."""
         return self._of.get(name)
 
 

@@ -39,6 +39,7 @@ class Dense(SyncMode):
         return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
+        """All-reduce the AdamW gradients, reduce those of Muon to their owner ranks, divide by `tokens`."""
         works = [self._group.start_all_reduce(self._replicated_gradients)]
         works += [self._group.start_reduce(part, owner) for owner, part in self._owned_gradients.items()]
         self._group.wait(works)  # started together, to use both directions of the connection

@@ -112,6 +112,7 @@ class Exact(SyncMode):
         bucket.pending = [self._send(bucket)]
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
+        """Start to reduce the last gradients: small parameters and active rows. `step` waits for all sums."""
         self._tokens = tokens
         self._small_pending = [self._group.start_all_reduce(self._small)]
         self._rows = self._pack_rows()
@@ -143,7 +144,7 @@ class Exact(SyncMode):
     # -- rows of the embeddings ------------------------------------------------------------------------
 
     def _pack_rows(self) -> Tensor:
-        """The active rows of all tables in one flat tensor."""
+        """The gradients of the active rows of all embeddings, in one flat tensor."""
         return torch.cat([table.grad[self._active].flatten() for table in self._tables])  # type: ignore[index]
 
     def _unpack_rows(self, rows: Tensor) -> None:

@@ -46,7 +46,7 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of the outer optimizer: local_steps, local_lr and so on in trainer.config."""
+    """The settings of the outer optimizer: local_steps, local_lr, local_momentum, local_bits, local_delay."""
 
     steps: int = 30
     lr: float = 0.7
@@ -96,7 +96,7 @@ class SyncRound(NamedTuple):
 
 
 class Fragment:
-    """Parameters with one sync round: the matrices of a layer, an embedding, or lm_head and the rest."""
+    """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], sync_at: int, of_rows: bool) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
@@ -160,6 +160,7 @@ class Local(SyncMode):
         return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
+        """Divide the gradients of this rank by its own tokens, and scale AdamW's beta2. Nothing is sent."""
         mine = mine or tokens // self._group.world_size
         for p in self._model.parameters():
             assert p.grad is not None
@@ -176,7 +177,7 @@ class Local(SyncMode):
             fragment.decay *= 1 - rates["lr"] * rates["weight_decay"]
 
     def broadcast(self) -> None:
-        """Start the sync rounds that are due, and finish those whose delay is over."""
+        """Start the sync rounds that are due after this step, and finish those whose delay is over."""
         self._step += 1
         for fragment in self._fragments:
             if (self._step - fragment.sync_at) % self._outer.steps == 0:
@@ -274,7 +275,7 @@ class Local(SyncMode):
             self._swap()
 
     def _swap(self) -> None:
-        """Swap the parameters of the model with the outer parameters; nothing is copied."""
+        """Swap the tensors of the model's parameters with those of the outer parameters, without a copy."""
         for fragment in self._fragments:
             for i, p in enumerate(fragment.parameters):
                 p.data, fragment.outer[i] = fragment.outer[i], p.data
@@ -331,7 +332,7 @@ class Local(SyncMode):
 
 
 def _make_fragments(model: nn.Module, steps: int) -> list[Fragment]:
-    """The fragments of the model, with their sync rounds spread over `steps`."""
+    """Divide the model into fragments, whose sync rounds are spread over `steps` steps."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parts: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in model.named_parameters():

@@ -21,7 +21,7 @@ from trainer.optim.muon_adamw import ParameterState
 
 
 class SyncMode(Protocol):
-    """The methods of a sync mode, in the order in which the training loop calls them.
+    """The methods of a sync mode that the training loop calls, the first five of them in each step.
 
     The methods from `is_idle` on have defaults for a mode whose ranks hold equal bytes after each step.
     """
@@ -38,10 +38,10 @@ class SyncMode(Protocol):
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the gradients. Afterwards no rank necessarily holds all reduced gradients.
 
-        The gradient of a Muon matrix is reduced to its owner rank only, all others to every rank; both are
-        divided by `tokens`. dense does so here; exact and fast complete it in `step`. local reduces nothing:
-        each rank divides its own gradients by `mine`.
-        tokens: of the step, over all ranks; mine: those of this rank, 0 for an equal part.
+        The gradient of a Muon matrix is reduced to its owner rank only, every other gradient to all ranks;
+        the sums are divided by `tokens`. dense completes this here, exact and fast in `step`. local sends
+        nothing: each rank divides its own gradients by `mine`.
+        tokens: of the step, over all ranks; mine: of this rank, 0 for an equal part.
         """
 
     def step(self) -> None:
@@ -51,7 +51,7 @@ class SyncMode(Protocol):
         """Complete the broadcast of the parameters that owner ranks have stepped."""
 
     def is_idle(self) -> bool:
-        """Whether no transfer is in flight between two steps; equal on all ranks."""
+        """Whether this rank has no transfer in flight between two steps. The result is equal on all ranks."""
         return True
 
     def owner_of(self, name: str) -> int | None:
@@ -59,7 +59,7 @@ class SyncMode(Protocol):
         return None
 
     def finish(self) -> None:
-        """After the last step: complete transfers, so that all ranks hold equal parameters."""
+        """Complete all transfers after the last step, so that all ranks hold equal parameters."""
 
     def shared_parameters(self) -> AbstractContextManager[None]:
         """Context in which the model holds parameters that are equal on all ranks, for reading only.

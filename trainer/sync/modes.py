@@ -1,4 +1,4 @@
-"""The sync modes by name."""
+"""Creates a sync mode by its name."""
 
 from __future__ import annotations
 

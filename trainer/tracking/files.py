@@ -1,8 +1,8 @@
 """The tracking files in a run directory.
 
 facts.json     run_id, params and tags of the run
-metrics.jsonl  a line for each step and evaluation: step, figures, time
-system.jsonl   the same for the host of rank 0; `step` counts the samples
+metrics.jsonl  one line for each step and evaluation: step, figures, time
+system.jsonl   one line for each sample of the host of rank 0: number of the sample as `step`, figures, time
 samples/       generated texts, step_000100.txt
 plots/         drawn from metrics.jsonl at the end
 tracker.json   what the server has received; only the sender writes it
@@ -27,7 +27,10 @@ KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.t
 
 @dataclass(frozen=True)
 class Facts:
-    """Identity, params and tags of a run. A run is identified by run_id and `digest` (its configuration)."""
+    """The content of facts.json: run_id, digest of the configuration, and params and tags for MLflow.
+
+    run_id and digest together identify a run.
+    """
 
     run_id: str
     digest: str
@@ -49,10 +52,11 @@ class Facts:
 
 @dataclass
 class Cursor:
-    """What a server has received of a run, so that nothing is sent twice.
+    """The content of tracker.json: the figures and files of a run that the server has received.
 
-    `steps` has the last step sent of each figure. A resumed run repeats steps and writes equal figures for
-    them. A server cannot delete points, so points that it has are not sent again.
+    steps: figure -> its last step that was sent. artifacts: file -> size and time of the file that was sent.
+    A resumed run repeats steps and writes equal figures for them. MLflow cannot delete points, so the sender
+    does not send such points again.
     """
 
     uri: str
@@ -65,7 +69,7 @@ class Cursor:
 
     @classmethod
     def load(cls, run_dir: Path, uri: str, facts: Facts) -> Cursor:
-        """The stored cursor for this server and run, or a new one."""
+        """Read tracker.json; returns a new cursor if it is missing, damaged or of another server or run."""
         new = cls(uri, facts.run_id, facts.digest)
         try:
             old = cls(**json.loads((run_dir / CURSOR).read_text(encoding="utf-8")))
@@ -77,13 +81,13 @@ class Cursor:
         write_json(run_dir / CURSOR, asdict(self))
 
     def clear(self) -> None:
-        """Reset the cursor after the server has lost the run."""
+        """Forget all that was sent, because the server has lost the run."""
         self.mlflow_run, self.status = "", ""
         self.steps.clear()
         self.artifacts.clear()
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """The figures of a line that the server lacks."""
+        """The figures of a parsed line that were not yet sent: name -> value."""
         figures = figures_of(line).items()
         return {name: value for name, value in figures if line["step"] > self.steps.get(name, -1)}
 
@@ -91,11 +95,11 @@ class Cursor:
 class JsonLines:
     """Appends JSON lines to a file, unbuffered.
 
-    While the disk is full, lines are kept in memory; the next write that fits includes them.
+    While the disk is full, lines are kept in memory; the first later write that succeeds includes them.
     """
 
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
-        """Open the file and drop the lines after `last_step`: a resumed run repeats their steps."""
+        """Open the file and drop its lines after `last_step`, because a resumed run repeats these steps."""
         self.last_step = -1
         self.figures = 0  # in the file
         temporary = path.with_name(f".{path.name}.tmp")
@@ -111,7 +115,7 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Append a line. A number that is not finite becomes null, as JSON has no NaN."""
+        """Append a line with step, `values` and time. A value that is not finite becomes null."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.figures += len(figures_of(figures))
         self._kept += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
@@ -124,7 +128,7 @@ class JsonLines:
 
 
 class NewLines:
-    """Reads the lines that are appended to a JsonLines file; starts again if the file is replaced."""
+    """Reads the lines that are appended to a JsonLines file; reads a file that replaces it from the start."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -133,7 +137,7 @@ class NewLines:
         self._ahead = 0
 
     def read(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` new lines; returns the same lines until `commit` is called."""
+        """At most `limit` lines after those that are committed; [] if the file does not exist."""
         lines: list[dict[str, Any]] = []
         try:
             with open(self.path, "rb") as file:
@@ -153,12 +157,12 @@ class NewLines:
         return lines
 
     def commit(self) -> None:
-        """Advance past the lines that `read` has returned."""
+        """Mark the lines of the last `read` as done: the next `read` returns those after them."""
         self._offset = self._ahead
 
 
 def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line: all its numbers except step and time."""
+    """The figures of a parsed line: name -> value of all its numbers except step and time."""
     return {
         name: float(value)
         for name, value in line.items()
@@ -167,7 +171,7 @@ def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """The complete lines of a JsonLines file, raw and parsed; none if it does not exist."""
+    """Yield (raw bytes, parsed line) for each complete line of a JsonLines file; nothing if it is missing."""
     if path.exists():
         with open(path, "rb") as file:
             for raw in file:
@@ -176,7 +180,7 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def parse(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line with step and time; None if it is incomplete or something else."""
+    """Parse a line of a JsonLines file. None if it is not a JSON object with the numbers step and time."""
     try:
         line = json.loads(raw)
     except ValueError:

@@ -33,18 +33,18 @@ Point = tuple[str, float, float, int]  # name, value, time in seconds, step
 
 
 class RunGoneError(Exception):
-    """The server no longer has the run."""
+    """Raised if the server no longer has the run, or has it marked as deleted."""
 
 
 class RefusedError(Exception):
-    """The server rejects the request, and would reject it again."""
+    """Raised if the server rejects a request as invalid, so that sending it again cannot help."""
 
 
 class MlflowRun:
-    """The run of `facts` on the server at `uri`. Methods raise exceptions if the server fails."""
+    """The MLflow run of `facts` on the server at `uri`. Methods raise exceptions if the server fails."""
 
     def __init__(self, uri: str, facts: Facts, mlflow_run: str = "", patience: float = 60.0) -> None:
-        """`patience` is the time-out of a request in seconds, including a slow response."""
+        """mlflow_run: MLflow's id of the run, if known. patience: seconds that a request may take in all."""
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(patience)))
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -57,7 +57,10 @@ class MlflowRun:
         self._experiment = ""
 
     def open(self, running: bool) -> None:
-        """Find or create the run; with `running`, set its status to RUNNING. Raises RunGoneError."""
+        """Find or create the run on the server; with `running`, set its status to RUNNING.
+
+        Raises RunGoneError if the server no longer has the run of the id that was given.
+        """
         if self.id:
             found = self._ask(self._client.get_run, self.id)
             if found.info.lifecycle_stage != "active":
@@ -72,19 +75,19 @@ class MlflowRun:
 
     @property
     def page(self) -> str:
-        """The URL of the run's page."""
+        """The URL of the page of the run, for a browser."""
         server = os.environ.get(PAGE_VARIABLE) or self._uri
         return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send figures, at most BATCH_METRICS of them. Raises RunGoneError or RefusedError."""
+        """Send at most BATCH_METRICS figures. Raises RunGoneError or RefusedError."""
         from mlflow.entities import Metric
 
         metrics = [Metric(clean_key(name), value, round(at * 1000), step) for name, value, at, step in points]
         self._ask(self._client.log_batch, self.id, metrics=metrics, synchronous=True)
 
     def put(self, path: Path, folder: str) -> None:
-        """Send a file as an artifact into `folder`, "" for the top."""
+        """Send a file as an artifact into `folder` of the run's artifacts; "" is the top folder."""
         self._ask(self._client.log_artifact, self.id, str(path), folder or None)
 
     def end(self, status: str) -> None:
@@ -115,7 +118,7 @@ class MlflowRun:
         return self._ask(self._client.create_run, self._experiment, tags=tags, run_name=self._facts.run_id)
 
     def _describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
-        """Update params and tags. MLflow does not allow a param to change, so its new value becomes a tag."""
+        """Send params and tags that the server lacks. MLflow forbids to change a param: it becomes a tag."""
         from mlflow.entities import Param, RunTag
 
         wanted = {clean_key(key): value[:PARAM_CHARACTERS] for key, value in self._facts.params.items()}
@@ -150,7 +153,7 @@ class MlflowRun:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError in the main thread after `seconds`, even during a blocking read."""
+    """Context that raises TimeoutError in the main thread after `seconds`, even in a blocking read."""
 
     def expire(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
@@ -174,19 +177,19 @@ def clean_key(name: str) -> str:
 
 
 def shown_uri(uri: str) -> str:
-    """An address without user and password."""
+    """`uri` without user, password and trailing slash, for messages."""
     parts = urlsplit(uri)
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
 
 
 def is_server(uri: str) -> bool:
-    """Whether the URI is that of a server. MLflow also accepts folders and databases."""
+    """Whether `uri` has the form http(s)://HOST. MLflow itself would accept folders and databases too."""
     parts = urlsplit(uri)
     return parts.scheme in ("http", "https") and bool(parts.netloc)
 
 
 def describe_failure(error: BaseException) -> str:
-    """Describe a failed request: the server does not answer, or it is not an MLflow server."""
+    """What to log of a failed request: "does not answer (REASON)" or "is no MLflow server (REASON)"."""
     answer = re.search(r"failed with error code (\d+) != 200|not in a valid JSON format", str(error))
     if not answer:
         return f"does not answer ({reason(error)})"
@@ -195,7 +198,7 @@ def describe_failure(error: BaseException) -> str:
 
 
 def reason(error: BaseException) -> str:
-    """A short reason: the message of the operating system for a network error, else that of the server."""
+    """A short reason without passwords: the operating system's for a network error, else the server's."""
     inner = error
     while (cause := inner.__cause__ or inner.__context__) is not None:
         inner = cause

@@ -23,7 +23,7 @@ POINTS = 4_000  # per line, at most
 
 
 def make_plots(run_dir: Path) -> list[Path]:
-    """Draw the plots for which there are figures, unless they are up to date; returns their paths."""
+    """Draw the plots for which metrics.jsonl has figures; returns their paths. Newer plots are kept."""
     folder = run_dir / files.PLOTS
     made = list(folder.glob("*.png"))
     if made and min(map(_time, made)) >= _time(run_dir / files.METRICS):
@@ -50,7 +50,10 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Steps and values by name. Drops every second point whenever a series exceeds POINTS."""
+    """Read metrics.jsonl: name of a figure -> (steps, values), at most POINTS points each.
+
+    Whenever a series exceeds POINTS, every second point is dropped.
+    """
     series: Series = {}
     strides: dict[str, int] = {}
     seen: dict[str, int] = {}

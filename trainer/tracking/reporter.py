@@ -1,4 +1,4 @@
-"""Reports the figures of a run to run status, outcome, tracker and log."""
+"""Reports the figures of a run to the run status, the outcome, the tracker and the log."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ SMOOTHING = 0.1  # weight of the newest step in the average share of sync
 
 
 class Reporter:
-    """The figures of an attempt on this rank. `plan` and `tracker` are set when they are known."""
+    """Reports the figures of an attempt on this rank. `plan` is set by `begin`, `tracker` on rank 0 only."""
 
     plan: Plan
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
-        """With `routine`, each step is logged: by one rank per host."""
+        """routine: whether this rank logs steps; one rank per host does so."""
         self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
         self.tracker: Tracker | None = None
         self.train_state = TrainState()
@@ -42,27 +42,27 @@ class Reporter:
 
     @property
     def measured(self) -> bool:
-        """True once, after the steps that set the time-out."""
+        """Whether exactly MEASURED_STEPS steps are done: then the time-out of collectives is set."""
         return len(self.durations) == MEASURED_STEPS
 
     @property
     def typical(self) -> float:
-        """Mean seconds of recent steps, without the first, which includes warm-up."""
+        """Mean seconds of the last RECENT_STEPS steps, without the attempt's first unless it is alone."""
         late = self.durations[1:][-RECENT_STEPS:] or self.durations
         return sum(late) / len(late)
 
     @property
     def median(self) -> float:
-        """Median seconds of recent steps, without the first unless it is the only one."""
+        """Median seconds of the same steps as in `typical`."""
         return statistics.median(self.durations[1:][-RECENT_STEPS:] or self.durations)
 
     @property
     def expected(self) -> float:
-        """Expected seconds of the remaining steps."""
+        """Expected seconds that all remaining steps take together."""
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
     def begin(self, plan: Plan, train_state: TrainState) -> None:
-        """Set plan and state after the setup."""
+        """Set plan and state after the setup, and report them."""
         self.plan, self.train_state = plan, train_state
         self.attempt.update(num_iterations=plan.num_iterations)
         # Without the loss, which shows that this attempt has made a step.
@@ -72,7 +72,7 @@ class Reporter:
         self.update()
 
     def update(self, **figures: Any) -> None:
-        """Update the outcome, and the run status with `figures`."""
+        """Copy the train state into the outcome; set step and `figures` in the run status."""
         train_state = self.train_state
         self.attempt.update(
             step=train_state.step,
@@ -85,7 +85,7 @@ class Reporter:
             self.run_status.update(step=train_state.step, **figures)
 
     def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
-        """Report a step: mean loss, rate multiplier, learning rate of Muon, seconds and bytes sent."""
+        """Report a step. rate: multiplier of learning rates; lr: Muon's rate; sent: bytes of this rank."""
         train_state, last = self.train_state, self.plan.num_iterations
         self.durations.append(seconds)
         train_state.step += 1
@@ -127,7 +127,7 @@ class Reporter:
             )
 
     def checkpoint(self, run_dir: Path) -> None:
-        """Report the newest checkpoint, its step and its time in the run status."""
+        """Report the newest checkpoint in the run status: its step, path and time."""
         path = self.train_state.checkpoint
         if path is None:
             return
@@ -143,7 +143,7 @@ class Reporter:
             self.run_status.update(warning=sentence)
 
     def expected_time(self) -> None:
-        """Log the expected remaining time."""
+        """Log the expected seconds of the remaining steps, and the time of day at which they are done."""
         left, seconds = self.plan.num_iterations - self.train_state.step, self.expected
         if not left:
             return
@@ -151,7 +151,7 @@ class Reporter:
         self.log.info(f"About {duration(seconds)} for the {counted(left, 'step')} left, until {at}.")
 
     def evaluation(self, bpb: float, loss: float) -> bool:
-        """Report an evaluation; returns whether it is the best so far."""
+        """Report an evaluation: bits per byte, nats per token. Returns whether bpb is the best so far."""
         train_state = self.train_state
         train_state.val_bpb, train_state.val_bpb_step = bpb, train_state.step
         is_best = train_state.best_val_bpb is None or bpb < train_state.best_val_bpb
@@ -168,7 +168,7 @@ class Reporter:
         return is_best
 
     def sample(self, text: str) -> None:
-        """Report a sample."""
+        """Report a sample of generated text to outcome, tracker and log."""
         self.attempt.update(sample=text)
         if self.tracker is not None:
             self.tracker.sample(self.train_state.step, text)
@@ -176,7 +176,7 @@ class Reporter:
         self.log.info(f"sample: {visible}", extra=fields("sample", step=self.train_state.step, sample=text))
 
     def shares(self, shares: Sequence[int], reason: str = "") -> None:
-        """Report the rows per rank; with a `reason` if they have changed."""
+        """Report the batch split, as rows per rank; log it if `reason` explains a change."""
         self.run_status.update(shares=list(shares))
         if self.tracker is None:
             return

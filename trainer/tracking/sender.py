@@ -3,12 +3,12 @@
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 
 Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR --messages FD` with the address in
-MLFLOW_TRACKING_URI. It reads standard input: the outcome, when the run ends, or the end of the pipe, when
-rank 0 has died. It writes JSON lines to the pipe FD:
+MLFLOW_TRACKING_URI. The sender reads from standard input {"outcome": ...} when the run ends; an end of file
+without it means that rank 0 has died. The sender writes JSON lines to the pipe FD:
 
 {"log": text}             a line for the log
-{"unavailable": true}     the server does not answer; false when it does again
-{"sent": n}               n points or a file were sent: progress
+{"unavailable": true}     the server does not answer; false: it answers again
+{"sent": n}               n points were sent; 0: a file was sent. It shows progress
 {"figures": [n, time]}    the server has the first n figures of metrics.jsonl; the last one is of this time
 """
 
@@ -46,7 +46,7 @@ from trainer.tracking.mlflow_run import (
 POLL_SECONDS = 2.0
 RETRY_SECONDS = (2.0, 5.0, 15.0, 30.0)  # after the first, second, third, and every later failure
 LINES_AT_ONCE = 200
-ORPHAN_SECONDS = 2.0  # for the last lines, when rank 0 has died
+ORPHAN_SECONDS = 2.0  # to send the last lines after rank 0 has died
 CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner
 LOCK = ".tracker.lock"
 
@@ -54,7 +54,10 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class Sender:
-    """Sends what the server lacks. Methods raise exceptions if the server fails; nothing is lost then."""
+    """Sends the figures and files of a run directory that the server lacks.
+
+    Methods raise exceptions if the server fails. A later call then sends what is still missing.
+    """
 
     def __init__(self, run_dir: Path, uri: str, patience: float, report: Report) -> None:
         self.run_dir, self.uri, self.report = run_dir, uri, report
@@ -66,7 +69,10 @@ class Sender:
         self._run: MlflowRun | None = None
 
     def open(self, running: bool) -> MlflowRun:
-        """The run on the server, which is created if it does not exist. Raises RunGoneError if it is lost."""
+        """Find or create the run on the server. Raises RunGoneError if the server has lost it.
+
+        running: set its status to RUNNING.
+        """
         if self._run is None:
             run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
             run.open(running)
@@ -79,15 +85,18 @@ class Sender:
         return self._run
 
     def send(self, running: bool = True) -> None:
-        """Send all new figures and samples."""
+        """Send all new figures and samples. running: whether the run is still training."""
         self._recreate_if_lost(lambda: self._send(running))
 
     def finish(self, outcome: str | None) -> None:
-        """Send the rest: figures, the end of the run, plots and files."""
+        """Send the rest at the end of a run: figures, final status, plots and files.
+
+        outcome: from outcome.json, None if there is none. If it is retryable, the next attempt sends files.
+        """
         self._recreate_if_lost(lambda: self._finish(outcome))
 
     def _recreate_if_lost(self, work: Callable[[], None]) -> None:
-        """Do the work; if the server has lost the run, create it again and send all of it."""
+        """Call `work`. If the server has lost the run, call it again with a new run and no figure sent."""
         try:
             work()
         except RunGoneError:
@@ -139,7 +148,12 @@ class Sender:
             try:
                 run.log(batch)
             except RefusedError as error:
-                self.report({"log": f"The tracker refuses figures of step {batch[0][3]}: {error}"})
+                self.report(
+                    {
+                        "log": f"The tracker refuses figures of step {batch[0][3]}: {error}. They are in "
+                        f"{files.METRICS} only."
+                    }
+                )
             self.cursor.steps.update({name: step for name, _, _, step in batch})
             self.cursor.save(self.run_dir)
             self.report({"sent": len(batch)})
@@ -167,7 +181,10 @@ class Sender:
 
 
 def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
-    """Send until rank 0 reports the outcome; returns 0 if the server then has everything."""
+    """Send new figures until rank 0 reports the outcome or dies. Returns 0 if the server has everything.
+
+    messages: the pipe to rank 0, for the JSON lines above.
+    """
 
     def report(message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # rank 0 has died, which also closes standard input
@@ -207,7 +224,7 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
 
 
 class OutcomeReader:
-    """Reads the outcome from standard input. `ended`: rank 0 has sent it, or has died."""
+    """Reads the outcome from standard input. `ended` is true once rank 0 has sent it or has died."""
 
     def __init__(self) -> None:
         self.ended = False
@@ -215,7 +232,7 @@ class OutcomeReader:
         self._received = b""
 
     def wait(self, seconds: float) -> OutcomeReader:
-        """Wait for input, at most `seconds`."""
+        """Wait at most `seconds` for input and read it; returns this reader."""
         if self.ended or not select.select([sys.stdin.fileno()], [], [], seconds)[0]:
             return self
         data = os.read(sys.stdin.fileno(), 4096)
@@ -236,7 +253,7 @@ def exit_after(seconds: float) -> None:
 
 
 def _lock(run_dir: Path) -> IO[str] | None:
-    """Lock the run for sending; None while another process has the lock."""
+    """Lock the run directory for one sender; None while another process holds the lock."""
     return try_lock(run_dir / LOCK, 0)
 
 
@@ -260,7 +277,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """`track`: send what the server lacks of a run that has ended. It may be repeated."""
+    """`track`: send the figures and files that the server lacks of a run that has ended. Safe to repeat.
+
+    Returns 0 if the server then has everything, 1 if it fails. Raises ConfigError.
+    """
     uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
     if not uri:
         raise ConfigError("No tracker address was given: add --tracker-uri http://HOST:5000.")
@@ -303,15 +323,21 @@ def _held(run_dir: Path) -> Iterator[None]:
     try:
         lock = _lock(run_dir)
     except OSError as error:
-        raise ConfigError(f"The run directory {run_dir} cannot be used: {error.strerror}.") from None
+        raise ConfigError(
+            f"The run directory {run_dir} cannot be used: {error.strerror}. Check that --run-dir exists and "
+            "that you may write to it."
+        ) from None
     if lock is None:
-        raise ConfigError(f"Another process sends the run in {run_dir} already: rank 0 or another `track`.")
+        raise ConfigError(
+            f"Another process sends the run in {run_dir} already: rank 0 or another `track`. Wait until it "
+            "has ended, then type this again."
+        )
     with lock:
         yield
 
 
 def _outcome(run_dir: Path) -> str | None:
-    """The outcome of the run; None if it has not ended or could not write it."""
+    """The outcome in outcome.json; None if the file is missing or cannot be read."""
     try:
         outcome = json.loads((run_dir / "outcome.json").read_text(encoding="utf-8"))["outcome"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -24,7 +24,7 @@ CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 
 class SystemSampler:
-    """A thread that samples periodically, and once more when it is closed."""
+    """A thread that writes a sample to system.jsonl every `every_seconds`, and once more in `close`."""
 
     def __init__(self, run_dir: Path, every_seconds: float = SAMPLE_SECONDS) -> None:
         self._run_dir, self._every = run_dir, every_seconds
@@ -37,7 +37,7 @@ class SystemSampler:
         self._thread.start()
 
     def close(self) -> None:
-        """Take the last sample; waits a fraction of a second at most, as the disk may hang."""
+        """Take the last sample. Waits at most LAST_SAMPLE_SECONDS, because the disk may hang."""
         self._closing.set()
         self._thread.join(LAST_SAMPLE_SECONDS)
 
@@ -51,7 +51,7 @@ class SystemSampler:
                 self._lines.write(number, self.sample(), time.time())
 
     def sample(self) -> dict[str, float]:
-        """The available metrics of the host: percentages, megabytes, degrees."""
+        """The metrics that this host provides: system/NAME -> value, with the unit at the end of the name."""
         figures: dict[str, float] = {}
         for read in (self._cpu, self._memory, self._disk, self._network, _heat):
             with contextlib.suppress(*NOT_AVAILABLE):
@@ -79,7 +79,7 @@ class SystemSampler:
         return {"disk_usage_percentage": disk.percent, "disk_available_megabytes": disk.free / 1e6}
 
     def _network(self) -> dict[str, float]:
-        """Traffic of the host since the start of the attempt."""
+        """Traffic of all interfaces of the host since the start of the attempt."""
         now = psutil.net_io_counters()
         before = self._network_before = self._network_before or now
         return {
@@ -89,7 +89,7 @@ class SystemSampler:
 
 
 def _heat() -> dict[str, float]:
-    """Temperature, clock and throttling of the CPU, as far as they are available."""
+    """Temperature, clock rate and throttle events of the CPU, as far as the host provides them."""
     figures: dict[str, float] = {}
     sensors: dict[str, Any] = getattr(psutil, "sensors_temperatures", dict)()  # Linux alone has it
     degrees = [reading.current for name in CPU_SENSORS for reading in sensors.get(name, ())]

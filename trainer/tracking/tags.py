@@ -1,6 +1,6 @@
 """The facts of a run for the tracker: settings and derived values as params, the rest as tags.
 
-Params cannot change on an MLflow server, so what may differ between attempts (hosts, shares) is a tag.
+Params cannot change on an MLflow server, so values that may differ between attempts (hosts, shares) are tags.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ def facts_of(
     host_facts: Sequence[Mapping[str, str]],
     more_tags: Mapping[str, str],
 ) -> Facts:
-    """The facts of a run. `hosts` and `host_facts` are by rank."""
+    """The content of facts.json for this attempt. `hosts` and `host_facts` are by rank.
+
+    hashes: of the data files, by name; more_tags: tags of the placement.
+    """
     tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()
     derived: dict[str, Any] = {
         **{f"model.{name}": value for name, value in dataclasses.asdict(plan.model).items()},

@@ -42,10 +42,10 @@ Log = Callable[[str], None]
 
 
 class Tracker:
-    """Writes figures, samples and system metrics to the run directory; sends them unless `uri` is empty."""
+    """Writes figures, samples and system metrics to the run directory; with a `uri`, runs the sender."""
 
     def __init__(self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log) -> None:
-        """Drops the lines after `resume_step`, whose steps will be repeated."""
+        """Write facts.json; drop the lines of metrics.jsonl after `resume_step`: their steps are repeated."""
         self._run_dir = run_dir
         facts.save(run_dir)
         self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
@@ -54,34 +54,36 @@ class Tracker:
         self._lag: Lag | None = None
         if uri and not is_server(uri):
             log(
-                f"{shown_uri(uri)!r} is no address of a tracker (http://HOST:5000): metrics.jsonl has it all."
+                f"warning: {shown_uri(uri)!r} is no address of a tracker, such as http://HOST:5000. The "
+                "figures are in metrics.jsonl only. To send them later: python -m trainer track --run-dir "
+                f"{run_dir} --tracker-uri http://HOST:5000"
             )
         elif uri:
             self._lag = Lag(uri, self._metrics.figures, log)
             self._sender = SenderProcess(run_dir, uri, self._lag, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Write the figures of a step or of an evaluation."""
+        """Append the figures of a step or of an evaluation to metrics.jsonl."""
         before = self._metrics.figures
         self._metrics.write(step, values, time.time())
         if self._lag is not None:
             self._lag.wrote(self._metrics.figures - before)
 
     def sample(self, step: int, text: str) -> None:
-        """Write a text that was generated after `step`."""
+        """Write a text that was generated after `step` to samples/step_NNNNNN.txt."""
         folder = self._run_dir / files.SAMPLES
         folder.mkdir(exist_ok=True)
         write_whole(folder / f"step_{step:06d}.txt", (text.rstrip("\n") + "\n").encode())
 
     def close(self, outcome: str, hurry: bool = False) -> None:
-        """End the tracking. Waits for the server while it makes progress; with `hurry`, a second at most."""
+        """End the tracking. Waits while the sender makes progress, at most 30 s, with `hurry` at most 1 s."""
         self._system.close()
         if self._sender is not None:
             self._sender.close(outcome, hurry or outcome == "retryable")
 
 
 class Lag:
-    """The number of figures by which the tracker is behind metrics.jsonl; reports a long lag."""
+    """Counts the figures of metrics.jsonl that the tracker does not have yet, and logs a long lag."""
 
     def __init__(self, uri: str, written: int, log: Log) -> None:
         self._tracker, self._log = f"The tracker at {shown_uri(uri)}", log
@@ -91,7 +93,7 @@ class Lag:
         self._reported: float | None = None
 
     def wrote(self, figures: int) -> None:
-        """Count written figures; report a lag above LAG_SECONDS, then every REMIND_SECONDS."""
+        """Count `figures` written figures. Log a lag above LAG_SECONDS, and again every REMIND_SECONDS."""
         now = time.time()
         with self._lock:
             if self._sent >= self._written:
@@ -108,7 +110,7 @@ class Lag:
         )
 
     def sent(self, figures: int, written_at: float) -> None:
-        """Set the number of figures that the tracker has, and the time of the last of them."""
+        """Set the number of figures that the tracker has, and the Unix time at which the last was written."""
         with self._lock:
             self._sent, self._since = figures, max(self._since, written_at)
             near = figures >= self._written or time.time() - self._since < LAG_SECONDS
@@ -122,7 +124,7 @@ class Lag:
 class SenderProcess:
     """Runs the sender process (trainer.tracking.sender) from a thread, and restarts it if it crashes.
 
-    Its messages arrive through a separate pipe. Its other output goes to standard error.
+    Messages of the sender arrive through a separate pipe. Its other output goes to standard error.
     """
 
     def __init__(self, run_dir: Path, uri: str, lag: Lag, log: Log) -> None:
@@ -137,7 +139,10 @@ class SenderProcess:
         self._thread.start()
 
     def close(self, outcome: str, hurry: bool) -> None:
-        """Send the outcome to the process, wait while it sends the rest, end it."""
+        """Send the outcome to the process, wait while it sends the rest, then kill it.
+
+        It may be called again; a second call does nothing.
+        """
         with self._lock:
             if self._closing.is_set():
                 return
@@ -153,7 +158,7 @@ class SenderProcess:
             )
 
     def _finish(self, process: subprocess.Popen[str], outcome: str, hurry: bool) -> bool:
-        """Wait for the process, then kill it; returns whether it has sent everything."""
+        """Send the outcome, wait for the process, then kill it; returns whether it has sent everything."""
         with contextlib.suppress(OSError, ValueError):  # it may have died
             assert process.stdin is not None
             process.stdin.write(json.dumps({"outcome": outcome}) + "\n")
@@ -193,7 +198,10 @@ class SenderProcess:
             self._closing.wait(wait)
 
     def _run_once(self) -> str:
-        """Run the process to its end and handle its messages; returns how it ended. Raises OSError."""
+        """Run the process to its end and handle its messages. Returns how it ended, for a log line.
+
+        Raises OSError if it cannot be started.
+        """
         reader, writer = os.pipe()
         with open(reader, encoding="utf-8", errors="replace") as messages:
             try:
