@@ -1,4 +1,7 @@
-"""Decide which stages bench.yml measures. See the module's docs."""
+"""Action plugin: select the benchmark cases that bench.yml measures.
+
+Options and result: plugins/modules/bench_plan.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import bench_plan
 
 
 class ActionModule(ActionBase):
-    """Reads the figures of earlier measurements on the controller."""
+    """Reads the results of earlier measurements on the controller; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

@@ -1,4 +1,7 @@
-"""Check every host before anything is changed, on the controller. See the module's docs."""
+"""Action plugin: check every host before anything is changed.
+
+Options and result: plugins/modules/check_hosts.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use impo
 
 
 class ActionModule(ActionBase):
-    """Reads what the role preflight has registered on the hosts."""
+    """Reads the facts that the role preflight registered in hostvars; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

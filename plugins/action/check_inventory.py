@@ -1,4 +1,7 @@
-"""Check that the inventory is a fleet, on the controller. See the module's docs."""
+"""Action plugin: check that the inventory describes a fleet.
+
+Options and result: plugins/modules/check_inventory.py.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 
 
 class ActionModule(ActionBase):
-    """Takes the groups as arguments: an action reads no group by its name."""
+    """Gets the groups as arguments, so that it reads no group by its name."""
 
     _requires_connection = False
     _supports_check_mode = True

@@ -1,4 +1,7 @@
-"""Check the settings a person asked for, on the controller. See the module's docs."""
+"""Action plugin: check the settings in the extra vars and in the inventory.
+
+Options and result: plugins/modules/check_settings.py.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ WIRING = COLLECTION / "playbooks" / "group_vars" / "all.yml"
 
 
 class ActionModule(ActionBase):
-    """Compares extra vars and the hosts' inventory variables with the names that are known."""
+    """Compares extra vars and the hosts' inventory variables with the known settings; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True
@@ -33,7 +36,7 @@ class ActionModule(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         known = known_names(ROLES, WIRING, DECLARED)
         internal = role_names(ROLES, WIRING).keys() - known.keys()
-        # What the wiring sets is made of other variables, and is not the inventory's.
+        # playbooks/group_vars/all.yml computes its values; they are not set in the inventory.
         wired = {*read_yaml(WIRING)} - {*read_yaml(DECLARED)["preflight_declared_settings"]}
         wanted = {*known, *RunConfig.field_names()} - wired
         hostvars = (task_vars or {}).get("hostvars", {})

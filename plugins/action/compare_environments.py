@@ -1,4 +1,7 @@
-"""Compare the environments that are installed on all hosts. See the module's docs."""
+"""Action plugin: compare the environments that are installed on all hosts.
+
+Options and result: plugins/modules/compare_environments.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environmen
 
 
 class ActionModule(ActionBase):
-    """Reads what the role runtime has registered on the hosts."""
+    """Reads the results that the role runtime registered in hostvars; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

@@ -1,4 +1,7 @@
-"""Decide whether the doctor examines the fleet before a run. See the module's docs."""
+"""Action plugin: decide whether the doctor checks the fleet before a run.
+
+Options and result: plugins/modules/doctor_due.py.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ActionBase):
-    """Compares the fleet with its last good report."""
+    """Compares the measurements with the fleet's last good report; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

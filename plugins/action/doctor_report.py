@@ -1,4 +1,7 @@
-"""Report what the doctor found, and keep a good report. See the module's docs."""
+"""Action plugin: make the doctor's report, and keep it if nothing prevents training.
+
+Options and result: plugins/modules/doctor_report.py.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ActionBase):
-    """Judges what the tasks of the role doctor have registered on the hosts."""
+    """Makes findings from what the role doctor registered in hostvars; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

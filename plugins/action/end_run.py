@@ -1,4 +1,7 @@
-"""End a run on a host and record who ended it, in one task. See the module's docs."""
+"""Action plugin: end a run on a host and record the outcome, in one task.
+
+Options and result: plugins/modules/end_run.py.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +13,15 @@ from ansible.plugins.action import ActionBase
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import is_settled
 
 KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
-"""What the first heartbeat knows of the run."""
+"""Fields that the outcome takes from the first heartbeat."""
 
 
 def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, Any]:
-    """An outcome for a host whose ranks were ended from outside, with what its first heartbeat knew."""
+    """The content of outcome.json for a host whose ranks were ended from outside.
+
+    state: result of run_state, whose first heartbeat gives the step, loss and so on. kind: stopped or
+    retryable.
+    """
     beat = (state.get("heartbeats") or [{}])[0]
     return {
         "run_id": state["run_id"],
@@ -54,7 +61,7 @@ class ActionModule(ActionBase):
         if done.get("failed") or done.get("unreachable"):
             return {**result, **done}
         if done["changed"] and not self._task.check_mode:
-            # What the ranks record of their own end comes after the stop.
+            # The ranks write their outcome while they are stopped: read it afterwards.
             state = module("run_state", **where)
             if state.get("found"):
                 written = self._record(module, state, asked)
@@ -67,7 +74,10 @@ class ActionModule(ActionBase):
 
     @staticmethod
     def _record(module: Any, state: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
-        """Write the outcome. That of a rank is kept, unless it only knows that systemd ended it."""
+        """Write outcome.json through run_directory; returns that module's result.
+
+        The outcome of a rank is kept, unless it only reports that systemd ended the rank (`settled` is false).
+        """
         kind = asked["outcome"]
         text = json.dumps(outcome_of(state, kind, asked["reason"]), indent=2) + "\n"
         replace = kind == "stopped" and not is_settled(state.get("outcome") or {})

@@ -1,4 +1,7 @@
-"""Decide what train.yml does about a run, or refuse. See the module's docs."""
+"""Action plugin: decide whether train.yml starts or resumes a run, leaves it alone or refuses.
+
+Options and result: plugins/modules/run_plan.py.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ActionBase):
-    """Runs on the controller alone."""
+    """Decides from its arguments; connects to no host."""
 
     _requires_connection = False
     _supports_check_mode = True

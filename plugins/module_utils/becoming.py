@@ -1,4 +1,4 @@
-"""Whether plays become root on a host. Used on the controller only."""
+"""Decides from inventory variables whether tasks of a host run as root. Used on the controller only."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from ansible.module_utils.parsing.convert_bool import boolean
 
 
 def may_become_root(variables: Mapping[str, Any]) -> bool:
-    """Whether plays may become root there; ansible_become: false in the inventory forbids it."""
+    """Whether plays may become root on a host: False only if its variables set ansible_become: false."""
     return bool(boolean(variables.get("ansible_become", True), strict=False))
 
 
 def becomes_root(ansible_become: Any, ansible_user: str = "") -> bool:
-    """Whether tasks of a host run as root: by becoming root, or because the login user is root."""
+    """Whether tasks of a host run as root: ansible_become is not false, or the login user is root."""
     return may_become_root({"ansible_become": ansible_become}) or ansible_user == "root"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Writing a file of root's whole. Standard library only."""
+"""Writing a text file as root, in one step. Standard library only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import tempfile
 
 
 def write_whole(path: str, text: str) -> None:
-    """Into a file beside it, to the disk, and into its place; a missing folder is made."""
+    """Write a text file with mode 0644 and make its folder if it is missing.
+
+    The text goes to a temporary file beside it, is flushed to disk (fsync), and is renamed to `path`.
+    """
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")

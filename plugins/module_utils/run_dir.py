@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a run's directory on this host holds: heartbeats, metrics, outcome, checkpoints, the runs there are.
+"""Reads the directory of a run on this host (heartbeats, metrics, outcome, checkpoints); lists all runs.
 
 Read-only, standard library only. Used on the hosts by the module run_state.
 """
@@ -30,12 +30,12 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""As preflight admits it: a folder of another name is no run."""
+"""Names of runs that preflight allows; a folder with another name is not a run."""
 LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
 def load_json(path: str) -> dict[str, Any] | None:
-    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+    """The JSON object in a file; None if the file is missing, is being replaced or holds no object."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
@@ -45,7 +45,7 @@ def load_json(path: str) -> dict[str, Any] | None:
 
 
 def last_with(path: str, key: str) -> dict[str, Any] | None:
-    """The last JSON line of a file that holds `key`."""
+    """The last JSON line of a file that has the key `key`; None without one."""
     for line in reversed(tail(path)):
         try:
             entry = json.loads(line)
@@ -57,7 +57,7 @@ def last_with(path: str, key: str) -> dict[str, Any] | None:
 
 
 def attempts(path: str) -> list[dict[str, Any]]:
-    """The attempts the trainer has written down, oldest first."""
+    """The last 20 attempts that the trainer recorded in attempts.jsonl (`path`), oldest first."""
     found = []
     for line in tail(path)[-ATTEMPTS:]:
         with contextlib.suppress(ValueError):
@@ -67,12 +67,17 @@ def attempts(path: str) -> list[dict[str, Any]]:
 
 
 def ended_ranks(run_dir: str) -> set[Any]:
-    """The ranks whose attempt is over: the next one takes their outcome away as it begins."""
+    """The ranks with an outcome file, whose attempt is over. The next attempt removes these files."""
     names = [name for name in os.listdir(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
     return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
 
 
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
+    """Each heartbeat-RANK.json as a dict, in rank order. now: Unix time.
+
+    It also has over (the rank has ended), process (process_state), before (it is of an earlier attempt) and
+    age (seconds since it was written).
+    """
     found = []
     ended = ended_ranks(run_dir)
     # torchrun may take its time to end after its ranks have.
@@ -91,7 +96,10 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run_dir: str) -> str | None:
-    """The newest checkpoint with a meta.json, which is written last."""
+    """The newest complete checkpoint, as a path relative to `run_dir`; None without one.
+
+    A complete checkpoint has meta.json, which is written last.
+    """
     folder = os.path.join(run_dir, "checkpoints")
     try:
         names = os.listdir(folder)
@@ -106,7 +114,7 @@ def newest_checkpoint(run_dir: str) -> str | None:
 def rebooted_since(
     run_dir: str, unit: Unit, beats: list[dict[str, Any]], outcome: dict[str, Any], now: float
 ) -> float | None:
-    """When the host came up, if the last attempt was before and its unit went with the host, unasked."""
+    """Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None."""
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
     signs = [*(beat.get("time") for beat in beats), outcome.get("time"), *(one.get("began") for one in begun)]
     last = max((float(sign) for sign in signs if sign), default=None)
@@ -116,7 +124,7 @@ def rebooted_since(
 
 
 def links(run_dir: str) -> dict[str, str]:
-    """The links in the run directory and where they lead; a run makes none."""
+    """{path: target} of the symbolic links in the run directory, to which a run writes only real files."""
     found = {}
     for entry in os.scandir(run_dir):
         if entry.is_symlink() and not LEFTOVER.fullmatch(entry.name):
@@ -126,7 +134,7 @@ def links(run_dir: str) -> dict[str, str]:
 
 
 def modified(path: str) -> float | None:
-    """When a file was written, or None where it has just been removed."""
+    """Unix time of a file's last modification; None if the file does not exist."""
     try:
         return os.stat(path).st_mtime
     except OSError:
@@ -134,13 +142,19 @@ def modified(path: str) -> float | None:
 
 
 def last_sign(run_dir: str) -> float:
-    """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
+    """Unix time at which a run last wrote one of its JSON files.
+
+    It orders the runs: a resumed run is newer than one that was created after it.
+    """
     names = [name for name in os.listdir(run_dir) if name.endswith(".json")]
     return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
 
 
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
-    """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
+    """The 20 runs of this host that were written last, newest first; [] if they cannot be read.
+
+    active: names of the active units.
+    """
     try:
         names = os.listdir(runs_dir)
     except OSError:
@@ -172,7 +186,7 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
-    """What the run directory holds."""
+    """The content of the run directory, with the keys of NOTHING. log_lines: lines of the log to return."""
     beats = heartbeats(run_dir, now, unit)
     outcome = load_json(os.path.join(run_dir, "outcome.json"))
     metrics = os.path.join(run_dir, "metrics.jsonl")

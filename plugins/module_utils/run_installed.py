@@ -1,4 +1,4 @@
-"""Whether all hosts of a run are set up, and alike: sentences for the action run_plan."""
+"""Messages of the action run_plan about hosts that are not set up, or not set up alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) -> str:
-    """A sentence on the hosts that lack the environment or the dataset, or an empty string."""
+    """A message about the hosts that lack the environment or the dataset; "" if none does.
+
+    environments: host -> installed environment, or empty. manifests: host -> digest of its manifest, or "".
+    """
     lacks = {
         "Python environment": [host for host, installed in environments.items() if not installed],
         "dataset": [host for host in environments if not manifests[host]],
@@ -17,11 +20,11 @@ def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) ->
 
 
 def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
-    """A sentence on what differs between the hosts' installations, or an empty string.
+    """A message about differences between the hosts' installations; "" if there are none.
 
-    installed: host -> what installed_environment read there; digest: of this checkout's trainer.
-    One environment is one lock's, and each Python, machine and build of torch has its own; a build is not a
-    version, so 2.13.0+cpu trains with 2.13.0+cu130.
+    installed: host -> result of installed_environment. digest: of the trainer in this checkout. Environments
+    are compared only between hosts with the same Python, machine and build of torch, because each of these
+    has its own. A build is not a version: 2.13.0+cpu trains with 2.13.0+cu130.
     """
     differences = []
     for field in dict.fromkeys(name for facts in installed.values() for name in facts):
@@ -46,6 +49,6 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
 
 
 def _kind(facts: Mapping[str, str]) -> tuple[str, ...]:
-    """What an environment depends on."""
+    """(Python such as 3.11, machine, build of torch), on which the content of an environment depends."""
     python, torch = facts.get("python", ""), facts.get("torch", "")
     return python.rpartition(".")[0], facts.get("machine", ""), torch.partition("+")[2]

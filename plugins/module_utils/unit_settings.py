@@ -1,4 +1,4 @@
-"""Settings of a run's unit: the addresses that it exchanges packets with, and how many processors it has."""
+"""Settings of a run's unit: the addresses that it may exchange packets with, and its number of CPUs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 
 def resolve(name: str) -> list[str]:
-    """IP addresses of a name or address, by the controller's resolver; none where it knows none."""
+    """The IP addresses of a name or address, from the controller's resolver; [] if it knows none."""
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
@@ -19,7 +19,10 @@ def resolve(name: str) -> list[str]:
 
 
 def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
-    """systemd's words for loopback, these addresses (names are resolved), and the tracker's server."""
+    """Values of systemd's IPAddressAllow=: localhost, the given hosts, and the host of the tracker.
+
+    addresses: IP addresses or names, which are resolved.
+    """
     tracker = urlsplit(tracker_uri).hostname if tracker_uri.startswith(("http://", "https://")) else None
     found = [
         ip
@@ -31,7 +34,7 @@ def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
 
 
 def count_cpus(cpus: str) -> int:
-    """How many processors a list such as 0-3,6 names; 0 for an empty one."""
+    """The number of CPUs in a list such as 0-3,6; 0 for an empty list."""
     named: set[int] = set()
     for part in filter(None, str(cpus).split(",")):
         first, _, last = part.partition("-")
