@@ -1,4 +1,7 @@
-"""Decide which stages bench.yml measures. See the module's docs."""
+"""Action plugin: select the benchmark cases that bench.yml measures.
+
+Options and result: plugins/modules/bench_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Check every host before anything is changed, on the controller. See the module's docs."""
+"""Action plugin: check every host before anything is changed.
+
+Options and result: plugins/modules/check_hosts.py.
+"""
 
 from __future__ import annotations
 

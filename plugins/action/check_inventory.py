@@ -1,4 +1,7 @@
-"""Check that the inventory is a fleet, on the controller. See the module's docs."""
+"""Action plugin: check that the inventory describes a fleet.
+
+Options and result: plugins/modules/check_inventory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Check the settings a person asked for, on the controller. See the module's docs."""
+"""Action plugin: check the settings in the extra vars and in the inventory.
+
+Options and result: plugins/modules/check_settings.py.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class ActionModule(ControllerAction):
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         known = known_names(ROLES, WIRING, DECLARED)
         internal = role_names(ROLES, WIRING).keys() - known.keys()
-        # What the wiring sets is made of other variables, and is not the inventory's.
+        # playbooks/group_vars/all.yml computes its values; they are not set in the inventory.
         wired = {*read_yaml(WIRING)} - {*read_yaml(DECLARED)["preflight_declared_settings"]}
         wanted = {*known, *RunConfig.field_names()} - wired
         hostvars = variables.get("hostvars", {})

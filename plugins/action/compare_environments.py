@@ -1,4 +1,7 @@
-"""Compare the environments that are installed on all hosts. See the module's docs."""
+"""Action plugin: compare the environments that are installed on all hosts.
+
+Options and result: plugins/modules/compare_environments.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Decide whether the doctor examines the fleet before a run. See the module's docs."""
+"""Action plugin: decide whether the doctor checks the fleet before a run.
+
+Options and result: plugins/modules/doctor_due.py.
+"""
 
 from __future__ import annotations
 

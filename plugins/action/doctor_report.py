@@ -1,4 +1,7 @@
-"""Report what the doctor found, and keep a good report. See the module's docs."""
+"""Action plugin: make the doctor's report, and keep it if nothing prevents training.
+
+Options and result: plugins/modules/doctor_report.py.
+"""
 
 from __future__ import annotations
 

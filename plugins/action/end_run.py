@@ -1,4 +1,7 @@
-"""End a run on a host and record who ended it, in one task. See the module's docs."""
+"""Action plugin: end a run on a host and record the outcome, in one task.
+
+Options and result: plugins/modules/end_run.py.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,15 @@ from typing import Any
 from ansible.plugins.action import ActionBase
 
 KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
-"""What the first heartbeat knows of the run."""
+"""Fields that the outcome takes from the first heartbeat."""
 
 
 def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, Any]:
-    """An outcome for a host whose ranks were ended from outside, with what its first heartbeat knew."""
+    """The content of outcome.json for a host whose ranks were ended from outside.
+
+    state: result of run_state, whose first heartbeat gives the step, loss and so on. kind: stopped or
+    retryable.
+    """
     beat = (state.get("heartbeats") or [{}])[0]
     return {
         "run_id": state["run_id"],
@@ -60,7 +67,7 @@ class ActionModule(ActionBase):
         unit = {"name": f"nanofleet-{state['run_id']}", "state": "absent", "timeout": 20}
         done = module("transient_unit", **unit, ports=asked["ports"], grace=asked.get("grace", -1))
         if done["changed"] and not self._task.check_mode:
-            # What the ranks record of their own end comes after the stop.
+            # The ranks write their outcome while they are stopped: read it afterwards.
             state = module("run_state", **where)
             if state.get("found"):
                 self._record(module, state, asked)

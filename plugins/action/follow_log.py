@@ -1,4 +1,7 @@
-"""Print a host's part of a run's log as it grows. See the module's docs."""
+"""Action plugin: print the log of a run on one host until the run has ended there.
+
+Options and result: plugins/modules/follow_log.py.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ display = Display()
 
 
 class ActionModule(ActionBase):
-    """Runs on the controller, once a host."""
+    """Calls the module run_log on the host repeatedly and prints its lines on the controller."""
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)

@@ -1,4 +1,7 @@
-"""Decide what train.yml does about a run, or refuse. See the module's docs."""
+"""Action plugin: decide whether train.yml starts or resumes a run, leaves it alone or refuses.
+
+Options and result: plugins/modules/run_plan.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filters of the collection: names for pure functions of module_utils."""
+"""The Jinja filters of the collection: names for pure functions of module_utils."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
 
 
 def cache_folder(path: str) -> str:
-    """The folder for what can be made again; a warning where it may not last."""
+    """The folder for files that can be made again; warns if it is temporary. path: see project_folder."""
     try:
         folder, lasts = project_folder.cache_folder(path)
     except OSError as error:
@@ -44,7 +44,7 @@ def cache_folder(path: str) -> str:
 
 
 class FilterModule:
-    """Ansible's entry point."""
+    """The filter plugin: maps each filter's name to its function."""
 
     def filters(self) -> dict[str, Callable[..., Any]]:
         return {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lookup: the settings of a run that somebody set."""
+"""Lookup plugin: the settings of a run that are set as variables."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 DOCUMENTATION = r"""
 name: run_settings
-short_description: Settings of a run that somebody set
+short_description: Settings of a run that are set as variables
 description:
-  - Returns every field of the trainer's RunConfig that is set as a variable, by its name. C(steps) sets
-    C(num_iterations).
+  - Returns the fields of the trainer's RunConfig that are set as variables and not empty. The variable
+    C(steps) gives the field C(num_iterations).
 author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Show what was asked of the run
+- name: Show the settings of the run
   ansible.builtin.debug:
     msg: "{{ lookup('nanofleet.fleet.run_settings') }}"
 """
 
 RETURN = r"""
-_raw: {description: One dictionary of values by field., type: list, elements: dict}
+_raw: {description: "One dictionary, field to value.", type: list, elements: dict}
 """
 
 
 class LookupModule(LookupBase):
-    """Ansible's entry point."""
+    """The lookup plugin `nanofleet.fleet.run_settings`."""
 
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Lookup: the value of a setting, or the default with which it is declared."""
+"""Lookup plugin: the value of a setting, or its declared default."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ DOCUMENTATION = r"""
 name: setting
 short_description: Value of a setting, or its default
 description:
-  - Returns the variable of this name, or, where nobody set it, the default of the role or of the list of
-    settings that declares it. So a default is written once.
+  - Returns the variable of this name. If it is not set, returns the default from the role's
+    defaults/main.yml or from declared_settings.yml of the role preflight.
 options:
   _terms: {description: Names of settings., required: true}
 author: the nanofleet authors
@@ -28,12 +28,12 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-_raw: {description: The values., type: list, elements: raw}
+_raw: {description: "The value of each setting, in the order of the names.", type: list, elements: raw}
 """
 
 
 class LookupModule(LookupBase):
-    """Ansible's entry point."""
+    """The lookup plugin `nanofleet.fleet.setting`."""
 
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any

@@ -1,4 +1,4 @@
-"""Whether plays become root on a host. Used on the controller only."""
+"""Decides from inventory variables whether tasks of a host run as root. Used on the controller only."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ from ansible.module_utils.parsing.convert_bool import boolean
 
 
 def may_become_root(variables: Mapping[str, Any]) -> bool:
-    """Whether plays may become root there; ansible_become: false in the inventory forbids it."""
+    """Whether plays may become root on a host: False only if its variables set ansible_become: false."""
     return bool(boolean(variables.get("ansible_become", True), strict=False))

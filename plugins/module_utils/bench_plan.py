@@ -1,4 +1,4 @@
-"""What bench.yml measures: stages from their names, and the stages that tell something about a fleet."""
+"""The benchmark cases that bench.yml measures, made from their names. In the code a case is a `stage`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def bench_plan(
     tokens: int,
     steps: int,
 ) -> list[Stage]:
-    """The stages asked for by name, else all: name, hosts, nproc, config, shares of each.
+    """The benchmark cases that `asked` names, separated by commas; the default cases if it is empty.
 
-    Raises AnsibleFilterError for a name that is no stage, or a run that cannot be.
+    A case is a dict: name, hosts, nproc, config (settings of its run), shares. Raises AnsibleFilterError for
+    an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
     names = names or default_stages(hosts, gpu_hosts, tokens, trainer.SYNC_MODES)
@@ -48,9 +49,11 @@ def bench_plan(
 def default_stages(
     hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int, modes: Sequence[str]
 ) -> list[str]:
-    """Each host alone, ranks on one host, a GPU where there is one, the fleet in every sync mode.
+    """Names of the default benchmark cases. tokens: tokens per step, of all ranks together.
 
-    The coordinator alone at a rank's share gives the bound of the fleet; in local each rank has a whole step.
+    They are: each host alone, the GPU of each GPU host, two ranks on the first host, all hosts in every sync
+    mode. The coordinator alone with tokens / len(hosts) gives the least step time that the fleet can have. In
+    sync=local every rank has `tokens` per step.
     """
     share = tokens // len(hosts)
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
@@ -99,10 +102,11 @@ def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: in
 
 
 def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
-    """Names of the stages that these files have: of the same hosts, depth, context and micro-batch.
+    """Names of the cases of `plan` whose result file (NAME.json in `paths`) can be used instead of a run.
 
-    And over as many steps or more. The files do not record a change of link, data or other
-    settings: -e bench_again=true.
+    Schema, hosts, depth, sequence_len and device_batch_size must be equal, and the file must have at least as
+    many steps. It does not record the link, the data and other settings: if these have changed, measure again
+    with -e bench_again=true.
     """
     results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
@@ -119,7 +123,7 @@ def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
 
 
 def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
-    """What is measured, and what was before."""
+    """A sentence that names the cases to measure (`left`) and counts those of `plan` measured before."""
     names = ", ".join(stage["name"] for stage in left) or "nothing"
     kept = len(plan) - len(left)
     before = (

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The entry by which a host starts a transient unit again when it boots: a small enabled unit and its script.
+"""The boot entry of a transient unit: an enabled unit and a script that start it again after a boot.
 
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
-NAME is the unit's name without `nanofleet-`. The script runs a condition, a command, as the unit's user, with
-one more argument: `boot`, or `end` when the unit has ended (its ExecStopPost). Exit status 1 removes the
-entry; at a boot 0 starts the unit again, and any other leaves the entry for the next boot. Root executes
-nothing that the unit's user can write. Standard library only. Used by transient_unit and run_state.
+NAME is the name of the transient unit without `nanofleet-`. The script runs the condition, a command, as the
+unit's user and appends one argument: `boot` after a boot, `end` when the unit has ended (its ExecStopPost).
+Exit status 1 removes the entry. After a boot, 0 starts the unit and any other status keeps the entry for the
+next boot. Root executes no file that the unit's user can write. Standard library only. Used by transient_unit
+and run_state.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ esac
 
 
 def _folders(scope: str) -> tuple[str, str]:
-    """Where the scripts and where the unit lie."""
+    """(folder of the scripts, folder of the unit files) of a scope, `system` or `user`."""
     if scope == "system":
         return "/etc/nanofleet", "/etc/systemd/system"
     home = os.path.expanduser("~/.config")
@@ -63,12 +64,12 @@ def _stem(name: str) -> str:
 
 
 def instance(name: str) -> str:
-    """The enabled unit's name."""
+    """Name of the enabled unit in the boot entry of the transient unit `name`: nanofleet@NAME.service."""
     return TEMPLATE.replace("@", f"@{_stem(name)}")
 
 
 def entries(scope: str = "") -> list[str]:
-    """The transient units, by full name, that this host starts again when it boots."""
+    """Full names of the transient units that have a boot entry on this host. scope: "" for own_scope()."""
     try:
         names = os.listdir(_folders(scope or own_scope())[0])
     except OSError:
@@ -77,10 +78,10 @@ def entries(scope: str = "") -> list[str]:
 
 
 def script(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> str:
-    """The text of the shell script that starts the unit again at a boot.
+    """The text of the shell script in a boot entry.
 
-    start: the systemd-run command line. condition: a command that decides; in the scope `system` it runs as
-    `user`. Its exit codes are explained at the top of this file.
+    start: the systemd-run command line of the unit. condition: the command whose exit status decides (see the
+    top of this file); in the scope `system` it runs as `user`.
     """
     folder, units = _folders(scope)
     asked = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
@@ -96,13 +97,13 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
 
 
 def stop_command(name: str, scope: str) -> str:
-    """What the unit runs as ExecStopPost: its entry is removed if the unit is not wanted again."""
+    """The ExecStopPost= of the transient unit: it runs the script of the boot entry with `end`."""
     script = shlex.quote(f"{_folders(scope)[0]}/{_stem(name)}.sh")
     return f"+-/bin/sh {script} end"  # as root in the system's systemd; the unit does not fail if this does
 
 
 def write(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> None:
-    """Write and enable the entry. Raises OSError, RuntimeError."""
+    """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails."""
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
     write_whole(f"{folder}/{_stem(name)}.sh", script(name, start, condition, user, scope), 0o700)
@@ -115,7 +116,7 @@ def write(name: str, start: Sequence[str], condition: Sequence[str], user: str, 
 
 
 def remove(name: str, scope: str) -> None:
-    """Disable and remove the entry, and the template unit with the last one. Raises OSError."""
+    """Disable and delete the boot entry of `name`, and with the last entry the template. Raises OSError."""
     folder, units = _folders(scope)
     run(["systemctl", *manager(scope), "disable", instance(name)])
     os.unlink(f"{folder}/{_stem(name)}.sh")

@@ -1,4 +1,4 @@
-"""Filters over all hosts of a play: whose data differ, in sentences."""
+"""Filters that compare the data and packed rows of all hosts of a play. Each difference is a sentence."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ MOST_PHRASES = 5  # of one host; a folder that was emptied would fill the screen
 
 
 def dataset_phrases(phrases: Sequence[str]) -> str:
-    """A host's findings in one line."""
+    """The first five phrases about the files of a host in one line, with the number of further ones."""
     more = len(phrases) - MOST_PHRASES
     return "; ".join(phrases[:MOST_PHRASES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose files are not those of its manifest, or whose manifest is another."""
+    """A sentence for each host whose files differ from its manifest, or whose manifest from most hosts'.
+
+    Reads the result of verify_shards from hostvars[host]["__dataset_verified"].
+    """
     seen = {host: hostvars[host].get("__dataset_verified") or {} for host in hosts}
     found = [
         f"{host}: {dataset_phrases(each['findings'])}." for host, each in seen.items() if each.get("findings")
@@ -31,7 +34,7 @@ def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
 
 
 def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose packed rows are not those of most others."""
+    """A sentence for each host whose packed rows have another digest than those of most hosts."""
     rows = {host: dataset_rows(hostvars[host].get("__dataset_packed")) for host in hosts}
     digests = {host: rows_digest(each) for host, each in rows.items() if each}
     return [
@@ -42,12 +45,15 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
 
 
 def rows_digest(packed: Mapping[str, Any]) -> str:
-    """What rows were asked for, and the bytes that came out."""
+    """What was packed and the packed files: the first 12 digits of three digests, joined by slashes."""
     parts = (packed.get(name) or "" for name in ("digest", "train_sha256", "val_sha256"))
     return "/".join(part[:12] for part in parts if part)
 
 
 def dataset_rows(result: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The JSON line of `trainer prepare --rows --json`; empty where nothing was run (check mode)."""
+    """The JSON object that `trainer prepare --rows --json` printed; {} if it did not run (check mode).
+
+    result: the registered result of the task.
+    """
     lines = [line for line in str((result or {}).get("stdout") or "").splitlines() if line.startswith("{")]
     return dict(json.loads(lines[-1])) if lines else {}

@@ -1,4 +1,4 @@
-"""What is wrong on a host by itself: findings from what was measured (see doctor_measured)."""
+"""Findings of the doctor about single hosts, made from the measurements (see doctor_measured)."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ MIN_INODES = 1000
 def host_findings(
     measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Finding]:
-    """All findings about hosts by themselves.
+    """All findings about single hosts.
 
-    options: min_free_gib, max_skew_s, and trainer, this folder's digest of it.
+    options: min_free_gib, max_skew_s (seconds), trainer (digest of the trainer in this folder).
     """
     found: list[Finding] = []
     for host, of_host in measured.items():
@@ -39,7 +39,10 @@ def host_findings(
 
 
 def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
-    """With what the others see of it: whether it is down, or only the controller's path to it is cut."""
+    """Finding about a host that the controller cannot reach.
+
+    It names the peers that reach the host (only the controller's path is cut) or that do not (it is down).
+    """
     found = unreachable_finding(host, variables, measured[host]["why"])
     views = {peer: (of_peer["paths"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
     seen = [peer for peer, up in views.items() if up]
@@ -80,17 +83,19 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
     for path, disk in of_host["facts"]["disks"].items():
         mount, needed = disk["mount"], options["min_free_gib"]
         what = f"{mount}, which holds {path}," if mount != path else mount
-        see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+        if mount in reported:
+            continue
+        reported.add(mount)
         if not disk["writable"]:
             problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
+            yield finding("NF504", host, problem, see)
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
+            see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+            yield finding("NF504", host, problem, see)
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
             problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
-        else:
-            continue
-        if mount not in reported:
-            reported.add(mount)
+            see = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
             yield finding("NF504", host, problem, see)
 
 
@@ -108,7 +113,7 @@ def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
-    """The rendezvous port in other hands than a run's."""
+    """Findings if the rendezvous store's port cannot be opened, or a process outside of a run holds it."""
     for held in of_host["held"]:
         if held["role"] != "store" or held.get("unit") in of_host["active"]:
             continue
@@ -132,7 +137,10 @@ def _load(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Shards that are not the manifest's; that a host has no data yet is reported elsewhere."""
+    """Findings about hosts whose shards differ from the manifest.
+
+    A host without a manifest has no finding: the report lists its data as not measured.
+    """
     found = []
     for host, of_host in measured.items():
         listed = (of_host["data"] or {}).get("findings") or []
@@ -144,7 +152,10 @@ def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
 
 
 def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Hosts whose environment is not that of most; where two differ, the first is taken to be right."""
+    """Findings about hosts whose torch, trainer or environment differs from that of most hosts.
+
+    If two hosts differ from each other, the first is taken to be right.
+    """
     found: list[Finding] = []
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
     digest = options["trainer"]
@@ -163,7 +174,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
 
 
 def _rehearsal(measured: Measured) -> list[Finding]:
-    """An all-reduce that failed though every port was open."""
+    """A finding if the rehearsed all-reduce failed. Only hosts whose ports are all open take part in it."""
     rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
     failed = {host: each["error"] for host, each in rehearsals.items() if each.get("error")}
     if not failed:

@@ -1,6 +1,6 @@
-"""How fast the links are: findings from what was measured (see doctor_measured), each with its remedy.
+"""Findings of the doctor about the speed of links, made from the measurements (see doctor_measured).
 
-A slow link is a warning, for it prevents nothing.
+Each finding is a warning, because a slow link does not prevent training.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Fi
 
 Measured = Mapping[str, Mapping[str, Any]]
 DENSE_MB = 503
-"""What a rank sends a step at depth 8 in sync=dense."""
+"""MB that a rank sends in one step at depth 8 in sync=dense."""
 
 
 finding = partial(doctor_finding, severity="warning")
 
 
 def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Hosts that send or receive slowly, the interface named where it explains that. options: slow_mbit."""
+    """Warnings about slow interfaces and slow paths. options: slow_mbit, the least good rate in Mbit/s.
+
+    A slow path is not reported if the interface at one of its ends has a warning that explains it.
+    """
     found = [each for host in measured for each in _link(measured, host)]
     explained = {each["host"] for each in found}
     directed = directed_rates(measured)
@@ -57,7 +60,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 
 
 def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
-    """Mbit/s by (sender, receiver)."""
+    """Measured rates in Mbit/s by (sender, receiver), without those whose measurement failed."""
     found = {}
     for host, of_host in measured.items():
         for peer, rates in of_host["rates"].items():
@@ -74,7 +77,7 @@ def _see_link(measured: Measured, host: str) -> str:
 
 
 def _link(measured: Measured, host: str) -> Iterator[Finding]:
-    """What the chosen interface itself reports: 100 Mbit, half duplex, WiFi beside a cable."""
+    """A warning about the chosen interface: WiFi beside a cable, at most 100 Mbit/s, or half duplex."""
     links, name = measured[host]["facts"].get("links") or {}, measured[host]["interface"]
     link = links.get(name)
     if not link:

@@ -1,16 +1,16 @@
-"""What doctor does next on the controller: who calls whom, what was found out so far, whether it is due.
+"""Decisions of the doctor on the controller: who calls whom, what is measured, whether a check is due.
 
-Pure functions of what the tasks registered. `measured`, which the other filters take, is by host:
-    reachable, why           whether it answered at all, and what SSH printed if not
-    facts, marks             of the module doctor_host; facts empty where it could not run (see `why`)
-    problem                  the network role's sentence where no interface could be chosen
+Pure functions of the results that tasks registered. `measured`, which most filters take, is a dict by host:
+    reachable, why           whether the host answered; if not, what SSH printed
+    facts, marks             of the module doctor_host; facts is {} if the module could not run (see `why`)
+    problem                  the message of the role network if it could choose no interface, else ""
     address, interface       of the chosen NIC
-    ports, held              of the module doctor_listener; held with pid, user, command and unit where known
-    active                   units of runs that are up
+    ports, held              of the module doctor_listener; `held` with pid, user, command and unit if known
+    active                   names of the units of active runs
     paths, rates             of the module doctor_peers, by peer
-    firewall                 rules of the module firewall_rules, None where they were not read
-    installed, data          of the module installed_environment and dataset's compare, None where not read
-    rehearsal                of the module doctor_rehearsal, None where it did not run
+    firewall                 rules of the module firewall_rules; None if they were not read
+    installed, data          of installed_environment and of the role dataset's comparison; None if not read
+    rehearsal                of the module doctor_rehearsal; None if it did not run
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TURNED_AWAY = ("filtered", "refused", "unreachable")
 
 
 def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
-    """All pairs in rounds in which no host has two partners (the circle method of a tournament)."""
+    """All pairs of hosts in rounds; in a round each host has at most one partner (circle method)."""
     circle: list[Any] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, found = len(circle) // 2, []
     for _ in range(len(circle) - 1):
@@ -41,9 +41,9 @@ def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
 def peers(
     hosts: Sequence[str], hostvars: Mapping[str, Any], me: str, listening: str = "__doctor_listening"
 ) -> list[dict[str, Any]]:
-    """Whom `me` shall probe, as doctor_peers takes it; hosts that do not answer the controller too.
+    """Option `peers` of the module doctor_peers on the host `me`: all other hosts, also unreachable ones.
 
-    listening: the variable with the result of doctor_listener.
+    listening: name of the variable that holds the result of doctor_listener.
     """
     found = []
     for host in hosts:
@@ -70,7 +70,11 @@ def _inventory_address(variables: Mapping[str, Any], host: str) -> str:
 
 
 def calls(pairs: Sequence[Sequence[str]], measured: Mapping[str, Any]) -> dict[str, str]:
-    """Who calls whom in a round of rates: the end that gets through, and packets of every size with it."""
+    """{caller: called} for the pairs of a round in which rates are measured.
+
+    The caller is an end of the pair that reaches an open port of the other end. A pair is left out if neither
+    end does, or if large packets between them are lost.
+    """
     found = {}
     for a, b in pairs:
         for caller, called in ((a, b), (b, a)):
@@ -81,18 +85,22 @@ def calls(pairs: Sequence[Sequence[str]], measured: Mapping[str, Any]) -> dict[s
 
 
 def open_ports(measured: Mapping[str, Any], caller: str, called: str) -> list[dict[str, Any]]:
+    """Ports of `called` that `caller` could connect to: dicts of the module doctor_peers."""
     path = measured[caller]["paths"].get(called) or {}
     return [port for port in path.get("ports") or [] if port["state"] == "open"]
 
 
 def swallows(measured: Mapping[str, Any], a: str, b: str) -> bool:
-    """Whether large packets vanish between two hosts, in either direction."""
+    """Whether large packets between the hosts a and b are lost without an error, in either direction."""
     paths = (measured[a]["paths"].get(b) or {}, measured[b]["paths"].get(a) or {})
     return any((path.get("mtu") or {}).get("swallowed") for path in paths)
 
 
 def turned_away(measured: Mapping[str, Any]) -> list[str]:
-    """Hosts at either end of a path on which a port did not open: their firewalls are read."""
+    """Hosts at the ends of paths with a closed port or with lost large packets.
+
+    The role doctor reads the firewalls of these hosts.
+    """
     found = set()
     for host, of_host in measured.items():
         for peer, path in of_host["paths"].items():
@@ -103,9 +111,10 @@ def turned_away(measured: Mapping[str, Any]) -> list[str]:
 
 
 def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) -> dict[str, Any]:
-    """{"hosts", "why"}: who rehearses an all-reduce together, and why the others do it alone or not at all.
+    """{"hosts", "why"}: the hosts that can rehearse an all-reduce together; why other hosts cannot.
 
-    The first host keeps the store. A host with a broken path to one of them stays out: it is named already.
+    hosts is [] if fewer than two can, or more than `forks`. The first host serves the rendezvous store. A
+    host with a broken path to another one is left out; that path has a finding of its own.
     """
     joined: list[str] = []
     bare: list[str] = []
@@ -141,7 +150,7 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
 def part(
     hosts: Sequence[str], measured: Mapping[str, Any], me: str, forks: int, port: int, seconds: float
 ) -> dict[str, Any]:
-    """The options of doctor_rehearsal on the host `me`; who cannot rehearse with others does it alone."""
+    """Options of the module doctor_rehearsal on the host `me`, alone if it cannot rehearse with others."""
     together = can_rehearse(hosts, measured, forks)["hosts"]
     company = together if me in together else [me]
     return {
@@ -165,7 +174,7 @@ def _is_whole(measured: Mapping[str, Any], a: str, b: str) -> bool:
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
-    """What the tasks registered so far, by host."""
+    """The dict `measured` (see the top of this file), from the variables that the tasks registered."""
     return {host: _measured_on(hostvars[host]) for host in hosts}
 
 
@@ -200,9 +209,10 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _facts(result: Mapping[str, Any], answered: float | None) -> dict[str, Any]:
-    """The host's facts, with `skew_s`: by how much its clock lies outside the time in which it was asked.
+    """The facts of doctor_host with `skew_s`: seconds that the host's clock is ahead of the controller's.
 
-    That is 0 for a host that is only slow to answer.
+    Negative if it is behind. 0 if the host's time lies between the start of the task and its answer, so that
+    a slow answer does not count as skew.
     """
     facts = dict(result.get("facts") or {})
     if facts:
@@ -212,7 +222,7 @@ def _facts(result: Mapping[str, Any], answered: float | None) -> dict[str, Any]:
 
 
 def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Ports that our listener could not have, with who has them where that is known."""
+    """Ports that doctor_listener could not open, with their holder's pid, user, command and unit if known."""
     who = {each["port"]: each for each in running.get("listeners") or []}
     return [{**who.get(held["port"], {}), **held} for held in listening.get("held") or []]
 
@@ -220,9 +230,10 @@ def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict
 def fleet_state(
     measured: Mapping[str, Any], options: Mapping[str, Any], hostvars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """What a good report holds for: as long as this is the same, there is no need to check again.
+    """The state of the fleet for which a report holds: while it is unchanged, no new check is due.
 
-    Which packets a host turns away counts where it was asked as root (`__doctor_rules`).
+    {"settings": ports and order of the hosts, "hosts": {host: marks}}. Firewall rules count only on hosts
+    where they were read as root (`__doctor_rules`).
     """
     settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
     state: dict[str, Any] = {"settings": settings, "hosts": {}}
@@ -231,7 +242,7 @@ def fleet_state(
         marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
         rules = hostvars[host].get("__doctor_rules") or {}
         if "rules" in rules:
-            # Those about strangers come and go, where fail2ban runs for one.
+            # Rules about other addresses change often, for example where fail2ban runs.
             ours = [
                 each for each in rules["rules"] if any(holds_address(each["source"], a) for a in addresses)
             ]
@@ -242,14 +253,15 @@ def fleet_state(
 
 
 def kept_file(folder: str, hosts: Sequence[str]) -> Path:
-    """The controller's file of a fleet's last good report."""
+    """Path of a fleet's last good report on the controller: FOLDER/HASH.json, by the names of the hosts."""
     return Path(folder) / f"{hashlib.sha256(chr(10).join(hosts).encode()).hexdigest()[:12]}.json"
 
 
 def due(state: Mapping[str, Any], kept: str, when: str) -> str:
-    """Why the fleet is to be checked, as a phrase; empty if it need not be.
+    """Why a check of the fleet is due, as a phrase; "" if none is due.
 
-    state: fleet_state of now. kept: the text of the last good report, empty if there is none.
+    state: the present fleet_state. kept: text of the last good report, "" without one. when: auto, always or
+    never.
     """
     if when != "auto":
         return "doctor=always" if when == "always" else ""

@@ -1,6 +1,6 @@
-"""What is wrong with the paths between hosts: findings from what was measured (see doctor_measured).
+"""Findings of the doctor about the paths between hosts, made from the measurements (see doctor_measured).
 
-Of a cause and its consequences only the cause is reported.
+If one fault causes others, only the first one is reported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SHUT = {
 
 
 def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """All findings about the paths. options: port_low, port_high, store_port, slow_rtt_ms."""
+    """All findings about interfaces and paths. options: port_low, port_high, store_port, slow_rtt_ms."""
     found = list(_interfaces(measured))
     return found + connection_findings(measured, options, {each["host"] for each in found})
 
@@ -38,7 +38,10 @@ def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 def connection_findings(
     measured: Measured, options: Mapping[str, Any], explained: Collection[str] = ()
 ) -> list[Finding]:
-    """Findings about connections that were tried, but for those of hosts that another finding explains."""
+    """Findings about the connections that were probed.
+
+    explained: hosts that another finding covers; their connections are left out.
+    """
     found = []
     for host, of_host in measured.items():
         for peer in of_host["paths"]:
@@ -50,7 +53,10 @@ def connection_findings(
 
 
 def _merged(found: Sequence[Finding]) -> list[Finding]:
-    """One finding for all that one command fixes on one host: a rule may close many paths."""
+    """Findings with the same code, host and remedy as one finding that lists the other paths.
+
+    One firewall rule may close many paths.
+    """
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}
     for each in found:
@@ -68,7 +74,7 @@ def _merged(found: Sequence[Finding]) -> list[Finding]:
 
 
 def _interfaces(measured: Measured) -> Iterator[Finding]:
-    """A NIC that is not the one the kernel reaches the peers by."""
+    """Findings if no interface could be chosen, or if the kernel's routes to the peers use another one."""
     for host, of_host in measured.items():
         chosen = of_host["interface"]
         if of_host["problem"]:
@@ -104,7 +110,7 @@ def _is_odd(measured: Measured, host: str) -> bool:
 
 
 def _path(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings about one path, from `host` to `peer`, which listens."""
+    """Findings about the path from `host` to `peer`, whose listener `host` has probed."""
     path = measured[host]["paths"][peer]
     ports = path.get("ports") or []
     shut = [port for port in ports if port["state"] != "open"]
@@ -186,7 +192,7 @@ def _in_words(measured: Measured, peer: str, ports: Ports, options: Mapping[str,
 def _cause(
     measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]
 ) -> tuple[str, str, str]:
-    """(the host to fix, the cause, what to type)."""
+    """(host to change, cause as a sentence, command to type) for ports of `peer` that `host` cannot reach."""
     rule = _blame(measured, host, peer, ports)
     if rule:
         return _by_rule(rule)
@@ -229,7 +235,10 @@ def _listing(rule: Mapping[str, str], where: str) -> str:
 def _permission(
     policy: Mapping[str, str], where: str, source: str, ports: Ports, options: Mapping[str, Any]
 ) -> str:
-    """What is typed so that a policy no longer drops what comes from `source` to these ports."""
+    """The command after which a policy admits TCP from `source` to these ports.
+
+    For outgoing packets it is the command that lists the rules.
+    """
     firewall = FIREWALLS[policy["firewall"]]
     if policy["chain"] == "OUTPUT":
         return _listing(policy, where)
@@ -244,13 +253,13 @@ def _permission(
 
 
 def _blame(measured: Measured, host: str, peer: str, ports: Ports) -> dict[str, str] | None:
-    """The rule that by itself drops what goes from `host` to these ports of `peer`."""
+    """The rule that by itself drops packets from `host` to these ports of `peer`; None without one."""
     there = [(port["port"], port["port"]) for port in ports]
     return _dropping(measured, ((peer, "INPUT", host), (host, "OUTPUT", peer)), [there])
 
 
 def _blame_answers(measured: Measured, host: str, peer: str) -> dict[str, str] | None:
-    """The rule that by itself drops what `peer` answers, whatever port `host` connects from."""
+    """The rule that by itself drops the answers of `peer` to `host`, from any port; None without one."""
     low, high = (measured[host]["facts"].get("port_range") or [0, 65535])[:2]
     return _dropping(
         measured, ((peer, "OUTPUT", host), (host, "INPUT", peer)), [[(low, low)], [(high, high)]]
@@ -260,7 +269,10 @@ def _blame_answers(measured: Measured, host: str, peer: str) -> dict[str, str] |
 def _dropping(
     measured: Measured, ends: Sequence[tuple[str, str, str]], each_of: Sequence[list[tuple[int, int]]]
 ) -> dict[str, str] | None:
-    """The first rule at these ends that drops something of each group of ports."""
+    """The first rule at these ends that drops packets to each group of ports; None without one.
+
+    ends: (host of the rule, chain, host at the other end). each_of: groups of port ranges (low, high).
+    """
     for where, chain, other in ends:
         rules, address = measured[where]["firewall"] or [], measured[other]["address"]
         for rule in matching(rules, "drop", chain, address, each_of[0]):
@@ -273,7 +285,7 @@ def _dropping(
 
 
 def _packets(measured: Measured, host: str, peer: str) -> Iterator[Finding]:
-    """Large packets that are lost without an error."""
+    """Findings about connections that break off and about large packets that are lost without an error."""
     path = measured[host]["paths"][peer]
     mtu = path.get("mtu") or {}
     if path.get("cut"):
@@ -302,7 +314,7 @@ def _packets(measured: Measured, host: str, peer: str) -> Iterator[Finding]:
 
 
 def _oddities(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """What works and should not be so: an unexpected source address, a long round trip."""
+    """Warnings about a path that works: an unexpected source address, a long round trip."""
     path, own = measured[host]["paths"][peer], measured[host]["address"]
     there = measured[peer]["address"]
     seen = {port["seen"] for port in path.get("ports") or [] if port.get("seen")}

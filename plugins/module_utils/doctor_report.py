@@ -1,6 +1,7 @@
-"""The doctor's report: the matrix and the findings as text, and as one JSON object (schema in the README).
+"""The doctor's report: matrix and findings as text, and as one JSON object (schema in the README).
 
-Pure functions of what was measured (see doctor_measured) and of the findings (see doctor_paths, for one).
+Pure functions of the measurements (see doctor_measured) and of findings (see doctor_hosts, doctor_links and
+doctor_paths).
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ Finding = Mapping[str, str]
 def examined(
     measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """All findings, reported. options: of all three kinds of findings; about: time, seconds, quick, forks."""
+    """The report, with all findings made from the measurements.
+
+    options: those of host_findings, path_findings and link_findings. about: time, seconds, quick, forks.
+    """
     options = {**options, "trainer": trainer_digest()}
     findings = [
         *host_findings(measured, hostvars, options),
@@ -36,7 +40,7 @@ def examined(
 
 
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as JSON can hold it. about: time, seconds, quick, rehearsal (of doctor_can_rehearse)."""
+    """The report as an object for JSON. about: time, seconds, quick, rehearsal (result of can_rehearse)."""
     errors = [each for each in findings if each["severity"] == "error"]
     active = {host: of_host["active"] for host, of_host in measured.items() if of_host["active"]}
     return {
@@ -99,7 +103,7 @@ def _pair(measured: Measured, host: str, peer: str) -> dict[str, Any]:
 
 
 def _mbit(measured: Measured, host: str, peer: str) -> float | None:
-    """What was measured from `host` to `peer`, whoever of them called."""
+    """Rate in Mbit/s from `host` to `peer`, whichever of them opened the connection; None if not measured."""
     for caller, called, name in ((host, peer, "sent_mbit"), (peer, host, "received_mbit")):
         rates = measured[caller]["rates"].get(called) or {}
         if name in rates:
@@ -151,7 +155,7 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The matrix and one verdict line a finding."""
+    """The report as text: the matrix, what was not measured, one line per finding, and a summary."""
     findings = report["findings"]
     errors = sum(each["severity"] == "error" for each in findings)
     warnings = len(findings) - errors
@@ -175,7 +179,7 @@ def verdict(each: Finding) -> str:
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:
-    """Hosts by hosts: a cell is the path from row to column, the diagonal the host itself."""
+    """A table of hosts by hosts. A cell shows the path from row to column; on the diagonal, the host."""
     hosts = list(report["hosts"])
     pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
     rows: list[list[str]] = []

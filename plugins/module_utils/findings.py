@@ -1,9 +1,9 @@
 """Findings, and the table that shows them. Used on the controller only.
 
-A finding is {"code", "host", "problem", "remedy", "severity"}: its message code, where, one sentence, what to
-type next, and whether it stops the command (refusal), prevents training (error) or is only reported
-(warning). The doctor's also have "peer". A code belongs to one call and is never used for another message:
-NF0xx settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor.
+A finding is {"code", "host", "problem", "remedy", "severity"}: message code; host or setting; one sentence;
+what to type; and refusal (stops the command), error (prevents training) or warning (stops nothing). Findings
+of the doctor also have "peer". A code belongs to one call and is never used for another message: NF0xx
+settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ UNCHANGED = "nothing was changed"
 
 
 def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
-    """A finding that stops the command, unless it is a warning."""
+    """A finding as a dict. severity: refusal (stops the command) by default."""
     return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 
 
 def warning(code: str, host: str, problem: str, remedy: str) -> Finding:
-    """A finding that is only reported."""
+    """A finding with the severity warning, which stops nothing."""
     return finding(code, host, problem, remedy, "warning")
 
 
 def doctor_finding(
     code: str, host: str, problem: str, remedy: str, peer: str = "", severity: str = "error"
 ) -> Finding:
-    """A finding of the doctor; `peer` is the host at the other end of a path."""
+    """A finding of the doctor. peer: host at the other end of the path; "" if it is not about a path."""
     return {**finding(code, host, problem, remedy, severity), "peer": peer}
 
 
@@ -42,7 +42,10 @@ def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
-    """The result of an action: failed with the table of all findings where one is a refusal."""
+    """The result of an action plugin for these findings: failed, with the table, if one is a refusal.
+
+    Else a result with `findings` and `message` (the table). state: what was done to the hosts, for the table.
+    """
     shown = as_typed(table(findings, state))
     if refusals(findings):
         return {"failed": True, "msg": shown}
@@ -50,14 +53,14 @@ def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, A
 
 
 def refusals(findings: Sequence[Finding]) -> list[Finding]:
-    """Those that stop the command."""
+    """The findings that stop the command: all except warnings."""
     return [f for f in findings if f["severity"] != "warning"]
 
 
 def table(findings: Sequence[Finding], state: str = UNCHANGED) -> str:
-    """All findings as aligned lines, refusals first, each followed by what to type next.
+    """The findings as aligned lines, refusals first; each is followed by what to type.
 
-    state: that of the hosts, for the first line.
+    state: what was done to the hosts so far, for the first line.
     """
     width = max((len(f["host"]) for f in findings), default=0)
     stops = refusals(findings)

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Which rules of a host may drop packets, by what its firewalls list. Read as text; no packet is evaluated.
+"""The rules of this host's firewalls that may drop packets, parsed from listings. No packet is evaluated.
 
 A rule is a dict of strings:
-    firewall, place     a name of FIREWALLS; where the rule is (nft: FAMILY TABLE CHAIN, firewalld: the zone)
-    chain               INPUT or OUTPUT: whether incoming or outgoing packets pass it
-    verdict             drop (refusals too), accept, or policy: what no other rule admits is dropped
-    text                the rule as its firewall writes it
-    remedy              what removes a drop whose text is all that decides; else empty
-    version             4 or 6 if the rule is for one version of IP
-    protocol, source, ports, length     what it is for, empty for any; of OUTPUT, source is where packets go
+    firewall, place     a key of FIREWALLS; where the rule is (nft: FAMILY TABLE CHAIN, firewalld: the zone)
+    chain               INPUT for rules that incoming packets pass, OUTPUT for outgoing packets
+    verdict             drop (also reject), accept, or policy: packets that no other rule accepts are dropped
+    text                the rule as its firewall prints it
+    remedy              the command that removes a drop, if `text` alone decides about packets; else empty
+    version             4 or 6 if the rule is for one version of IP; else empty
+    protocol, source, ports, length     its conditions, empty for any; in OUTPUT, source is the destination
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 Rule = dict[str, str]
 Run = Callable[[str], str]
-"""What a command line prints; empty if it fails or is not installed."""
+"""Returns what a command line prints; empty if it fails or is not installed."""
 
 
 def make_rule(firewall: str, chain: str, verdict: str, text: str, **more: str) -> Rule:
@@ -69,8 +69,8 @@ def firewalld_rules(run: Run, interface: str) -> list[Rule]:
 # -- nft and iptables ----------------------------------------------------------------------------------------
 
 Line = tuple[str, str, str]
-"""A rule as it is shown, the same in nft's words, and what removes it."""
-# What the fields of a rule hold or what decides nothing; a rule with more than this is not plain.
+"""(rule as it is printed, the same in the syntax of nft, command that removes it)."""
+# The conditions that a rule dict can hold, and parts without effect. A rule with other parts is not plain.
 KNOWN = (
     r"(?i)(ip6? ENDaddr|(tcp|udp|th) dport|meta l4proto|ip protocol|ip6 nexthdr|(meta|ip) length) "
     r"((!=|[<>]=?) )?({[^}]*}|[^@\s]\S*)|ct state (\S*\bnew\b\S*|{[^}]*\bnew\b[^}]*})|counter|log"
@@ -120,7 +120,7 @@ def nft_rules(run: Run, _interface: str) -> list[Rule]:
 
 
 def iptables_rules(run: Run, _interface: str) -> list[Rule]:
-    """Of both versions of IP, without what ufw made."""
+    """Rules of iptables (IPv4) and ip6tables (IPv6), without the chains that ufw made."""
     found = []
     for command, version in (("iptables", "4"), ("ip6tables", "6")):
         for part in f"\n{run(f'{command}-save')}".split("\n*")[1:]:
@@ -151,7 +151,10 @@ def passed(
     bases: Mapping[str, str],
     version: str,
 ) -> list[Rule]:
-    """The rules of the chains of a table that packets pass. bases: INPUT or OUTPUT by where they enter."""
+    """Rules in those chains of a table that packets pass: entry chains, and chains that these jump to.
+
+    chains: rules by chain. bases: INPUT or OUTPUT by entry chain.
+    """
     found = []
     for base in [each for each in bases if each in chains]:
         names = [base]
@@ -167,7 +170,10 @@ def passed(
 
 
 def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) -> Rule | None:
-    """A rule of a chain that packets enter at (is_base) or jump to; None if it neither drops nor admits."""
+    """One line of a chain as a rule; None if it neither drops nor accepts new connections.
+
+    is_base: whether packets enter at this chain; else another chain jumps to it.
+    """
     text, tests, remedy = line
     if tests == "policy drop":
         return make_rule(firewall, chain, "policy", f"{label} ({text})")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The firewalls that are known: how each is read, and what is typed to admit connections.
+"""The known firewalls: how their rules are read, and the commands that admit connections.
 
-Real connections show that packets are lost; `matching` picks the rules that are for the port and address.
+Connections that are tried show whether packets are lost; `matching` selects the rules for their port and
+address.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import firewall_li
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule, Run
 
 Wanted = Sequence[Mapping[str, str]]
-"""Connections to admit: source, and port as PORT or LOW:HIGH."""
+"""Connections to admit: dicts with source (an address) and port (PORT or LOW:HIGH)."""
 
 
 def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
@@ -50,7 +51,7 @@ def nft_permit(wanted: Wanted, place: str, _comment: str) -> list[str]:
 
 
 def grouped(wanted: Wanted) -> list[tuple[bool, list[str], list[str]]]:
-    """(is IPv6, sources, ports) of connections that go into one command."""
+    """Connections grouped for nft and iptables: (is IPv6, sources, ports); sources share the ports."""
     ports: dict[str, list[str]] = {}
     for rule in wanted:
         ports.setdefault(rule["source"], []).append(rule["port"])
@@ -71,18 +72,18 @@ def iptables_permit(wanted: Wanted, _place: str, _comment: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Firewall:
-    """One kind of firewall."""
+    """How one kind of firewall is detected, read and opened."""
 
     rules: Callable[[Run, str], list[Rule]]
-    """Its rules on this host, given the interface to the peers."""
+    """Returns the rules on this host. Arguments: function that runs a command, interface to the peers."""
     permit: Callable[[Wanted, str, str], list[str]]
-    """What is typed to admit connections at a place, with a comment."""
+    """Returns the commands that admit connections. Arguments: connections, place of the rules, comment."""
     listing: str
-    """What is typed to see its rules."""
+    """The command, without sudo, that lists the rules."""
     sign: str = ""
-    """A command that succeeds, for any user, where it is active."""
+    """A command that exits with 0 if the firewall is active and needs no root; empty if there is none."""
     keep: str = ""
-    """What is to be done so that what `permit` typed outlives a restart."""
+    """Text behind the commands of `permit`: how to keep the rules after a reboot."""
     is_managed: bool = False
     """Whether setup.yml sets its rules."""
 
@@ -120,7 +121,11 @@ FIREWALLS = {
 def matching(
     rules: Iterable[Rule], verdict: str, chain: str, address: str, spans: Iterable[tuple[int, int]]
 ) -> list[Rule]:
-    """The rules for new TCP connections of any size between this address and one port of these spans."""
+    """The rules with this verdict and chain that apply to new TCP connections between the host and `address`.
+
+    spans: ranges of ports (low, high); a rule for one port of them counts. A rule about packet lengths does
+    not.
+    """
     spans = list(spans)
     return [
         rule
@@ -134,7 +139,10 @@ def matching(
 
 
 def lacking(rules: Sequence[Rule], chain: str, address: str, spans: Iterable[tuple[int, int]]) -> list[Rule]:
-    """The policies that drop these connections, no plain rule beside them admitting each."""
+    """The policies of `chain` that drop TCP from `address` to these ports.
+
+    A policy is left out if accept rules at the same place admit each of `spans`.
+    """
     spans = list(spans)
     return [
         policy
@@ -150,7 +158,10 @@ def lacking(rules: Sequence[Rule], chain: str, address: str, spans: Iterable[tup
 
 
 def holds_address(written: str, address: str) -> bool:
-    """Whether a rule's address (one, a network, several, `!` for all but it, or none for any) holds this."""
+    """Whether the address condition of a rule (`written`) includes `address`.
+
+    written: an address, a network, several with commas, `!` before those that are excluded, or empty for any.
+    """
     if written in ("", "any", "anywhere"):
         return True
     if written.startswith("!"):
@@ -165,7 +176,10 @@ def holds_address(written: str, address: str) -> bool:
 
 
 def holds_port(written: str, low: int, high: int) -> bool:
-    """Whether a rule's ports (20000:20999, 20000-20999, 22,80, none for any) hold one of low to high."""
+    """Whether the port condition of a rule (`written`) includes a port from low to high.
+
+    written: 20000:20999, 20000-20999, 22,80, `!` before those that are excluded, or empty for any.
+    """
     if written.startswith("!"):
         return not holds_port(written.lstrip("!= "), low, high)
     bounds = [[int(number) for number in re.findall(r"\d+", part)] for part in written.split(",")]

@@ -1,6 +1,6 @@
-"""What the lab decides: a free subnet, each host's address and cores, and how to shape its link.
+"""Calculations for the lab: a free subnet, each host's address and cores, and the shape of its link.
 
-Pure functions, used as Jinja filters by this role and called directly by tests/unit/test_lab.py.
+Pure functions, used as Jinja filters by the role lab and called directly by tests/unit/test_lab.py.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-# Where labs look for room: 10.89.0.0/16 to 10.98.0.0/16, in /24s. 10.88 is podman's own.
+# Subnets for labs: the /24s of 10.89.0.0/16 to 10.98.0.0/16. podman uses 10.88.0.0/16 itself.
 POOL = [ipaddress.ip_network(f"10.{b}.{c}.0/24") for b in range(89, 99) for c in range(256)]
 LINK = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>kbit|mbit|gbit)")
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
@@ -20,14 +20,14 @@ OWN_MIRRORS = ("http://deb.debian.org/debian", "http://archive.ubuntu.com/ubuntu
 
 
 class LabError(ValueError):
-    """A sentence for the person who asked for the lab."""
+    """An error whose text is a sentence for the person who runs lab.yml."""
 
 
 def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
-    """The first free /24 for lab `name`, given the networks already routed or configured here.
+    """The first free /24 for lab `name`. taken: networks that this machine routes or has configured.
 
-    The search starts at a place that depends on the name, so labs brought up at the same moment
-    rarely want the same one; podman's lock settles it when they do.
+    The search starts at a position derived from the name, so labs that start at the same time rarely choose
+    the same subnet; if they do, podman's lock decides. Raises LabError if no subnet is free.
     """
     used = []
     for text in taken:
@@ -47,10 +47,11 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
 
 
 def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) -> list[dict[str, str]]:
-    """Every host's name, addresses and cores: `cores` of its own each, shared in turn if too few.
+    """A dict for each host of the lab: name, address, mac, cpuset (CPU numbers separated by commas).
 
-    Its MAC address is its own as a network card's is: podman's, which changes with every start, would leave
-    a host that was started again out of reach until its peers forget the old one (half a minute).
+    cores: CPUs per host; if `cpus` has too few, hosts share them in turn. The MAC address is derived from the
+    IP address and never changes. podman would choose another one at each start, and peers that remember the
+    old one would not reach a restarted host for half a minute.
     """
     network = ipaddress.ip_network(subnet)
     plan = []
@@ -69,9 +70,10 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
 
 
 def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[dict[str, str]]:
-    """Lab `name`'s containers in the output of `podman ps --format json`, each with its owner's state folder.
+    """Containers of the lab `name`: [{"name", "owner"}]. owner: state folder of the lab that made it.
 
-    A container that only has the name of one of its hosts is in the list too, with no owner.
+    containers: the parsed output of `podman ps --format json`. A foreign container whose name looks like that
+    of a lab host (NAME-1) is included, with the owner "".
     """
     found = []
     for container in containers or []:
@@ -83,7 +85,7 @@ def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[d
 
 
 def lab_failures(results: list[dict[str, Any]]) -> str:
-    """The messages of the failed results of a loop, by host."""
+    """The messages of the failed results of an Ansible loop, each with the host it is about."""
     messages = []
     for result in results:
         if result.get("failed"):
@@ -96,7 +98,10 @@ def lab_failures(results: list[dict[str, Any]]) -> str:
 
 
 def lab_burst(rate: str) -> str:
-    """A token bucket large enough for `rate`: 256 kB carry 955 Mbit/s of 1 gbit, 64 kB only 700-900."""
+    """The burst of a tc token bucket that is large enough for `rate`, such as 256kb; 0 for the rate none.
+
+    256 kB carry 955 Mbit/s of a 1 gbit link, 64 kB only 700 to 900. Raises LabError for an invalid rate.
+    """
     if rate == "none":
         return "0"
     match = LINK.fullmatch(rate)
@@ -107,15 +112,19 @@ def lab_burst(rate: str) -> str:
 
 
 def lab_can_raise_limits(status: str) -> bool:
-    """Whether root on this machine may raise resource limits (CAP_SYS_RESOURCE), by /proc/self/status."""
+    """Whether root on this machine may raise resource limits (CAP_SYS_RESOURCE).
+
+    status: the text of /proc/self/status.
+    """
     match = re.search(r"^CapBnd:\s*([0-9a-f]+)", status, re.MULTILINE)
     return not match or bool(int(match[1], 16) >> SYS_RESOURCE & 1)
 
 
 def lab_mirror_of(targets: str, family: str) -> str:
-    """The mirror of `family` (debian or ubuntu) that this machine uses, by `apt-get indextargets`.
+    """URL of the mirror of `family` (debian or ubuntu) that apt uses on this machine.
 
-    "" for the distribution's own, which mmdebstrap takes unasked, with its security updates.
+    targets: the output of `apt-get indextargets`. "" for the distribution's own mirror: mmdebstrap uses it by
+    default, with its security updates.
     """
     for line in targets.splitlines():
         uri = line.strip().rstrip("/")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Reading a run's log: its end, its last attempt, the first error in it. Standard library only."""
+"""Parses the log of a run: its end, the last attempt, the first error. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import signal
 KILLED = "Killed (by SIGKILL, or because memory ran out)"
 TAIL_BYTES = 1 << 18
 ATTEMPT = "=== "
-"""What the line begins with that opens an attempt in train.log (see the role's unit)."""
+"""Prefix of the first line of an attempt in train.log. The script of the role launch's unit writes it."""
 TRACEBACK = "Traceback (most recent call last):"
 ERROR = re.compile(
     r"Traceback \(most recent call last\)|\b[A-Za-z_.]*(?:Error|Exception)\b\s*:"
@@ -18,17 +18,17 @@ ERROR = re.compile(
     re.IGNORECASE,
 )
 FRAME = re.compile(r"(?:\[[^]]*\]:? )?\s*frame #\d+: ")
-"""A line of the stack that torch's C++ prints behind an error; it names its functions, not what is wrong."""
+"""A stack frame that torch's C++ prints after an error; it names a function, not the cause."""
 END = re.compile(r"^\[rank \d+\] (?:retryable|final): ")
-"""How a rank says its own end; what follows of ranks is detail, what follows of torchrun is echo."""
+"""Prefix of the line in which a rank reports how it ended. Later lines of ranks are details of it."""
 BY_SIGNAL = re.compile(r"failed \(exitcode: -(\d+)\) local_rank: \d+")
 RULE = re.compile(r"={20,}")
 PREFIXED = re.compile(r"^\[[^]]*\]:? ")
-"""The rank in front of a line."""
+"""The [rank] prefix of a line."""
 
 
 def tail(path: str) -> list[str]:
-    """The lines in the last TAIL_BYTES of a text file."""
+    """The lines in the last 256 KiB (TAIL_BYTES) of a text file; [] if it cannot be read."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -40,21 +40,22 @@ def tail(path: str) -> list[str]:
 
 
 def attempt_of(lines: list[str]) -> list[str]:
-    """The lines since the last attempt began."""
+    """The lines of the last attempt in a log, from its ATTEMPT line on."""
     starts = [index for index, line in enumerate(lines) if line.startswith(ATTEMPT)]
     return lines[starts[-1] :] if starts else lines
 
 
 def tells_error(line: str) -> bool:
-    """Whether a line is, or begins, the word on something that went wrong."""
+    """Whether a line reports an error or begins a traceback."""
     return bool(ERROR.search(line)) and not FRAME.match(line)
 
 
 def first_error(lines: list[str], count: int) -> list[str]:
-    """The first line of an error and what follows it, at most `count` lines.
+    """The first error in `lines` with the lines that belong to it; at most `count` lines.
 
-    Of a traceback its end is kept, where the reason stands. The traceback of torchrun
-    about the end of its child has no cause, so other lines are taken only up to the next one.
+    Of a traceback the last lines are kept, because they name the cause. Lines after another error are taken
+    only up to the next traceback, which is torchrun's about the end of its child and names no cause. Without
+    an error: the last `count` lines.
     """
     lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):
@@ -76,7 +77,7 @@ def first_error(lines: list[str], count: int) -> list[str]:
 
 
 def in_words(line: str) -> str:
-    """torchrun's line on a rank that a signal has ended, as a sentence; any other line as it is."""
+    """A sentence in place of torchrun's line about a rank that a signal ended; other lines unchanged."""
     found = BY_SIGNAL.search(line)
     if not found:
         return line
@@ -90,7 +91,7 @@ def in_words(line: str) -> str:
 
 
 def without_echo(texts: list[str]) -> list[int]:
-    """Positions of the lines without torchrun's own traceback and table, which say only that a rank ended."""
+    """Indices of the lines except torchrun's own traceback and table, which only report its end."""
     kept, echo, rules = [], False, 0
     for index, text in enumerate(texts):
         if text == TRACEBACK and any("ChildFailedError" in later for later in texts[index : index + 40]):

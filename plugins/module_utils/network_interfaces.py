@@ -1,6 +1,6 @@
-"""Which network interface leads to the other hosts, and what about it would hinder a run.
+"""Chooses the network interface to the other hosts, and reports what about it would hinder a run.
 
-All functions are pure but `resolve`, which asks the controller's resolver.
+All functions are pure except `resolve`, which asks the controller's resolver.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KINDS = {
 
 
 def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
-    """Findings as sentences, each once."""
+    """Each finding as one line of text, without duplicates."""
     return list(
         dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Type: {f['remedy']}" for f in findings)
     )
@@ -49,7 +49,10 @@ def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
 
 
 def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
-    """Addresses of an interface that others can reach, in Gloo's order: IPv4 first."""
+    """Addresses of an interface that other hosts can reach, IPv4 first as in Gloo.
+
+    link: an entry of `ip -json address`. Loopback and link-local addresses are left out.
+    """
     inet = [entry for entry in link.get("addr_info", []) if entry.get("local")]
     inet.sort(key=lambda entry: entry.get("family") != "inet")
     found = [ipaddress.ip_interface(f"{e['local']}/{e.get('prefixlen', 32)}") for e in inet]
@@ -57,7 +60,7 @@ def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
 
 
 def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
-    """cable, wifi, tunnel or bridge."""
+    """Kind of an interface: cable, wifi, tunnel or bridge. wireless: names of the WiFi interfaces."""
     name = link["ifname"]
     made_as = (link.get("linkinfo") or {}).get("info_kind", "")
     if name in wireless:
@@ -68,7 +71,7 @@ def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
 
 
 def reaches(addresses: Iterable[Interface], target: str) -> bool:
-    """Whether one of these addresses is on the target's own network."""
+    """Whether `target` is an address in the network of one of these interface addresses."""
     parsed = parse_ip(target)
     return any(parsed is not None and parsed in address.network for address in addresses)
 
@@ -76,13 +79,13 @@ def reaches(addresses: Iterable[Interface], target: str) -> bool:
 def choose(
     host: str, peers: Mapping[str, str], seen: Mapping[str, Any], override: str = ""
 ) -> dict[str, Any]:
-    """The interface and address with which `host` reaches its peers.
+    """The interface and the address with which `host` reaches its peers, as a dict.
 
-    peers: address by name of the other hosts. seen: what the module network_links returned on `host`, with a
-    route to each peer, or one to the outside world if there is no peer.
-    Returns interface; address (this host's own on the path to the peers); listen (the address Gloo announces:
-    the interface's first); networks (of the interface); problem, a sentence with its remedy, empty if all is
-    well; findings.
+    peers: address by name of the other hosts. seen: result of the module network_links on `host`, with a
+    route to each peer, or to an outside address if there is no peer. override: the interface set in the
+    inventory. Returns interface; address (of `host`, on the path to the peers); listen (the address that Gloo
+    announces: the first one of the interface); networks (of the interface); problem (a sentence with its
+    remedy, or ""); findings (warnings).
     """
     links = {link["ifname"]: link for link in seen["links"] if link["ifname"] != "lo"}
     owned = {name: found for name, link in links.items() if (found := addresses_of(link))}
@@ -152,7 +155,7 @@ def choose(
 def _findings(
     host: str, peers: Mapping[str, str], seen: Mapping[str, Any], interface: str, address: str
 ) -> list[Finding]:
-    """What works, but worse than it could, or not for long."""
+    """Warnings about the chosen interface: a better path, an address that changes, slow name lookups."""
     links = {link["ifname"]: link for link in seen["links"]}
     found = [
         each
@@ -185,7 +188,7 @@ def _findings(
 
 
 def _path(host: str, peer: str, target: str, seen: Mapping[str, Any], interface: str) -> Iterable[Finding]:
-    """The path to one peer, if there is a better one or another was asked for."""
+    """A warning if a wired interface could reach the peer instead, or if the route ignores `interface`."""
     links = {link["ifname"]: link for link in seen["links"]}
     wireless = seen.get("wireless", [])
     dev = seen["routes"].get(target, {}).get("dev") or interface
@@ -216,10 +219,10 @@ def _path(host: str, peer: str, target: str, seen: Mapping[str, Any], interface:
 
 
 def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) -> list[Finding]:
-    """Whether the addresses that Gloo announces on `host` and on each peer can meet.
+    """Warnings about peers whose address, as Gloo announces it, cannot be reached from `host`.
 
-    Gloo takes the first address of the interface, IPv4 before IPv6, whatever address the hosts are known by,
-    and two of different families do not connect.
+    Gloo announces the first address of the interface, IPv4 before IPv6, whatever addresses the inventory has.
+    An IPv4 and an IPv6 address cannot connect to each other.
     """
     found = []
     own = hostvars[host]

@@ -1,4 +1,4 @@
-"""Which connections a fleet needs, and what keeps a host from them."""
+"""The connections that a host has to admit, and findings about what prevents them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ def is_local(address: str) -> bool:
 
 
 def sources(peers: Mapping[str, str], hostvars: Mapping[str, Any]) -> list[str]:
-    """The addresses each peer connects from: those it published, or else the one it is reached at."""
+    """The addresses that the peers connect from, without duplicates.
+
+    peers: address by name. A peer's addresses are its published facts network_address and
+    network_listen_address; without them, its address in `peers`.
+    """
     found = []
     for name, address in peers.items():
         known = [hostvars[name].get(fact) for fact in ("network_address", "network_listen_address")]
@@ -41,10 +45,10 @@ def rules(
     is_coordinator: bool,
     controllers: Sequence[str] = (),
 ) -> list[dict[str, str]]:
-    """Who may reach which TCP ports of this host: [{"source", "port"}], nobody else being let in.
+    """The connections that this host has to admit: [{"source", "port"}]. All others stay closed.
 
-    peers: addresses of the other hosts. ports: "LOW:HIGH" of the ranks' listeners.
-    The coordinator also serves the rendezvous store to the peers and the tracker to them and the controllers.
+    peers: addresses of the other hosts. ports: "LOW:HIGH" of the ranks' listeners. The coordinator also
+    admits the peers to the rendezvous store and to the tracker, and the controllers to the tracker.
     """
     wanted = []
     for peer in dict.fromkeys(peers):
@@ -63,9 +67,9 @@ def rules(
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
-    """The connections that were tried between these hosts on fixed ports, as doctor_measured describes them.
+    """Connections that were tried between these hosts on fixed ports, in the form of doctor_measured.
 
-    How long they took is the doctor's concern.
+    low, high: the range of ports. Round-trip times are left out, because only the doctor reports them.
     """
     found = {}
     for host in hosts:
@@ -88,16 +92,21 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
 
 
 def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Those that the kernel has not picked: its range is another one before it is narrowed, in a dry run."""
+    """The listeners on fixed ports, without those on a port that the kernel chose.
+
+    In a dry run the kernel chooses ports outside of the range that setup.yml would set.
+    """
     return [port for port in ports if not port["picked"]]
 
 
 def findings(
     host: str, own: Mapping[str, Any], connections: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Finding]:
-    """What prevents or hinders a run on a host. own: its variables, with what the tasks registered.
+    """All findings of the role network about a host.
 
-    options: port_low, port_high, store_port, wanted (rules) and their comment, is_root (tasks become root).
+    own: variables of the host, with the results that the tasks registered. connections: result of `measured`.
+    options: port_low, port_high, store_port, wanted (result of `rules`), comment (of the rules), is_root
+    (whether tasks become root).
     """
     low, high = options["port_low"], options["port_high"]
     if not options["is_root"]:
@@ -117,7 +126,7 @@ def findings(
 
 
 def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> Iterator[Finding]:
-    """What hinders the use of the range of ports, from the result of ephemeral_ports."""
+    """Warnings about the range of ephemeral ports. ports: result of the module ephemeral_ports."""
     span = f"{low}-{high}"
 
     for other in ports["overriding"]:
@@ -162,9 +171,10 @@ def owner_findings(
     high: int,
     comment: str = "nanofleet",
 ) -> list[Finding]:
-    """What the owner of a host where nobody becomes root has to type. active: of the module firewall_rules.
+    """A warning with the commands that the owner of a host without root access for plays has to type.
 
-    Without a firewall there is nothing to open, and any range of ports will do.
+    active: firewalls that the module firewall_rules found active. port_range: "LOW HIGH" in force. Without an
+    active firewall there is no warning: nothing needs to be opened, and any range of ports will do.
     """
     if not active or not wanted:
         return []
@@ -180,9 +190,9 @@ def owner_findings(
 
 
 def filter_findings(host: str, answer: str) -> list[Finding]:
-    """A warning where systemd does not restrict units to the fleet's addresses.
+    """A warning if systemd does not restrict units to the addresses of the fleet.
 
-    answer: closed (it does), open (it does not), user (units are a user's own), or anything else (not known).
+    answer: closed (it does), open (it does not), user (the units belong to a user's systemd), else unknown.
     """
     if answer == "closed":
         return []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Work on a folder that another user may write to, by descriptors that follow no link."""
+"""Work on a folder that another user can write to, through file descriptors that follow no link."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def open_folder(path: Path) -> int:
-    """A descriptor of a folder that is no symbolic link; its parents are the caller's to trust."""
+    """A descriptor of a folder. Raises ValueError if `path` is a symbolic link or no folder.
+
+    The folders above it may still contain links; the caller must trust them.
+    """
     try:
         return os.open(path, FOLDER)
     except NotADirectoryError:
@@ -20,7 +23,10 @@ def open_folder(path: Path) -> int:
 
 
 def entries(folder: int, shown: Path) -> Iterator[tuple[int, str, os.stat_result, Path]]:
-    """What is in a folder at any depth: descriptor of its folder, name, status and path. Follows no link."""
+    """Every entry below a folder, recursively: (descriptor of its parent, name, lstat, path).
+
+    No symbolic link is followed. shown: path of the folder, from which the paths are made.
+    """
     for name in sorted(os.listdir(folder)):
         status = os.stat(name, dir_fd=folder, follow_symlinks=False)
         yield folder, name, status, shown / name
@@ -33,7 +39,10 @@ def entries(folder: int, shown: Path) -> Iterator[tuple[int, str, os.stat_result
 
 
 def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], check: bool = False) -> int:
-    """Make a folder and its `names`, with all below them, a user's. Returns how many belonged to another."""
+    """Give a folder, its entries `names` and all below them to uid and gid. Returns the number of changes.
+
+    check: only count. Raises ValueError for a file with several hard links.
+    """
     changed = 0
     if (os.fstat(folder).st_uid, os.fstat(folder).st_gid) != (uid, gid):
         changed += 1

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: MIT
-"""What a host serves while its network is probed: answers that name the host, echoes, streams.
+"""The listener on a host whose network is probed: it names its host, echoes and streams.
 
-A connection begins with one JSON line, {"token", "do", ...}, and the answer with one, {"host", "token",
-"seen"}: who answers, and the address the caller was seen at. Then, by `do`:
+A connection begins with one JSON line of the caller, {"token", "do", ...}. The answer is one JSON line,
+{"host", "token", "seen"}: the listener's host, and the caller's address as seen there. Then, by `do`:
 
     hello   nothing more
-    echo    every byte comes back
-    take    the caller sends {"bytes"} in a second line, and gets the same once so many have come
-    sink    bytes until the caller's end of file, then {"bytes", "seconds"}
-    source  bytes for `seconds` seconds
+    echo    the listener sends every byte back
+    take    the caller sends the line {"bytes"} and then so many bytes; the listener returns the line
+    sink    the caller sends bytes until end of file; the listener answers {"bytes", "seconds"}
+    source  the listener sends bytes for `seconds` seconds
 
-A caller without the token gets no answer. The process ends on request, and by itself when nobody has
-called for a while, or after its limit whatever happens; it writes no file. Standard library only.
+A caller without the token gets no answer. The process ends on request, after IDLE_LIMIT seconds without a
+caller, or at its time limit. It writes no file. Standard library only.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ from typing import Any
 CHUNK = 1 << 18
 LINE_LIMIT = 4096
 IDLE_SECONDS = 10.0
-"""How long one connection may stay silent."""
+"""Seconds that one connection may be silent."""
 IDLE_LIMIT = 30.0
-"""How long all may stay silent: the one who asked for this listener is gone then."""
+"""Seconds without any caller after which the listener ends: its playbook was interrupted."""
 
 
 def read_line(connection: socket.socket) -> dict[str, Any]:
-    """The JSON object in the first line of a stream, byte by byte so that nothing behind it is swallowed."""
+    """The JSON object in the next line of a stream. Raises ValueError if there is none.
+
+    It reads single bytes, so that the bytes after the line stay in the stream.
+    """
     line = b""
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
@@ -58,17 +61,17 @@ def family_of(address: str) -> socket.AddressFamily:
 
 
 def plain(address: str) -> str:
-    """An address without the prefix that IPv4 gets on a socket of both families."""
+    """An IPv4 address without the prefix ::ffff: that it has on a dual-stack socket."""
     return address[7:] if address.startswith("::ffff:") else address
 
 
 def control_name(token: str) -> str:
-    """Name of the local socket at which the process is ended; it lies in no folder."""
+    """Name of the abstract Unix socket at which the listener process is stopped."""
     return "\0nanofleet-doctor-" + token[:16]
 
 
 class Listener:
-    """Sockets on which one host answers the others."""
+    """Sockets on which one host answers the others. limit, idle: seconds until it ends, see `serve`."""
 
     def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
         self.host, self.token = host, token
@@ -76,9 +79,9 @@ class Listener:
         self.sockets: list[socket.socket] = []
 
     def open(self, address: str, port: int) -> int:
-        """Listen on a port (0: the kernel picks one) of an address ("": all); returns the port.
+        """Listen on a port (0: the kernel chooses one) of an address ("": all); returns the port.
 
-        Raises OSError, EADDRINUSE where another process has the port.
+        Raises OSError; its errno is EADDRINUSE if another process has the port.
         """
         everywhere = address == "" and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere else family_of(address)
@@ -104,7 +107,7 @@ class Listener:
         self.sockets.append(control)
 
     def serve(self) -> None:
-        """Answer until stopped, until nobody calls, or until the limit; then close all sockets."""
+        """Answer until stopped, until `idle` seconds pass without a caller, or until the limit."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             ready = closing.enter_context(selectors.DefaultSelector())
@@ -165,7 +168,7 @@ def take(connection: socket.socket, _asked: dict[str, Any]) -> None:
 
 
 def drain(connection: socket.socket) -> tuple[int, float]:
-    """Read to the end of the stream; (bytes, seconds from the first byte to the last)."""
+    """Read to the end of the stream. Returns (bytes, seconds from the first byte to the end)."""
     buffer = memoryview(bytearray(CHUNK))
     count, first, last = 0, None, 0.0
     while True:
@@ -178,7 +181,7 @@ def drain(connection: socket.socket) -> tuple[int, float]:
 
 
 def pour(connection: socket.socket, seconds: float) -> None:
-    """Send for so many seconds."""
+    """Send zeros for `seconds` seconds, then end of file."""
     block, ends = bytes(CHUNK), time.monotonic() + seconds
     while time.monotonic() < ends:
         connection.sendall(block)
@@ -195,7 +198,7 @@ def source(connection: socket.socket, asked: dict[str, Any]) -> None:
 
 
 def detach(listener: Listener, limit: float) -> int:
-    """Serve in a process of its own that outlives this one but not `limit` seconds; returns its pid."""
+    """Start a process that serves for at most `limit` + 1 seconds and outlives this one; returns its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     reader, writer = os.pipe()
@@ -209,7 +212,10 @@ def detach(listener: Listener, limit: float) -> int:
 
 
 def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> None:
-    """The child: its own child, in a session of its own, serves; neither comes back."""
+    """In the forked child: fork the server into a session of its own, and write its pid to `writer`.
+
+    Neither process returns from this function.
+    """
     try:
         os.close(reader)
         os.setsid()
@@ -230,7 +236,7 @@ def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> 
 
 
 def stop(token: str) -> bool:
-    """Stop this host's listener; returns whether there was one."""
+    """Stop the listener with this token on this host; returns whether there was one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
         control.settimeout(3.0)
         try:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""What a host finds out about the path to a peer: open ports, who answers, how fast, how large a packet.
+"""Probes the path to a peer: open ports, who answers, round-trip time, path MTU, rate.
 
-The peer runs peer_listener. Everything goes over TCP to the ports that a run uses, for firewalls and
-broken paths treat other traffic otherwise. Standard library only.
+The peer runs peer_listener. Every probe is TCP to a port that a run uses, because firewalls and broken paths
+may treat other traffic differently. Standard library only.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener impo
 )
 
 CONNECT_SECONDS = 3.5
-"""Longer than the kernel takes to find that nobody on the link has the address (3 s)."""
+"""Longer than the 3 s after which the kernel reports that no host on the link has the address."""
 ANSWER_SECONDS = 2.0
 SEGMENT_SECONDS = 1.5
-"""Room for two losses in a row before a packet counts as swallowed."""
+"""Seconds until a packet counts as lost: enough for two retransmissions."""
 ROUND_TRIPS = 30
 PACKETS = (8000, 4000, 1500, 1492, 1480, 1450, 1420, 1400, 1380, 1340, 1300, 1280, 1200, 1000, 576)
-"""Sizes of IP packets that are tried where a whole one does not come through."""
+"""Bytes of the IP packets that are tried if one of full size is lost."""
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENONET)
 
 
 class PeerPath:
-    """From this host (`me`) to one address of a peer that listens."""
+    """The path from this host (`me`) to the listener of the peer `host` at `address`."""
 
     def __init__(
         self, me: str, host: str, address: str, token: str, connect_seconds: float = CONNECT_SECONDS
@@ -45,9 +45,10 @@ class PeerPath:
         self.connect_seconds = connect_seconds
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
-        """A connection to the peer's listener, its answer; `packet` bounds packets in both directions.
+        """Connect to a port of the peer's listener; returns (socket, its answer).
 
-        Raises OSError, and ValueError where something else answers.
+        packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: fields of the
+        request. Raises OSError, and ValueError if another program answers.
         """
         connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
         try:
@@ -67,10 +68,10 @@ class PeerPath:
         return connection, answer
 
     def reach(self, port: int) -> dict[str, Any]:
-        """{"state", "detail", "ms", "seen"} of one port.
+        """Probe one port: {"state", "detail", "ms", "seen"}. seen: address of this host as the peer sees it.
 
-        state: open; refused (something there refuses); filtered (no answer at all); unreachable (the network
-        reports it); silent (accepted, then nothing); misrouted (another host answers); foreign (a program).
+        state: open; refused; filtered (no answer at all); unreachable (the network reports it); silent
+        (connected, but no data); misrouted (the host in `detail` answers); foreign (another program answers).
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -97,7 +98,7 @@ class PeerPath:
         return found
 
     def round_trip(self, port: int) -> dict[str, float]:
-        """Milliseconds that a small message takes there and back: {"min", "median"}."""
+        """Round-trip time of a 64-byte message in milliseconds: {"min", "median"} of 30 trips."""
         took = []
         connection, _answer = self.call(port, do="echo")
         with connection:
@@ -114,9 +115,9 @@ class PeerPath:
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
     def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
-        """Send one packet as large as the connection allows: (size, did it arrive, path's MTU after it).
+        """Send the largest packet that the connection allows: (bytes, whether it arrived, path MTU then).
 
-        `packet` bounds the size; 0 leaves it to the interface and the path.
+        packet: bound of its size in bytes; 0 leaves the size to the interface and the path.
         """
         connection, _answer = self.call(port, packet=packet, do="take")
         with connection:
@@ -133,10 +134,11 @@ class PeerPath:
         return segment + overhead, arrived, after + overhead
 
     def path_mtu(self, port: int) -> dict[str, Any]:
-        """{"sent", "passes", "swallowed"}: size of a whole packet, of the largest that arrives (0: none).
+        """Sizes of IP packets to the peer in bytes: {"sent", "passes", "swallowed"}.
 
-        A path with the answer "fragmentation needed" is no fault: the kernel sends smaller ones. One that
-        swallows large packets without an error (`swallowed`) leaves a run hanging.
+        sent: a packet of full size. passes: the largest packet that arrives, 0 for none. swallowed: whether
+        larger ones are lost without an error, which makes a run hang. A router that answers "fragmentation
+        needed" is no fault: the kernel then sends smaller packets.
         """
         sent, arrived, after = self.packet_passes(port)
         if arrived:
@@ -154,7 +156,10 @@ class PeerPath:
         return size if arrived else 0
 
     def stream(self, port: int, seconds: float) -> dict[str, Any]:
-        """Mbit/s this host sends to the peer and then receives from it, each for so many seconds."""
+        """Rates in Mbit/s: {"sent_mbit"} to the peer, then {"received_mbit"} from it.
+
+        Each is measured for `seconds` seconds.
+        """
         connection, _answer = self.call(port, do="sink")
         with connection:
             connection.settimeout(seconds + ANSWER_SECONDS)
@@ -178,7 +183,7 @@ def headers(address: str) -> int:
 
 
 def options(connection: socket.socket) -> int:
-    """Bytes that TCP's timestamps take in every packet of a connection, if it has them."""
+    """Bytes of TCP options in each packet of a connection: 12 if it uses timestamps, else 0."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
     return 12 if struct.unpack("8B", info)[5] & 1 else 0
 
@@ -190,7 +195,7 @@ def route_to(address: str) -> dict[str, Any]:
 
 
 def is_up(address: str, port: int) -> bool:
-    """Whether a host is there at all: its SSH port accepts or refuses."""
+    """Whether a host answers at this address: its SSH port accepts or refuses a connection."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
     except ConnectionRefusedError:
@@ -201,7 +206,10 @@ def is_up(address: str, port: int) -> bool:
 
 
 def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
-    """Everything about one peer but the rates; `ports` are those it listens on: [{"port", "role"}]."""
+    """All probes of a peer except rates: route, ports, rtt_ms, mtu, up; also cut if a connection breaks.
+
+    ports: the listeners of the peer, [{"port", "role"}]. ssh_port: tried if none of them is open.
+    """
     found: dict[str, Any] = {
         "route": route_to(path.address),
         "ports": [],

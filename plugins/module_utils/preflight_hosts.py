@@ -1,6 +1,6 @@
-"""What a host is: whether it is reached, its system, disks, root and clock; and the facts all others read.
+"""Findings about a host itself: SSH, system, disks, root and clock. Parses the facts of all preflight checks.
 
-Facts are a dict of the key=value lines that templates/probe.sh.j2 and root.sh.j2 print on a host.
+Facts are the key=value lines that templates/probe.sh.j2 and root.sh.j2 print on a host, as a dict.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 
 PACKAGES = {"ip": "iproute2", "sysctl": "procps"}
 MIN_SYSTEMD = 247
-"""ProtectProc= and ProcSubset= of the tracker; a run's youngest, ProtectClock=, is of 245."""
+"""The tracker's unit needs 247 (ProtectProc=, ProcSubset=); units of runs need 245 (ProtectClock=)."""
 SEVERAL = ("python", "missing", "busy", "active", "battery", "mains", "port")
-"""Keys of which there may be several lines: their facts are lists."""
+"""Keys that may be on several lines: their facts are lists."""
 Facts = Mapping[str, Any]
 
 
 def parse_probe(text: str) -> dict[str, Any]:
-    """The `key=value` lines of a probe; what a host did not say is left out."""
+    """The facts in the `key=value` lines of a probe; a key without a value is left out.
+
+    The keys of SEVERAL are lists of strings; disks is {path: {"free_kb", "mount"}}; all others are strings.
+    """
     facts: dict[str, Any] = {key: [] for key in SEVERAL} | {"disks": {}}
     for line in text.replace("\r", "").splitlines():
         key, _, value = line.partition("=")
@@ -49,21 +52,28 @@ def number(facts: Facts, key: str) -> float | None:
 
 
 def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The facts of every host by name: of both probes, and `unreachable`, why SSH does not reach it."""
+    """The facts of each host, from the probe and the probe as root that the tasks registered.
+
+    A host that SSH does not reach has only `unreachable`, the message of SSH. All others also have `becomes`:
+    whether plays may become root there.
+    """
     found = {}
     for host in hosts:
         probe, root = hostvars[host]["__preflight_probe"], hostvars[host].get("__preflight_root") or {}
         if probe.get("unreachable"):
             found[host] = {"unreachable": str(probe.get("msg", ""))}
             continue
-        # What the second is sure of goes before what an ordinary user saw.
+        # The lines of the probe as root come last and so override those of an ordinary user.
         outputs = [str(result.get("stdout") or "") for result in (probe, root)]
         found[host] = parse_probe("\n".join(outputs)) | {"becomes": may_become_root(hostvars[host])}
     return found
 
 
 def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping[str, Any]) -> list[Finding]:
-    """What stops on every host by itself, from the results that tasks/hosts.yml registered."""
+    """All findings about single hosts, from the results that tasks/hosts.yml registered.
+
+    limits: free_gb, skew_s, pythons, architectures, addresses (by host).
+    """
     findings = []
     for host, facts in facts_of(hosts, hostvars).items():
         if "unreachable" in facts:
@@ -78,7 +88,10 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
 
 
 def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> list[Finding]:
-    """Hosts that the coordinator's claim names, since the last setup.yml, and the inventory does not."""
+    """Warnings about hosts that were in the fleet at the last setup.yml and are not in the inventory now.
+
+    They are listed in the claim on the coordinator (`host`). addresses: of the hosts in the inventory.
+    """
     try:
         before = json.loads(facts.get("claim", ""))["hosts"]
     except (ValueError, KeyError, TypeError):
@@ -97,7 +110,7 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
 
 
 def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether system, processor, Python, commands and disks are what setup and runs need."""
+    """Findings about the system, systemd, processor, Python, commands and disks of a host."""
     on, remove = f"(on {host})", f"remove {host} from the inventory"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
         problem = (
@@ -129,7 +142,7 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
 
 
 def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]:
-    # A host that is set up has its environment already; what is left to grow are runs and the odd upgrade.
+    # A host that is set up already has its environment; only runs and upgrades still need space.
     needed = min(1.0, free_gb) if facts.get("installed") == "yes" else free_gb
     full: dict[str, list[str]] = {}
     for path, disk in facts["disks"].items():
@@ -145,7 +158,10 @@ def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]
 def root_findings(
     host: str, variables: Mapping[str, Any], result: Mapping[str, Any], facts: Facts, skew_s: float
 ) -> Iterator[Finding]:
-    """Whether sudo works without asking, and whether the clocks agree. result: of the second probe."""
+    """Findings about sudo and the clock of a host.
+
+    result: registered result of the probe as root. skew_s: allowed difference to the controller's clock.
+    """
     if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
         output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
         user = variables.get("ansible_user") or "the SSH user"

@@ -1,6 +1,6 @@
-"""Findings about an inventory, and how messages name a host, its SSH login and the holder of a port.
+"""Findings about an inventory; also how messages name a host, its SSH login and the holder of a port.
 
-Findings about hosts: preflight_hosts, preflight_run, preflight_use.
+Findings about hosts are in preflight_hosts, preflight_run and preflight_use.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
     "or, for two hosts on this machine: ansible-playbook lab.yml"
 )
-# What ssh says -> (what it means, what to type). The first match counts.
+# (part of the message of ssh, what it means, what to type). The first match counts.
 SSH_ERRORS = (
     (
         "host key verification failed",
@@ -46,9 +46,10 @@ SSH_ERRORS = (
 def inventory_findings(
     addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
 ) -> Iterator[Finding]:
-    """A fleet has exactly one coordinator, no host twice, and an address for each.
+    """Findings about groups, names and addresses of the inventory.
 
-    members: the group fleet, which the plays run on; it has to be coordinator and workers together.
+    A fleet has one coordinator, each host once, and an address for each that resolves. addresses: by host.
+    members: hosts of the group fleet, which the plays run on; it must hold the coordinator and the workers.
     """
     hosts = [*coordinators, *workers]
     if not hosts:
@@ -88,7 +89,7 @@ def inventory_findings(
 
 
 def _name_findings(hosts: list[str]) -> list[Finding]:
-    """Names stand in unit files, environment files and messages."""
+    """Findings about host names that cannot be used in unit files and environment files."""
     takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
     return [
         finding(
@@ -103,7 +104,7 @@ def _name_findings(hosts: list[str]) -> list[Finding]:
 
 
 def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
-    """Hosts that plays would pass over, and hosts that plays would change though no run uses them."""
+    """Findings about hosts outside of the group fleet, and about its hosts that no run would use."""
     left_out = [host for host in dict.fromkeys(hosts) if host not in members]
     if left_out and not members:
         problem = "It has no group fleet, which every playbook runs on."
@@ -121,14 +122,17 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
 
 
 def release(host: str, outside: bool = False) -> str:
-    """The command that removes what setup.yml installed from one host; outside: which is in no inventory."""
+    """The command that removes nanofleet from one host. outside: whether no inventory lists the host."""
     name = shlex.quote(host)
     where = f"-i {name}, -u USER " if outside else ""
     return f"ansible-playbook reset.yml {where}--limit {name} -e reset_confirm=true"
 
 
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """What a person types to reach the host the way Ansible does."""
+    """How a person reaches the host by SSH as Ansible does: {"host", "ssh", "options", "target"}.
+
+    ssh: the whole command. options: its -p and ansible_ssh_common_args. target: USER@ADDRESS.
+    """
     address = str(variables.get("ansible_host") or host)
     user = variables.get("ansible_user") or variables.get("ansible_ssh_user")
     port = variables.get("ansible_port") or variables.get("ansible_ssh_port")
@@ -151,9 +155,9 @@ def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -
 
 
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
-    """Who has a port, in words, and the command that ends it.
+    """(description of the holder of a port, the command that ends it).
 
-    held: pid, user, command, unit; nothing where it is unknown.
+    held: pid, user, command and unit of the holder, as far as known.
     """
     if not held.get("pid") and held.get("unit"):
         return f"{held['unit']} of {held['user']}", f"sudo systemctl stop {held['unit']}"

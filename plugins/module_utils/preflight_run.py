@@ -1,10 +1,10 @@
-"""What the run that is asked for takes, and whether every host has it: memory, disk, processor.
+"""Findings about the memory, disk and processor that the requested run needs on each host.
 
-Facts are those of preflight_hosts.py. Sizes are GiB, worked out from the parameter count: float32 weights and
-gradients, AdamW's two moments of the tables and Muon's one of the matrices it owns, a micro-batch's
-activations, and on the coordinator the copy that a checkpoint is written from (trainer/checkpoint). In sync
-mode local each rank has all of the optimizer's state, and beside its own parameters the run's, their momentum
-and what rounding left over (trainer/sync/local.py).
+Facts are those of preflight_hosts.py. Sizes are GiB, computed from the parameter count: float32 weights and
+gradients, the two AdamW moments of the tables, the Muon moment of the matrices that a rank owns, the
+activations of a micro-batch, and on the coordinator the copy from which a checkpoint is written
+(trainer/checkpoint). With sync=local each rank has the whole optimizer state, and besides its own parameters
+the outer parameters, their momentum and the error feedback (trainer/sync/local.py).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Fi
 from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 GIB = 2**30
-# Both fitted to the peak of a rank's resident memory (see the role's README): what Python and torch take, and
-# how many numbers of the model's width a layer keeps of a token for the way back.
+# Both fitted to the peak resident memory of a rank (see the role's README): Python and torch; and activations
+# that a layer keeps for the backward pass, per token and unit of the model's width.
 BASE_GIB = 0.45
 KEPT_PER_LAYER = 35
 VOCABULARY = 32768
@@ -29,14 +29,14 @@ Facts = Mapping[str, Any]
 
 
 def run_config(values: Mapping[str, Any], stored: Mapping[str, Any] | None = None) -> Any:
-    """The trainer's RunConfig of these settings, resumed where the run has `stored` ones."""
+    """The RunConfig of these settings. stored: configuration of an existing run, which they override."""
     return RunConfig.resumed(stored or {}, values)
 
 
 def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
-    """All findings of all hosts, the coordinator's first; none where no run is asked for.
+    """All findings about the run on all hosts, the coordinator's first; [] if no run is requested.
 
-    options: asked (whether a run is), config (its settings, as far as given), nproc_per_node.
+    options: asked (whether a run is requested), config (the settings given for it), nproc_per_node.
     """
     if not options["asked"]:
         return []
@@ -65,7 +65,7 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 
 
 def _stored(facts: Facts) -> Mapping[str, Any]:
-    """The configuration of the run's earlier attempts, as it was written."""
+    """The configuration in the run.json of an earlier attempt; {} without one."""
     try:
         read = json.loads(facts.get("run_file", ""))
     except ValueError:
@@ -80,7 +80,7 @@ def _vocabulary(facts_by_host: Mapping[str, Facts]) -> int:
 
 
 class Need:
-    """What a host must have for its ranks of a run. `coordinates`: whether rank 0 is there."""
+    """GiB of memory and disk that the ranks of a run need on a host. coordinates: whether rank 0 is there."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Need:
         return Need({**self.values, "depth": depth}, *self._others)
 
     def described(self) -> str:
-        """How it adds up, the largest first."""
+        """The parts of the needed memory in GiB as text, the largest first."""
         parts = {name: self.ranks * size for name, size in self.parts.items()}
         parts["the copy a checkpoint is written from"] = self.copy_gb
         largest = sorted(parts.items(), key=lambda part: -part[1])
@@ -141,7 +141,10 @@ class Need:
 
 
 def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Finding]:
-    """Too little in all is a refusal; too little that is free, beside what else runs there, a warning."""
+    """A refusal if the host has too little memory in total; a warning if too little of it is free.
+
+    resumes: whether the run exists, so that its depth cannot change.
+    """
     if not str(facts.get("memory_kb", "")).isdigit():
         return
     total, needed = int(facts["memory_kb"]) / 2**20, need.memory_gb
@@ -172,7 +175,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
 
 
 def limited_gb(limit: str, total_gb: float) -> float:
-    """GiB that a unit may use: systemd's MemoryMax=, such as 8G or 50%, where one is set."""
+    """GiB that a unit may use. limit: systemd's MemoryMax=, such as 8G or 50%; "" for total_gb."""
     match = re.fullmatch(r"(\d+)([KMGT%])", limit)
     if not match:
         return total_gb
@@ -183,7 +186,10 @@ def limited_gb(limit: str, total_gb: float) -> float:
 
 
 def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
-    """Room for checkpoints: without any for two a run cannot replace its first one."""
+    """A warning if the disk has too little space for checkpoints; a refusal if there is none for two.
+
+    Without space for two checkpoints a run cannot replace its first one.
+    """
     disks = facts["disks"]
     if not disks:
         return
@@ -208,7 +214,10 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
 
 
 def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
-    """What matrices are multiplied with; only x86 lists its instructions in enough detail."""
+    """Findings about the matrix instructions of the processor.
+
+    Only x86-64 processors list their instructions in enough detail.
+    """
     flags: Sequence[str] = facts.get("flags", "").split()
     if facts.get("machine") != "x86_64" or not flags:
         return

@@ -1,4 +1,4 @@
-"""How a host is used beside the run: its load, its sleep and power, and who holds what the run needs.
+"""Findings about the use of a host besides the run: load, sleep, power, and processes that hold its ports.
 
 Facts are those of preflight_hosts.py.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
 
-# Chassis types of the SMBIOS specification, and hostnamectl's names: what has a lid or is carried about.
+# Chassis types (SMBIOS) and names of hostnamectl for portable machines.
 LAPTOPS = {"8", "9", "10", "11", "14", "30", "31", "32", "laptop", "convertible", "tablet"}
 SLEEPS = {"suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate", "sleep", "poweroff", "halt"}
 FULL = 0.9  # of the range of ports: ranks may then find none
@@ -21,7 +21,10 @@ Facts = Mapping[str, Any]
 
 
 def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
-    """All findings of all hosts. options: holds_sleep, whether a run keeps its host awake where it may."""
+    """All findings about the use of all hosts.
+
+    options: holds_sleep, whether a run keeps its host awake while it computes.
+    """
     findings: list[Finding] = []
     for host, facts in facts_by_host.items():
         if "unreachable" not in facts:
@@ -34,14 +37,17 @@ def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
 
 
 def holder_of(text: str) -> dict[str, str]:
-    """`PID USER UNIT COMMAND`, as root.sh.j2 describes a process; empty where it is not known."""
+    """{"pid", "user", "unit", "command"} of the text `PID USER UNIT COMMAND` of root.sh.j2.
+
+    Values that are not known are empty.
+    """
     pid, user, unit, command = [*text.split(" ", 3), "", "", "", ""][:4]
     pid, unit = ("" if word == "-" else word for word in (pid, unit))
     return {"pid": pid, "user": user, "unit": unit, "command": command.strip()}
 
 
 def is_ours(unit: str) -> bool:
-    """Whether a unit is the fleet's own. The role launch decides about an active run."""
+    """Whether a unit belongs to nanofleet. The role launch decides about units of active runs."""
     return unit.startswith("nanofleet-")
 
 
@@ -67,7 +73,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _unit(host: str, facts: Facts) -> Iterator[Finding]:
-    """A unit file of the run's name: systemd starts no transient unit in its place."""
+    """A refusal if a unit file has the name of the run's unit: no transient unit of that name can start."""
     path = str(facts.get("unit", ""))
     if path and "/transient/" not in path:
         problem = (
@@ -80,7 +86,7 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _load(host: str, facts: Facts) -> Iterator[Finding]:
-    """More work than cores, which is not a run's of ours."""
+    """A warning if the load exceeds the number of cores and no run of nanofleet is active."""
     load, cores = float(facts.get("load", 0)), int(facts.get("cores", 0))
     if facts["active"] or not cores or load <= cores:
         return
@@ -92,7 +98,10 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
 
 
 def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
-    """What puts the host to sleep; a run holds that back while it computes, if its unit is root's."""
+    """A warning about what puts the host to sleep.
+
+    A run whose unit belongs to root keeps the host awake while it computes.
+    """
     if "masked" in (facts.get("sleep"), facts.get("suspend")):
         return
     lid = facts.get("HandleLidSwitch", "")

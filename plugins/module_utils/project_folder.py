@@ -1,7 +1,7 @@
-"""Where nanofleet reads and writes on the controller, in a checkout and in an installed collection.
+"""Folders on the controller that nanofleet uses, in a checkout and in an installed collection.
 
-Relative paths of settings and labs begin in the checkout; for an installed collection, in the directory in
-which the command is typed. Wheelhouses and the doctor's reports are in the checkout; for an installed
+Relative paths of settings and labs start at the checkout; with an installed collection, at the directory in
+which the command is typed. Wheelhouses and the doctor's reports are in the checkout; with an installed
 collection, in the user's cache. Used on the controller only.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 
 
 def checkout_of(path: str) -> Path | None:
-    """The checkout that a folder of the collection is in, links followed; None in an installed collection.
+    """The checkout that contains `path`, with links resolved; None in an installed collection.
 
-    A checkout has galaxy.yml, which an installed collection has not (it has MANIFEST.json).
+    A checkout has galaxy.yml; an installed collection has MANIFEST.json instead.
     """
     folder = Path(path).resolve()
     for each in (folder, *folder.parents):
@@ -28,18 +28,19 @@ def checkout_of(path: str) -> Path | None:
 
 
 def project_folder(path: str) -> str:
-    """The checkout that a playbook or role is in; for an installed collection, where the command is typed."""
+    """The checkout that contains a playbook or role.
+
+    For an installed collection: the directory in which the command is typed.
+    """
     return str(checkout_of(path) or os.environ.get("PWD") or os.getcwd())
 
 
 def cache_folder(path: str) -> tuple[str, bool]:
-    """The folder for what can be made again, and whether it outlives the machine's temporary files.
+    """(folder for files that can be made again, whether it survives the cleaning of temporary files).
 
-    The checkout; for an installed collection $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. Where that
-    cannot be written (a container without a home), a temporary folder of this user.
-
-    Raises:
-        PermissionError: someone else has made the temporary folder.
+    The folder is the checkout; for an installed collection $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet.
+    If that cannot be written (a container without a home), a temporary folder of this user. Raises
+    PermissionError if the temporary folder belongs to another user.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = checkout_of(path) or Path(cache) / "nanofleet"

@@ -16,7 +16,11 @@ from typing import Any
 
 
 def gemm(torch: Any, dtype: Any, seconds: float) -> float:
-    """GFLOP/s of a matrix product, as large as fits the time: emulated bfloat16 is a hundred times slower."""
+    """GEMM rate of a dtype in GFLOP/s, measured for `seconds` seconds.
+
+    The product grows to at most 2048 x 512 x 2048 while it takes less than an eighth of the time: emulated
+    bfloat16 is a hundred times slower.
+    """
     m, k, n = 256, 512, 2048
     best = 0.0
     while True:
@@ -38,7 +42,11 @@ def gemm(torch: Any, dtype: Any, seconds: float) -> float:
 
 
 def effective_bandwidth(torch: Any, dist: Any, group: Any, size: int, seconds: float) -> float:
-    """Mbit/s each rank sends in all-reduces of fp32 for about so many seconds; ranks agree on how often."""
+    """Mbit/s that each rank sends in all-reduces of float32, measured for about `seconds` seconds.
+
+    size: number of ranks in `group`. All ranks use the same tensor size and number of all-reduces. Raises
+    RuntimeError if a sum is wrong.
+    """
     ones = torch.ones(1 << 18)
     dist.all_reduce(ones, group=group)
     if not bool((ones == size).all()):
@@ -59,7 +67,10 @@ def effective_bandwidth(torch: Any, dist: Any, group: Any, size: int, seconds: f
 
 
 def all_reduces(torch: Any, dist: Any, part: Mapping[str, Any]) -> dict[str, Any]:
-    """The rates of all hosts together and of each pair."""
+    """Effective bandwidths in Mbit/s: {"allreduce_mbit" (all hosts), "pairs" ({"A-B": of ranks A and B})}.
+
+    part: the options of the module doctor_rehearsal.
+    """
     timeout = datetime.timedelta(seconds=part["timeout"])
     size = len(part["hosts"])
     store = dist.TCPStore(
@@ -85,7 +96,10 @@ def all_reduces(torch: Any, dist: Any, part: Mapping[str, Any]) -> dict[str, Any
 
 
 def rehearse(part: Mapping[str, Any]) -> dict[str, Any]:
-    """hosts, torch, gemm_gflops by dtype, allreduce_mbit (all hosts), pairs by "a-b", error."""
+    """hosts, torch, gemm_gflops by dtype, allreduce_mbit (all hosts), pairs by "A-B", error (or "").
+
+    part: the options of the module doctor_rehearsal.
+    """
     found: dict[str, Any] = {
         "hosts": part["hosts"], "gemm_gflops": {}, "allreduce_mbit": None, "pairs": {}, "error": "",
     }  # fmt: skip
@@ -106,7 +120,7 @@ def rehearse(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rehearse_in_child(part: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same in a process of its own; None where an alarm has ended it after `limit` seconds."""
+    """`rehearse` in a child process; None if it did not end within part["limit"] seconds."""
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:

@@ -1,4 +1,4 @@
-"""What reset.yml shows: what each host loses and keeps, and what to type next. Pure functions."""
+"""The report of reset.yml: what each host loses and keeps, and what to type next. Pure functions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CONFIRM = "type the same with -e reset_confirm=true"
 
 
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
-    """What the roles published as ROLE_removed, ROLE_kept or ROLE_left, each once."""
+    """The lines that the roles published as ROLE_removed, ROLE_kept or ROLE_left (`what`), each once."""
     return list(dict.fromkeys(line for role in ROLES for line in variables.get(f"{role}_{what}") or []))
 
 
@@ -24,9 +24,11 @@ def report(
     force: bool = False,
     fleet: Sequence[str] = (),
 ) -> list[str]:
-    """Sentences for the screen. done: whether it was done or only shown; force: active runs stop nothing.
+    """The lines that reset.yml shows.
 
-    fleet: all of its hosts; where it has others than `hosts`, these are released from it.
+    done: whether anything was removed, or only listed. on_controller: folders that stay on the controller.
+    force: whether active runs are ended instead of a refusal. fleet: all hosts of the fleet; if it has others
+    than `hosts`, then `hosts` are released from it.
     """
     lines, kept_anywhere, anything = [], False, False
     for host in hosts:
@@ -65,7 +67,10 @@ def report(
 
 
 def _others(released: Sequence[str], members: Sequence[str], others: Sequence[str]) -> list[str]:
-    """What remains to do about the rest of the fleet. members: those of `released` still in the inventory."""
+    """What remains to do for the hosts that stay in the fleet.
+
+    members: the released hosts that are still in the inventory.
+    """
     lines = []
     if members:
         lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")
@@ -77,7 +82,10 @@ def _others(released: Sequence[str], members: Sequence[str], others: Sequence[st
 
 
 def _refused(active: Mapping[str, Sequence[str]], force: bool, reached: Sequence[str]) -> list[str]:
-    """That it would be refused, or what it would end. reached: the hosts that stop.yml runs on."""
+    """Lines about active runs: whether the reset would refuse or end them.
+
+    active: runs by host. reached: the hosts on which stop.yml can run.
+    """
     runs = list(dict.fromkeys(run for up in active.values() for run in up))
     if not runs:
         return []

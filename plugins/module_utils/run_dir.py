@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What a run's directory on this host holds: heartbeats, metrics, outcome, checkpoints, the runs there are.
+"""Reads the directory of a run on this host (heartbeats, metrics, outcome, checkpoints); lists all runs.
 
 Read-only, standard library only. Used on the hosts by the module run_state.
 """
@@ -31,7 +31,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 PREFIX = "nanofleet-"
 ATTEMPTS = 20
 RUN_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-"""As preflight admits it: a folder of another name is no run."""
+"""Names of runs that preflight allows; a folder with another name is not a run."""
 LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json|prediction\.txt|stop")
 
 
@@ -44,7 +44,7 @@ def names_in(folder: str) -> list[str]:
 
 
 def last_with(path: str, key: str) -> dict[str, Any] | None:
-    """The last JSON line of a file that holds `key`."""
+    """The last JSON line of a file that has the key `key`; None without one."""
     for line in reversed(tail(path)):
         try:
             entry = json.loads(line)
@@ -56,7 +56,7 @@ def last_with(path: str, key: str) -> dict[str, Any] | None:
 
 
 def attempts(path: str) -> list[dict[str, Any]]:
-    """The attempts the trainer has written down, oldest first."""
+    """The last 20 attempts that the trainer recorded in attempts.jsonl (`path`), oldest first."""
     found = []
     for line in tail(path)[-ATTEMPTS:]:
         with contextlib.suppress(ValueError):
@@ -72,6 +72,11 @@ def ended_ranks(run_dir: str) -> set[Any]:
 
 
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
+    """Each heartbeat-RANK.json as a dict, in rank order. now: Unix time.
+
+    It also has over (the rank has ended), process (process_state), before (it is of an earlier attempt) and
+    age (seconds since it was written).
+    """
     found = []
     ended = ended_ranks(run_dir)
     # torchrun may take its time to end after its ranks have.
@@ -90,7 +95,10 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
 
 
 def newest_checkpoint(run_dir: str) -> str | None:
-    """The newest checkpoint with a meta.json, which is written last."""
+    """The newest complete checkpoint, as a path relative to `run_dir`; None without one.
+
+    A complete checkpoint has meta.json, which is written last.
+    """
     folder = os.path.join(run_dir, "checkpoints")
     for name in reversed(names_in(folder)):
         if re.fullmatch(r"step_[0-9]+", name) and os.path.exists(os.path.join(folder, name, "meta.json")):
@@ -101,7 +109,7 @@ def newest_checkpoint(run_dir: str) -> str | None:
 def rebooted_since(
     run_dir: str, unit: Unit, beats: list[dict[str, Any]], outcome: dict[str, Any], now: float
 ) -> float | None:
-    """When the host came up, if the last attempt was before and its unit went with the host, unasked."""
+    """Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None."""
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
     signs = [*(beat.get("time") for beat in beats), outcome.get("time"), *(one.get("began") for one in begun)]
     last = max((float(sign) for sign in signs if sign), default=None)
@@ -111,7 +119,7 @@ def rebooted_since(
 
 
 def links(run_dir: str) -> dict[str, str]:
-    """The links in the run directory and where they lead; a run makes none."""
+    """{path: target} of the symbolic links in the run directory, to which a run writes only real files."""
     found = {}
     for path in (os.path.join(run_dir, name) for name in names_in(run_dir) if not LEFTOVER.fullmatch(name)):
         if os.path.islink(path):
@@ -121,7 +129,7 @@ def links(run_dir: str) -> dict[str, str]:
 
 
 def modified(path: str) -> float | None:
-    """When a file was written, or None where it has just been removed."""
+    """Unix time of a file's last modification; None if the file does not exist."""
     try:
         return os.stat(path).st_mtime
     except OSError:

@@ -1,4 +1,4 @@
-"""Whether all hosts of a run are set up, and alike: sentences for the action run_plan."""
+"""Messages of the action run_plan about hosts that are not set up, or not set up alike."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any
 
 
 def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) -> str:
-    """A sentence on the hosts that lack the environment or the dataset, or an empty string."""
+    """A message about the hosts that lack the environment or the dataset; "" if none does.
+
+    environments: host -> installed environment, or empty. manifests: host -> digest of its manifest, or "".
+    """
     lacks = {
         "Python environment": [host for host, installed in environments.items() if not installed],
         "dataset": [host for host in environments if not manifests[host]],
@@ -17,7 +20,7 @@ def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) ->
 
 
 def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
-    """A sentence on what differs between the hosts' installations, or an empty string.
+    """A message about differences between the hosts' installations; "" if there are none.
 
     installed: host -> what installed_environment read there; digest: of this checkout's trainer.
     """

@@ -1,6 +1,6 @@
-"""What logs.yml and fetch.yml show: all hosts' lines in the order of their times, the first error above.
+"""The text of logs.yml and fetch.yml: the lines of all hosts by time, with the first error above.
 
-Lines come from the module run_log. Used by the action plugin follow_log too.
+The lines come from the module run_log. The action plugin follow_log uses this file too.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report 
 
 Line = Mapping[str, Any]
 LINES_AT_MOST = 50_000
-"""As preflight admits them (log_lines in roles/preflight/vars/declared_settings.yml)."""
+"""The most that preflight allows (log_lines in roles/preflight/vars/declared_settings.yml)."""
 
 
 def rendered(host: str, line: Line, dated: bool = False) -> str:
-    """One line of the merged log: time, host:rank, text."""
+    """One line of the merged log: time, host:rank, text. dated: whether the time includes the date."""
     moment = line.get("time")
     form = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
     at = time.strftime(form, time.localtime(moment)) if moment else "-" * (19 if dated else 8)
@@ -31,9 +31,10 @@ def merged_logs(
     newest: int = 100,
     states: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> str:
-    """All hosts' lines as one text, how the run ended last.
+    """The text of logs.yml: the newest lines of all hosts by time, with the outcome of the run at the end.
 
-    by_host: host -> result of run_log in rank order; states: of run_state.
+    by_host: host -> result of run_log, in rank order. newest: number of lines. states: host -> result of
+    run_state.
     """
     read = {host: result for host, result in by_host.items() if "lines" in result}
     lines = sorted(_timed(read), key=lambda entry: entry[0])[-newest:]
@@ -62,7 +63,7 @@ def merged_logs(
 
 
 def _timed(read: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str, Line]]:
-    """Every line with a time to sort by: one without has that of the line before it on its host."""
+    """(time, host, line) of every line. A line without a time has that of the previous line of its host."""
     for host, result in read.items():
         moment = 0.0
         for line in result["lines"]:
@@ -71,7 +72,7 @@ def _timed(read: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[float, str, 
 
 
 def _first_error(read: Mapping[str, Mapping[str, Any]], dated: bool) -> list[str]:
-    """The error that came first of all hosts', whose followers are only its echo."""
+    """The lines of the earliest error on any host. Errors on other hosts usually follow from it."""
     errors = {host: result["error"] for host, result in read.items() if result.get("error")}
     if not errors:
         return []
@@ -82,7 +83,11 @@ def _first_error(read: Mapping[str, Mapping[str, Any]], dated: bool) -> list[str
 def fetched(
     by_host: Mapping[str, Mapping[str, Any]], states: Mapping[str, Mapping[str, Any]], folder: str
 ) -> str:
-    """What fetch.yml has brought. by_host: host -> result of run_files; states: of run_state."""
+    """The text that fetch.yml prints: files, size and folder of each host, and how to use a checkpoint.
+
+    by_host: host -> result of the module run_files. states: host -> result of the module run_state. folder:
+    the target on the controller.
+    """
     lines = []
     for host, result in by_host.items():
         if "files" in result:

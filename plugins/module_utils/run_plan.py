@@ -1,6 +1,6 @@
-"""What train.yml decides on the controller: the run's configuration and name, and whether it may start.
+"""Decisions of train.yml on the controller: configuration and name of a run, and whether it may start.
 
-Pure functions of results of the module run_state, in rank order: tested without a host.
+Pure functions of results of the module run_state in rank order, so that tests need no host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ Ends = dict[str, list[str]]
 
 
 def run_name(given: Mapping[str, Any], run_id: str = "") -> str:
-    """The run's name: the one asked for, else the default of its configuration."""
+    """`run_id` if it is set, else the default name for the configuration. given: settings of the run.
+
+    Raises AnsibleFilterError for settings that RunConfig refuses.
+    """
     try:
         return run_id or str(trainer.RunConfig.from_strings(given).default_run_id())
     except trainer.ConfigError as error:
@@ -36,13 +39,13 @@ def plan_run(
     shares: str = "",
     nproc_per_node: int = 1,
 ) -> dict[str, Any]:
-    """Decide what to do about the run that was asked for.
+    """The decision about the run that was asked for: start, resume, none or refuse.
 
-    given: settings as given; run_id: as asked, empty for the default; states: of every host in rank order;
-    shares: as asked (auto, equal, or rows by rank), empty for those of an earlier attempt.
-    Returns {"run_id", "file" (the run file), "action": start, resume, none or refuse, "message", "ends",
-    "saves"}: `ends` are the units to be ended first, by host, because no run can come of them any more;
-    `saves` is whether the run is asked to save before.
+    given: settings that were set; run_id: name that was asked for, "" for the default; states: results of
+    run_state of `hosts`, in rank order; shares: auto, equal or rows by rank, "" for those of an earlier
+    attempt. Returns {"run_id", "file" (content of run.json; None on refuse), "action", "message", "ends"
+    (host -> units that cannot continue and are ended first), "saves" (whether the run is asked to save before
+    that)}.
     """
     name = run_id
     try:
@@ -88,15 +91,19 @@ def plan_run(
 
 
 def _own_hosts(before: Mapping[str, Any], hosts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The hosts of a run, and the hosts that they were chosen from."""
+    """(hosts of the run, hosts that sync=auto chose them from; [] without such a choice).
+
+    before: the run file of an earlier attempt, or {}.
+    """
     chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
     return (own, chosen_from) if chosen_from and set(own) <= set(hosts) else (list(hosts), [])
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
-    """The action, what to say about it, and the units to be ended before. Raises refusals.RefusedError.
+    """(action, message, units to end first by host). Raises refusals.RefusedError.
 
-    fleet: the state of every host, also of those that sync=auto did not choose.
+    stored: the run file of an earlier attempt, or None. fleet: the state of every host, including those that
+    sync=auto did not choose.
     """
     name = run_file.run_id
     before, dropped = _settings_before(run_file, stored)
@@ -144,7 +151,7 @@ def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None
 
 
 def _settings_before(run_file: Any, stored: State | None) -> tuple[Any, list[str]]:
-    """The configuration of an earlier attempt, else this one; a note on settings that are no longer there."""
+    """(configuration of the earlier attempt, else the new one; notes on settings that no longer exist)."""
     if not stored:
         return run_file.config, []
     before, unknown = trainer.RunConfig.load(stored["config"])
@@ -153,12 +160,12 @@ def _settings_before(run_file: Any, stored: State | None) -> tuple[Any, list[str
 
 
 def _horizon(config: Any, before: Any) -> list[str]:
-    """What is asked for otherwise of a run's length."""
+    """The settings of the run's length that differ from `before`, as texts."""
     return list(config.differences(before, trainer.HORIZON))
 
 
 def _says_changed(run_file: Any, before: Any, steps_before: int, state: State) -> Iterator[str]:
-    """What a run that is resumed does otherwise than before; state: the coordinator's."""
+    """Sentences about the settings that a resumed run changes. state: of the coordinator."""
     config = run_file.config
     if _horizon(config, before) and steps_before and config.num_iterations:
         if config.num_iterations > steps_before:
@@ -173,7 +180,7 @@ def _says_changed(run_file: Any, before: Any, steps_before: int, state: State) -
 
 
 def _says_waits(run_file: Any, before: Any) -> str:
-    """What is asked for and takes effect only when the active run starts again."""
+    """A sentence about changed settings that take effect when the active run is restarted; else empty."""
     changed = run_file.config.differences(before, *trainer.MUTABLE)
     if not changed:
         return ""
@@ -181,9 +188,10 @@ def _says_waits(run_file: Any, before: Any) -> str:
 
 
 def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts: Mapping[str, State]) -> str:
-    """Why the units that are up are ended and the run resumed, or an empty string where it is left alone.
+    """Why the active units are ended and the run is resumed; "" if the active run is left alone.
 
-    A run that trains is left alone. One that lacks a host cannot train: its units wait for it in vain.
+    A run that trains is left alone. A run whose unit is missing on a host cannot train: the other hosts wait
+    for that host. Raises RefusedError if the coordinator has lost the run directory.
     """
     before = list(stored.get("hosts") or run_file.hosts)
     missing = [host for host in before if host in hosts and host not in active]
@@ -225,14 +233,20 @@ def _says_taken_over(run_file: Any, stored: State, active: Sequence[str], hosts:
 
 
 def _cannot_start(state: State) -> bool:
-    """Whether systemd fails to start the unit again, by its result or by an exit status of its own."""
+    """Whether systemd cannot start the unit again.
+
+    Then its result is `resources`, or its exit status is one of systemd's own (200 to 243).
+    """
     unit = state["unit"]
     waits = bool(state.get("between"))
     return waits and (unit.get("result") == "resources" or 200 <= unit.get("exit_status", 0) < 244)
 
 
 def _trains(state: State) -> bool:
-    """Whether the ranks of a host are at work: they have made a step in this attempt, not long ago."""
+    """Whether the ranks of a host train.
+
+    They made a step in this attempt, their heartbeats are recent, and none of them reports a delay.
+    """
     beats = state.get("heartbeats", [])
     slow = max([float(beat.get("step_seconds") or 0) for beat in beats], default=0.0)
     fresh = all(beat.get("age", 0.0) < max(30.0, 5 * slow) and not beat.get("blame") for beat in beats)
@@ -240,7 +254,10 @@ def _trains(state: State) -> bool:
 
 
 def _left_by_ended_runs(fleet: Mapping[str, State], unit: str) -> Ends:
-    """Units that are up of runs that somebody stopped, or that ended for good, while their host was away."""
+    """{host: active units} of runs that have ended on the other hosts.
+
+    Such a host was unreachable when its run was stopped or ended for good.
+    """
     left: Ends = {}
     for host, state in fleet.items():
         for other in state.get("active_units", []):
@@ -297,7 +314,10 @@ def trainer_digest() -> str:
 
 
 def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan of a run that is transferred to one host: run file, message, units to end."""
+    """`plan` for a run that is transferred to one host: run file, message, units to end, step_seconds.
+
+    transfer: result of run_summary.transferred.
+    """
     hosts, host, run_id = plan["file"]["hosts"], transfer["host"], plan["run_id"]
     free = ", ".join(each for each in hosts if each != host)
     goes = f"So the run {run_id} goes to {host} alone{f'; {free} is free' * bool(free)}."

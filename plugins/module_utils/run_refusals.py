@@ -1,4 +1,4 @@
-"""Why train.yml refuses to start a run, and what to type instead. Pure functions of the hosts' states."""
+"""The reasons why train.yml refuses a run, each with what to type. Pure functions of the hosts' states."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ Ends = dict[str, list[str]]
 
 
 class RefusedError(Exception):
-    """The run must not start; the message is for the person."""
+    """The run must not start. The text of the error is the message for the person."""
 
 
 def refuse_another_identity(run_file: Any, before: Any) -> None:
-    """What defines the result of a run stays as it is."""
+    """Raise RefusedError if a setting that defines the result of the run has changed."""
     differing = run_file.config.differences(before, trainer.IDENTITY)
     if differing:
         names = " and ".join(change.split()[0] for change in differing)
@@ -28,7 +28,7 @@ def refuse_another_identity(run_file: Any, before: Any) -> None:
 
 
 def refuse_shorter(run_file: Any, steps_before: int) -> None:
-    """The rates of the steps that are done have followed the length of the run."""
+    """Raise RefusedError if the run would become shorter: its learning rates follow the longer length."""
     steps = run_file.config.num_iterations
     if 0 < steps < steps_before:
         raise RefusedError(
@@ -39,6 +39,10 @@ def refuse_shorter(run_file: Any, steps_before: int) -> None:
 
 
 def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
+    """Raise RefusedError if another run is active on a host, or if the rendezvous store's port is held.
+
+    own: state by host, the coordinator first. unit: of the run. ends: units that are ended first, by host.
+    """
     for host, state in own.items():
         for other in state.get("active_units", []):
             if other in ends.get(host, []):
@@ -61,7 +65,10 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
 
 
 def busy(state: State, host: str, run_id: str) -> str:
-    """Why a host cannot take a run: another run is active there, or the port is held; else empty."""
+    """Why a host cannot take the run, as a message; "" if it can.
+
+    Another run is active there, or a process holds the rendezvous store's port.
+    """
     unit = f"nanofleet-{run_id}.service"
     try:
         refuse_other_holders({host: state}, unit, {host: [unit]})
@@ -71,6 +78,7 @@ def busy(state: State, host: str, run_id: str) -> str:
 
 
 def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
+    """Raise RefusedError if only a host other than the coordinator has checkpoints of the run."""
     first = next(iter(own))
     if own[first].get("checkpoint"):
         return

@@ -1,6 +1,6 @@
-"""What train.yml and stop.yml say about a run: plain text made from the module run_state's results.
+"""The messages of train.yml and stop.yml about a run: plain text made from results of the module run_state.
 
-The words that status.yml shares with them stand here too; its screen is run_status.py.
+Parts that status.yml shares are here too; its screen is in run_status.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
 """Columns whose cells stand to the right."""
 GFLOPS_A_THREAD = 40
-"""Of a whole training step on an ordinary core, from measured d8 steps; only for a first guess."""
+"""GFLOP/s per core in a whole training step, from measured steps of depth 8; for an estimate only."""
 USUAL_VOCABULARY = 32_768
 
 
@@ -44,13 +44,16 @@ def table(
 
 
 def screen(lines: Sequence[str]) -> str:
-    """One text that YAML output shows as it is: no tabs, blanks at the end, emoji, control characters."""
+    """Lines as one text that YAML output prints unchanged.
+
+    It has no tabs, trailing blanks, emoji or control characters.
+    """
     kept = ("".join(c for c in line.expandtabs() if c.isprintable() and c < "\ufe00") for line in lines)
     return "\n".join(line.rstrip() for line in kept).rstrip()
 
 
 def unit_word(state: State) -> str:
-    """The state of the unit, in one or two words."""
+    """The state of a unit in one or two words: active, failed (RESULT), rebooted, restarting and others."""
     unit = state["unit"]
     if state["failed_unit"]:
         result = unit.get("result")
@@ -61,7 +64,7 @@ def unit_word(state: State) -> str:
 
 
 def standing(found: Mapping[str, State]) -> list[str]:
-    """What the run has come to: its last evaluation and its last checkpoint."""
+    """Lines about the last evaluation and the last checkpoint of a run. found: hosts that have the run."""
     lines = []
     evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
     if evaluation:
@@ -77,7 +80,10 @@ def standing(found: Mapping[str, State]) -> list[str]:
 
 
 def ending(found: Mapping[str, State]) -> list[str]:
-    """How the run ended: once where all hosts agree or the end is good, else by host."""
+    """Lines about the outcome of a run: one per outcome and reason, with its hosts.
+
+    One line without hosts if all hosts agree, or if all have finished or all were stopped.
+    """
     ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
     by_end: dict[tuple[str, str], list[str]] = {}
     for host, outcome in ended.items():
@@ -92,7 +98,7 @@ def ending(found: Mapping[str, State]) -> list[str]:
 
 
 def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for every other active run."""
+    """A line for each active run other than `run_id`, with the command that ends it."""
     return [
         f"Also active: run {other} on {', '.join(hosts)}. End it: ansible-playbook stop.yml -e run_id={other}"
         for other, hosts in active_runs(states).items()
@@ -101,7 +107,7 @@ def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def errors_of(states: Mapping[str, State]) -> list[str]:
-    """The first error's log lines of every host that has one, unless its outcome is all they say."""
+    """The first error in each host's log. Left out if the outcome is the same text."""
     lines: list[str] = []
     for host, state in answered(states).items():
         outcome = state["outcome"] or {}
@@ -117,7 +123,7 @@ def errors_of(states: Mapping[str, State]) -> list[str]:
 
 
 def _last_seen(state: State) -> str:
-    """Where the rank of a host was, if it is one."""
+    """Phase and last step of the host's rank, as text; empty if the host has several ranks or none."""
     beats = [beat for beat in state["heartbeats"] if not beat.get("before")]
     if len(beats) != 1 or not beats[0].get("phase"):
         return ""
@@ -125,9 +131,9 @@ def _last_seen(state: State) -> str:
 
 
 def failure(states: Mapping[str, State], run_id: str) -> str:
-    """Why a start failed: every host's first error, then the cause in a sentence that names the host.
+    """The message for a failed start: first error of each host, the cause with host names, what to type.
 
-    The hosts come in the order in which their units ended: the first of them is where to look.
+    Hosts come in the order in which their units ended: the first one is the most likely cause.
     """
     never = float("inf")
     ended = {host: (is_over(s) and s["unit"].get("since")) or never for host, s in answered(states).items()}
@@ -157,7 +163,7 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
 
 
 def started(states: Mapping[str, State], run_id: str) -> str:
-    """What train.yml reports once every rank has made a step: the prediction, and the measured speed."""
+    """The message of train.yml after every rank's first step: prediction, step, loss, speed, commands."""
     beat = rank_zero(states)
     parts = [f"step {beat.get('step')} of {beat.get('num_iterations')}"]
     if beat.get("loss") is not None:
@@ -174,7 +180,7 @@ def started(states: Mapping[str, State], run_id: str) -> str:
 
 
 def idle(states: Mapping[str, State], run_id: str) -> str:
-    """That there is nothing to stop, and where."""
+    """The message that no run, or not the run `run_id`, is active on the hosts that answered."""
     reached = answered(states)
     if not reached:
         return "No host answered."
@@ -186,7 +192,7 @@ def idle(states: Mapping[str, State], run_id: str) -> str:
 
 
 def stop_expected(states: Mapping[str, State], run_id: str) -> str:
-    """What a stop that saves will take, or that there is nothing to stop: reported before it begins."""
+    """How long a stop that saves will take, or that nothing is active; shown before the stop begins."""
     if all(state["ended"] for state in answered(states).values()):
         return idle(states, run_id)
     beat = rank_zero(states)
@@ -209,7 +215,11 @@ def stopped(
     ended: Mapping[str, Sequence[Any]],
     at_once: Mapping[str, str] | None = None,
 ) -> str:
-    """The report of a stop. ended: host -> processes that systemctl had to end; at_once: host -> its run."""
+    """The report of stop.yml.
+
+    ended: host -> processes that were in the unit when it was stopped. at_once: host -> run that was ended
+    without saving.
+    """
     reached = answered(states)
     alone = transferred_to(reached)
     rows = []
@@ -236,12 +246,15 @@ def stopped(
 
 
 def starting(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """What is about to start, and how long it may take. states, threads: of every host in rank order."""
+    """The message before a start: run, hosts, first step, expected duration. plan: result of plan_run.
+
+    states, threads: of every host in rank order.
+    """
     return f"{begins(plan, states)} {expected(plan, states, threads)}"
 
 
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
-    """What is about to be started, and from which step. states: of every host in rank order."""
+    """The run that is about to start, its hosts and its first step. states: of every host in rank order."""
     alone = " alone (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
     run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{alone}"
     if plan["action"] != "resume":
@@ -254,12 +267,15 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
 
 
 def checkpoint_step(state: State) -> int:
-    """The step of a host's last checkpoint; 0 if it has none."""
+    """The step of the newest checkpoint on a host; 0 without one."""
     return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """How long the run may take, in a sentence: by an equal run's measured rate, else by a rough figure."""
+    """A sentence about the expected duration of the run.
+
+    It uses the ranks' prediction, else the measured rate of an equal run, else a rough estimate.
+    """
     config = plan["file"]["config"]
     tokens, steps = config["total_batch_size"], config["num_iterations"]
     shape = ("depth", "aspect_ratio", "sequence_len", "total_batch_size", "dtype", "sync")
@@ -286,14 +302,14 @@ def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence
 
 
 def _flops_per_token(config: Mapping[str, Any]) -> float:
-    """Six per weight and the attention over whole contexts; near enough for a guess."""
+    """FLOP per token: six per weight, and attention over full contexts. For an estimate only."""
     width = -(-config["depth"] * config["aspect_ratio"] // config["head_dim"]) * config["head_dim"]
     weights = 12 * config["depth"] * width**2 + USUAL_VOCABULARY * width
     return 6 * weights + 12 * config["depth"] * width * config["sequence_len"]
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds in words: 1.8 s, 2m34s, 3h05m, 2d04h."""
+    """Seconds as text: 1.8 s, 2m34s, 3h05m, 2d04h; - for None."""
     if seconds is None:
         return "-"
     if 0 < seconds < 0.095:

@@ -1,6 +1,6 @@
-"""What status.yml and the console show: one screen on a run, plain text made from run_state's results.
+"""The screen of status.yml and the console about one run: plain text made from results of run_state.
 
-Figures that a rank does not give (an older trainer, a host without sensors) are left out, never guessed.
+A figure that a rank does not publish (an older trainer, a host without sensors) is left out.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ State = Mapping[str, Any]
 Beat = Mapping[str, Any]
 
 UNREACHED = re.compile(r"rank \d+ \(([^)\s]+)\):? (?:it )?cannot be reached", re.IGNORECASE)
-"""How a rank says that it does not reach another one, and the host of that one."""
+"""Matches the message of a rank that cannot reach another one; the group is the host of that one."""
 STEP_PHASES = ("data", "forward", "backward", "sync", "optimizer")
 LINGER_SECONDS = 10.0
-"""In one of these phases for longer, and for three steps, a rank does not get on."""
+"""A rank that is in one of STEP_PHASES for longer than this, and than three steps, makes no progress."""
 HEADER = ("host", "unit", "rank", "phase", "step", "loss", "sync", "temp", "last beat")
 FROZEN_SECONDS = 10.0
-"""A rank beats every second from a thread of its own: one that is silent for so long does not run."""
+"""A thread of each rank publishes its run status every second. A rank silent for longer does not run."""
 USUAL_STALL_SECONDS = 60.0
 LATE_STEPS = 5
-"""As the trainer's watchdog has them: after how long a step is late, and how many usual steps that is."""
+"""Equal to the trainer's watchdog: a step is late after so many seconds, and so many usual steps."""
 STALE_SECONDS = 60.0
 RETURN_SECONDS = 180.0
-"""Within this time after its boot a host has started its run again."""
+"""Seconds after its boot within which a host starts its run again."""
 SHOWN_ATTEMPTS = 5
 
 
 def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
-    """One screen on a run. states: host -> result of run_state in rank order, all asked about run_id."""
+    """The screen of status.yml about one run. states: host -> result of run_state in rank order.
+
+    run_id: the run that was asked for, "" for none. tracker_uri: address of the MLflow page, "" for none.
+    """
     reached = facts.answered(states)
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
@@ -52,9 +55,9 @@ def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: st
 def hosts_and_facts(
     states: Mapping[str, State], run_id: str, tracker_uri: str = "", errors: bool = False
 ) -> list[str]:
-    """The screen without its title: a row for each rank, the diagnosis, speed, progress, how it ended.
+    """The screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
 
-    errors: with the errors of its logs.
+    errors: whether the errors in the logs are included.
     """
     reached = facts.answered(states)
     missing = [host for host in states if host not in reached]
@@ -79,7 +82,7 @@ def hosts_and_facts(
         + _about(found, tracker_uri)
     )
     lines += _again(found, run_id)
-    # Who has asked for a run that is not there wants none ended.
+    # Without the run that was asked for, no command that ends another one is shown.
     lines += text.others_active(states, run_id) if found or not run_id else []
     shown = text.errors_of(found) if errors else []
     over = text.ending({host: state for host, state in found.items() if state["ended"]})
@@ -87,7 +90,7 @@ def hosts_and_facts(
 
 
 def lacking(states: Mapping[str, State]) -> list[str]:
-    """The hosts whose run directory is gone under a run that is active, on them or on the others."""
+    """The hosts whose run directory is missing although the run is active on them or on other hosts."""
     reached = facts.answered(states)
     found = [state for state in reached.values() if state["found"] and not state["ended"]]
     named = {host for state in found for host in (state["run_file"] or {}).get("hosts") or []}
@@ -100,7 +103,7 @@ def lacking(states: Mapping[str, State]) -> list[str]:
 
 
 def _gone(reached: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for each of them, with what puts the directory back."""
+    """A line for each host whose run directory is missing, with the command that restores it."""
     return [
         f"Missing:     {reached[host]['run_dir']} on {host}, where the unit is "
         f"{text.unit_word(reached[host])}. Put it back: ansible-playbook train.yml -e run_id={run_id}"
@@ -109,7 +112,7 @@ def _gone(reached: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def _again(found: Mapping[str, State], run_id: str) -> list[str]:
-    """What takes a run up again that is over before its end."""
+    """The command that resumes a run that ended before its last step; [] if there is no such run."""
     ends = {(state["outcome"] or {}).get("outcome") for state in found.values()}
     if not found or "finished" in ends or any(not s["ended"] or s.get("rebooted") for s in found.values()):
         return []
@@ -117,7 +120,7 @@ def _again(found: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def _unknown(reached: Mapping[str, State], run_id: str) -> str:
-    """That there is no such run, with the one that was perhaps meant."""
+    """The message that no run has this name, with the most similar name and all known runs."""
     runs = {run["run_id"]: run.get("active") for state in reached.values() for run in state["runs"]}
     near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)
     meant = f" Did you mean {near[0]}?" if near else ""
@@ -126,7 +129,7 @@ def _unknown(reached: Mapping[str, State], run_id: str) -> str:
 
 
 def _title(found: Mapping[str, State], run_id: str) -> str:
-    """The run, and how far it is."""
+    """The name of the run and its progress."""
     beat = facts.rank_zero(found)
     step, last = beat.get("step"), beat.get("num_iterations")
     if step is None or not last:
@@ -135,9 +138,9 @@ def _title(found: Mapping[str, State], run_id: str) -> str:
 
 
 def host_rows(host: str, state: State, run_id: str, alone: str = "", gone: bool = False) -> list[list[str]]:
-    """The table's rows of one host: one a rank, or one with the reason why there is none.
+    """The rows of one host: one per rank, or a single row that shows why there is none.
 
-    alone: the host to which the run was transferred, if any; gone: whether the run directory is missing.
+    alone: the host to which the run was transferred, or ""; gone: whether the run directory is missing.
     """
     blank = ["-"] * (len(HEADER) - 2)
     if facts.unreachable(state):
@@ -153,7 +156,7 @@ def host_rows(host: str, state: State, run_id: str, alone: str = "", gone: bool 
 
 
 def _instead(beat: Beat, state: State) -> dict[str, Any]:
-    """What is shown instead of the last words of a rank whose attempt is over, or that does not get on."""
+    """The fields that replace those of a heartbeat if its rank has ended or makes no progress."""
     if beat.get("before"):
         return {"phase": starts(state)[0], "loss": None}
     if state["ended"]:
@@ -166,18 +169,18 @@ def _instead(beat: Beat, state: State) -> dict[str, Any]:
 
 
 def is_under_way(beat: Beat, state: State) -> bool:
-    """Whether a heartbeat is of the attempt that the unit is at, and of a rank that has not ended."""
+    """Whether a heartbeat belongs to the present attempt and its rank has not ended."""
     return not (beat.get("before") or beat.get("over") or facts.is_over(state))
 
 
 def is_starting(state: State) -> bool:
-    """Whether the unit is active and no rank of its attempt has published its run status yet."""
+    """Whether the unit is active and no rank of the present attempt has published its run status yet."""
     up = not facts.is_over(state) and state["unit"]["active_state"] in ("activating", "active")
     return up and all(beat.get("before") for beat in state["heartbeats"])
 
 
 def starts(state: State) -> tuple[str, float | None]:
-    """What a host is at before its ranks' first heartbeat, and since when."""
+    """(what a host does before the first heartbeat of its ranks, Unix time at which that began or None)."""
     since = state["unit"].get("since")
     began = state.get("began")
     if began is not None and began >= (since or 0.0) - 1:
@@ -186,7 +189,7 @@ def starts(state: State) -> tuple[str, float | None]:
 
 
 def starting(found: Mapping[str, State]) -> list[str]:
-    """A line for each host whose ranks load: on a cold disk that takes a minute or two."""
+    """A line for each host whose ranks are loading, which takes a minute or two on a cold disk."""
     lines = []
     for host, state in found.items():
         if is_starting(state):
@@ -201,7 +204,7 @@ def starting(found: Mapping[str, State]) -> list[str]:
 
 
 def is_frozen(beat: Beat, state: State) -> bool:
-    """Whether a rank should beat and does not."""
+    """Whether a rank of the present attempt has published nothing for FROZEN_SECONDS."""
     # Only a trainer whose heart beats on its own says when it entered its phase.
     beats = beat.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
     late = beats and beat["age"] > FROZEN_SECONDS and beat.get("phase") != "done"
@@ -209,7 +212,7 @@ def is_frozen(beat: Beat, state: State) -> bool:
 
 
 def lingers(beat: Beat) -> float | None:
-    """For how many seconds a rank has been in a part of a step, where that is long for a step of this run."""
+    """Seconds that a rank has spent in one phase of a step, if too long (LINGER_SECONDS); else None."""
     if beat.get("entered") is None or beat.get("time") is None or beat.get("phase") not in STEP_PHASES:
         return None
     seconds = max(0.0, beat["time"] - beat["entered"]) + beat["age"]
@@ -217,7 +220,7 @@ def lingers(beat: Beat) -> float | None:
 
 
 def is_training(found: Mapping[str, State]) -> bool:
-    """Whether the ranks of all hosts that answer are at work: else the last pace is no more true."""
+    """Whether all ranks of these hosts make progress. If not, their last speed is out of date."""
     return all(
         state["heartbeats"]
         and all(
@@ -242,14 +245,14 @@ def _beat_cells(beat: Beat) -> list[str]:
 
 
 def rebooted(found: Mapping[str, State]) -> dict[str, float]:
-    """The hosts that came up again without the unit of a run that somebody still wants, and when."""
+    """{host: Unix time of its boot} of hosts whose boot ended the unit of a run that is still wanted."""
     if any((state["outcome"] or {}).get("settled") for state in found.values()):
         return {}
     return {host: state["rebooted"] for host, state in found.items() if state.get("rebooted")}
 
 
 def returning(found: Mapping[str, State]) -> list[str]:
-    """Those of them that start the run again by themselves, just now."""
+    """The hosts in `rebooted` that are starting the run again by themselves (within RETURN_SECONDS)."""
     return [
         host
         for host, moment in rebooted(found).items()
@@ -258,7 +261,7 @@ def returning(found: Mapping[str, State]) -> list[str]:
 
 
 def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for each such host, with what puts it back."""
+    """A line for each host in `rebooted`, with the command that starts the run there again."""
     return [
         f"Rebooted:    {host} at {time.strftime('%a %H:%M:%S', time.localtime(moment))}, which ended the "
         + (
@@ -271,7 +274,7 @@ def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def silences(found: Mapping[str, State]) -> list[str]:
-    """A line for each rank that delays the run or warns, and for each whose run status is late."""
+    """Lines about frozen ranks, warnings of ranks, diagnoses of delays, and broken paths between hosts."""
     lines = []
     for host, state in found.items():
         for beat in state["heartbeats"]:
@@ -287,7 +290,7 @@ def silences(found: Mapping[str, State]) -> list[str]:
 
 
 def _between(found: Mapping[str, State]) -> list[str]:
-    """Hosts that the others do not reach and that have answered here since: their path is broken."""
+    """Lines about hosts that the controller reaches and their peers do not: a path between them is broken."""
     unreached_at: dict[str, float] = {}
     for state in found.values():
         outcome = state["outcome"] or {}
@@ -297,7 +300,7 @@ def _between(found: Mapping[str, State]) -> list[str]:
             for beat in up
             if beat["age"] <= FROZEN_SECONDS
         ]
-        # What was before may be long mended.
+        # The outcome of an ended run may be old and its cause fixed.
         reported += [] if state["ended"] else [(str(outcome.get("reason")), outcome.get("time") or 0.0)]
         for line, at in reported:
             for host in UNREACHED.findall(line):
@@ -311,7 +314,7 @@ def _between(found: Mapping[str, State]) -> list[str]:
 
 
 def _remedy(beat: Beat, host: str, found: Mapping[str, State]) -> str:
-    """Why a rank stands still, and what to type; or that nothing has to be."""
+    """Why a rank is frozen, and the command that continues it or that none is needed; ends a sentence."""
     unit = found[host]["unit"]
     systemctl = "systemctl --user" if unit.get("scope") == "user" else "sudo systemctl"
     command = f"{systemctl} kill -s CONT nanofleet-{found[host]['run_id']}"
@@ -326,7 +329,7 @@ def _remedy(beat: Beat, host: str, found: Mapping[str, State]) -> str:
 
 
 def _given_up(beat: Beat, host: str, found: Mapping[str, State]) -> str:
-    """What becomes by itself of a rank that stands still."""
+    """What a frozen rank and the other ranks will do without a command; ends a sentence."""
     itself = "it ends and starts again by itself, once its host lets it"
     if (beat.get("world_size") or 1) < 2:
         return "it continues by itself, once its host lets it."
@@ -341,7 +344,7 @@ def _given_up(beat: Beat, host: str, found: Mapping[str, State]) -> str:
 
 
 def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
-    """What stands below the table: how fast, how far, where things are."""
+    """The lines below the table: speed, time left, evaluation, checkpoint, attempts, tracker."""
     lines = []
     if any(not state["ended"] for state in found.values()):
         beat = facts.rank_zero(found)
@@ -361,7 +364,7 @@ def _about(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
 
 
 def _pace(beat: Beat) -> list[str]:
-    """Speed now and on average, and the time left."""
+    """Lines about the present speed, the average speed and the time left. beat: heartbeat of rank 0."""
     now, average, left = (beat.get(name) for name in ("tok_per_s", "tok_per_s_average", "eta_seconds"))
     lines = []
     if now is not None:
@@ -375,7 +378,7 @@ def _pace(beat: Beat) -> list[str]:
 
 
 def _attempts(found: Mapping[str, State]) -> list[str]:
-    """The attempts of the run so far and how each ended, as the first host in rank order keeps them."""
+    """Lines about the attempts that have ended, from the first host in rank order that recorded any."""
     attempts: list[Mapping[str, Any]] = next(
         (s["past_attempts"] for s in found.values() if s["past_attempts"]), []
     )

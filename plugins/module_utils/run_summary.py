@@ -1,4 +1,4 @@
-"""What the states of a run's hosts mean together: which run is meant, where it is active, who is lost.
+"""Facts about a run from the states of all its hosts: which run is meant, where it is active, who is lost.
 
 Pure functions of results of the module run_state, by host in rank order.
 """
@@ -13,11 +13,10 @@ NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The 
 
 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
-    """The facts that tasks decide by. states: host -> result of run_state, or of a task that failed.
+    """The facts by which tasks decide. states: host -> result of run_state, or of a task that failed.
 
-    run_id: the run that was asked for. `several` is a message, empty unless several runs are active;
-    `transfer` is the host that the ranks have chosen (see transferred); `speaker` is the host whose lines on
-    steps speak for all.
+    run_id: the run that was asked for. several: a message if several runs are active, else "". transfer:
+    result of `transferred`. speaker: the host whose step lines are shown for all.
     """
     reached = answered(states)
     return {
@@ -35,34 +34,34 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
 
 
 def unreachable(state: State | None) -> bool:
-    """Whether the host did not answer when its state was asked for."""
+    """Whether a host did not answer when its state was read."""
     return not state or bool(state.get("unreachable")) or "unit" not in state
 
 
 def answered(states: Mapping[str, State]) -> dict[str, State]:
-    """The states of the hosts that did answer."""
+    """The states of the hosts that answered."""
     return {host: state for host, state in states.items() if not unreachable(state)}
 
 
 def is_over(state: State) -> bool:
-    """Whether the attempt is over, be it that the unit would try again."""
+    """Whether the attempt is over, also if the unit is about to start another one."""
     return bool(state["ended"] or state.get("between"))
 
 
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
-    """Rank 0's heartbeat, else any, else an empty one."""
+    """The heartbeat of rank 0, else that of any rank, else {}."""
     beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
     return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
 
 
 def transferred_to(found: Mapping[str, State]) -> str:
-    """The one host that sync=auto has transferred the run to, if it has."""
+    """The host to which sync=auto transferred the run; empty if it did not."""
     files = [state["run_file"] or {} for state in found.values()]
     return next((str(file["hosts"][0]) for file in files if file.get("chosen_from")), "")
 
 
 def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
-    """The run to show when hosts name different ones: the asked one, an active one, else the newest."""
+    """The name of the run to show: `run_id`, else an active run, else the newest one."""
     named = [state for state in answered(states).values() if state["found"]]
     active = [state["run_id"] for state in named if state["active_units"]]
     runs = [run for state in named for run in state["runs"]]
@@ -71,7 +70,7 @@ def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
 
 
 def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
-    """The active runs, each with its hosts."""
+    """{name of an active run: hosts on which it is active}."""
     up: dict[str, list[str]] = {}
     for host, state in answered(states).items():
         for unit in state["active_units"]:
@@ -80,7 +79,10 @@ def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
 
 
 def several_active(states: Mapping[str, State]) -> str:
-    """The active runs, where there are several: a stop without a name must not choose among them."""
+    """A message with all active runs if there are several, else "".
+
+    A stop without a name must not choose one of them.
+    """
     active = active_runs(states)
     if len(active) < 2:
         return ""
@@ -92,7 +94,7 @@ def several_active(states: Mapping[str, State]) -> str:
 
 
 def can_save(states: Mapping[str, State]) -> bool:
-    """Whether a run can be asked to save: its coordinator answers and has made a step in this attempt."""
+    """Whether a run can save on request: its coordinator answers and has made a step in this attempt."""
     return any(
         ((state["run_file"] or {}).get("hosts") or [""])[0] == host
         and state["stepped"]
@@ -102,7 +104,7 @@ def can_save(states: Mapping[str, State]) -> bool:
 
 
 def not_met(states: Mapping[str, State]) -> bool:
-    """Whether a start failed because the ranks did not find each other."""
+    """Whether a log or an outcome shows that the ranks did not meet at the rendezvous store."""
     return any(
         word in text
         for state in answered(states).values()
@@ -112,9 +114,9 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The host that the ranks have chosen: {"host", "seconds", "together", `said`}; or {}.
+    """The transfer to one host that the ranks chose: {"host", "seconds", "together", `said`}; else {}.
 
-    seconds: that a step takes there alone; together: on all ranks; `said`: their table of predictions.
+    seconds: predicted step time on that host alone; together: on all ranks; `said`: the table of predictions.
     states: of the run's hosts, by name.
     """
     for state in states.values():

@@ -1,4 +1,4 @@
-"""The kind of a host, and the comparison of the environments of all hosts of a play."""
+"""The kind of a host, and findings from the comparison of the environments of all hosts of a play."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ SETUP = "ansible-playbook setup.yml  (for all hosts)"
 
 
 def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, str]:
-    """What a wheel depends on: python, machine, torch; and its name: 3.11-x86_64, 3.11-x86_64-cuda.
+    """The kind of a host, on which its wheels depend: {"name", "python", "machine", "torch"}.
 
-    The index of torch is in the name only as the last part of its path: before that there may be a password.
+    The name is such as 3.11-x86_64 or 3.11-x86_64-cuda. Of `index`, the URL for torch, only the last part of
+    the path is in the name, because the rest may contain a password.
     """
     name = f"{host['python']}-{host['machine']}"
     if torch != "cpu":
@@ -24,19 +25,19 @@ def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, s
 
 
 def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
-    """The last result of the host's module: after installing, or of the check where nothing was to do."""
+    """The last result of locked_venv on a host: of the installation, or of the check if it did nothing."""
     asked = hostvars[host]["__runtime_asked"]
     return asked if asked["ready"] else hostvars[host].get("__runtime_installed", asked)
 
 
 def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The environments there are, by host; none in a dry run before the first setup."""
+    """{host: result of locked_venv} of hosts with an environment; {} in a dry run before the first setup."""
     found = {host: environment(hostvars, host) for host in hosts}
     return {host: each for host, each in found.items() if each.get("installed")}
 
 
 def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[Finding]:
-    """The hosts whose installed files or versions differ from those of most others."""
+    """Refusals for hosts whose files, versions or trainer differ from those of most other hosts."""
     environments = installed(hosts, hostvars)
     by_kind: dict[str, dict[str, str]] = {}
     for host, each in environments.items():
@@ -59,7 +60,7 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
 
 
 def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
-    """What is the same on all hosts, and the digest of each kind."""
+    """A sentence with what is the same on all hosts, and the digest of the files of each kind."""
     environments = installed(hosts, hostvars)
     if not environments:
         return "No environment is installed yet."

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""The rights of the service user, for file work that root does for it.
+"""File work of root with the rights of the service user.
 
-Below the state directory the service user can put a link in the place of any file or folder. With that user's
-own rights such a link leads only to files that it may read or write anyway.
+The service user can replace any file or folder in the state directory by a symbolic link. With that user's
+own rights, a link leads only to files that the user may read or write anyway.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def account(user: str) -> pwd.struct_passwd | None:
 
 
 def user_name(uid: int) -> str:
-    """A user's name; the number where it has none."""
+    """The name of a user; the number as text if it has no name."""
     try:
         return pwd.getpwuid(uid).pw_name
     except KeyError:
@@ -31,10 +31,10 @@ def user_name(uid: int) -> str:
 
 @contextlib.contextmanager
 def acting_as(user: str) -> Iterator[None]:
-    """Do the file work of the `with` block with the rights of `user`, if this process is root.
+    """Context manager: file access in its block has the rights of `user`, if this process is root.
 
-    An empty name or that of a missing user changes nothing. Ansible's modules must be imported before: only
-    root reads the archive they come from.
+    No effect if `user` is empty, missing or root. Import Ansible's modules before the block: only root can
+    read the archive that they come from.
     """
     entry = account(user) if user and os.geteuid() == 0 else None
     if entry is None or entry.pw_uid == 0:

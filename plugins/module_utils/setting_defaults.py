@@ -14,7 +14,7 @@ SETTINGS = COLLECTION / "roles" / "preflight" / "vars" / "declared_settings.yml"
 
 @cache
 def setting_defaults() -> dict[str, Any]:
-    """The default by name: of the roles' variables, and of settings that belong to no role."""
+    """{name: default} of the variables of roles, and of the settings that belong to no role."""
     found: dict[str, Any] = {}
     for path in sorted(COLLECTION.glob("roles/*/defaults/main.yml")):
         found |= read_yaml(path)

@@ -1,10 +1,10 @@
-"""Check the settings that a person gave, before any host is changed.
+"""Checks the settings that a person gave, before any host is changed.
 
-Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. This plugin reads
-the extra vars themselves (from `-e @file` and ansible-runner too) and every host's inventory variables, and
-returns `findings`: names nobody knows, with the nearest known one, and values of the wrong type or range.
-Known are the fields of the trainer's RunConfig, those of vars/declared_settings.yml, and the names in
-vars/settings.yml, which argument specs of roles and the wiring, playbooks/group_vars/all.yml, declare.
+Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. The checks get the extra
+vars (also from `-e @file` and ansible-runner) and the inventory variables of every host. They return findings
+about unknown names, with the most similar known name, and about values of the wrong type or range. Known are:
+the fields of RunConfig; the names in vars/declared_settings.yml; the names in vars/settings.yml, which the
+argument specs of roles and playbooks/group_vars/all.yml declare.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Fi
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
 TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 FOREIGN = ("ansible_", "awx_", "tower_")
-"""How names begin that Ansible itself, AWX and Ansible Automation Platform set."""
-# What a person types where the default would tell him nothing.
+"""Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
+# Example values for remedies, where the default is empty or does not help.
 EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
 
 
@@ -32,7 +32,10 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
-    """Every variable of the roles and of the wiring, with its type and choices where they are described."""
+    """{name: spec} of all variables of the roles and of `wiring`, the file playbooks/group_vars/all.yml.
+
+    The spec is that of argument_specs.yml (type, choices and so on), or {}.
+    """
     found: dict[str, dict[str, Any]] = {}
     if wiring.exists():
         found.update({name: {} for name in read_yaml(wiring)})
@@ -43,10 +46,10 @@ def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
 
 
 def known_names(roles: Path, wiring: Path, declared: Path) -> dict[str, dict[str, Any]]:
-    """Every name that `-e` may set: the variables of vars/settings.yml and vars/declared_settings.yml.
+    """{name: spec} of the settings that `-e` may set: in vars/settings.yml and vars/declared_settings.yml.
 
-    The other variables are internal: one play sets them for one role. A value given with `-e` has the highest
-    precedence and would hold for all roles.
+    Other variables are internal: a play sets them for one role. With `-e` such a value would have the highest
+    precedence and hold for all roles.
     """
     found = role_names(roles, wiring)
     known = {
@@ -56,14 +59,14 @@ def known_names(roles: Path, wiring: Path, declared: Path) -> dict[str, dict[str
 
 
 def internal_finding(name: str, value: Any) -> Finding:
-    """A variable that only the playbooks set."""
+    """A finding about `-e` with a variable that only the playbooks set."""
     problem = "no setting but a variable that the playbooks set themselves."
     remedy = f"the same without -e {name}; inventory/sample/group_vars/fleet.yml lists the settings"
     return finding("NF001", f"-e {name}={value}", problem, remedy)
 
 
 def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
-    """A name nobody reads: almost always a typing error."""
+    """A finding about `-e` with an unknown name, with the most similar name of `names`."""
     if name == "_raw_params":
         word = str(value).split()[0]
         return finding(
@@ -92,7 +95,7 @@ def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
 
 
 def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
-    """One sentence if `value` is not what `spec` (type, choices, min, max, pattern) allows."""
+    """A sentence if `value` violates `spec` (type, choices, min, max, pattern); else None."""
     text, kind = str(value).strip(), spec.get("type", "str")
     choices = [str(choice) for choice in spec.get("choices") or []]
     if choices and text not in choices:
@@ -115,7 +118,7 @@ def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
 
 
 def config_problems(values: Mapping[str, Any], config: Any) -> list[tuple[str, str]]:
-    """(field, sentence) for each value RunConfig refuses; the sentences are RunConfig's own."""
+    """(field, message of RunConfig) for each value that RunConfig refuses. config: that class."""
     left, problems = dict(values), list[tuple[str, str]]()
     while True:
         try:
@@ -137,7 +140,11 @@ def check(
     config: Any,
     internal: Collection[str] = (),
 ) -> list[Finding]:
-    """All findings about `asked` (extra vars, which win) and `inventory` (each host's variables, by host)."""
+    """All findings about the settings.
+
+    asked: extra vars, which override the inventory. inventory: host -> its variables. known: name -> spec.
+    config: the class RunConfig. internal: names that only the playbooks set.
+    """
     fields = config.field_names()
     names = sorted({*known, *fields})
     findings = [
@@ -193,7 +200,7 @@ def check(
 
 
 def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[Finding]:
-    """Settings that hold for all hosts together, and that hosts have different values of."""
+    """Findings about settings of the whole fleet (`names`) whose values differ between the hosts."""
     findings = []
     for name in names:
         values: dict[str, list[str]] = {}

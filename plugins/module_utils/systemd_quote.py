@@ -1,8 +1,9 @@
-"""Values in systemd's files and command lines, so that one value stays one value (systemd.syntax(7)).
+"""Quotes values for systemd's files and command lines, so that each stays one value (systemd.syntax(7)).
 
-- `systemd_quote`: one word of a setting that takes several, such as ExecStart= or Environment=. In a unit
-  file (`file=true`) a % begins a specifier; in a command (`command=true`) a $ begins a variable.
-- `systemd_line`: a unit file's setting that takes the rest of its line as it is, such as User=.
+- `systemd_quote`: one word of a setting that takes several words, such as ExecStart= or Environment=. Set
+file=true in a unit file, where % begins a specifier, and command=true in a command, where $ begins a
+variable.
+- `systemd_line`: a setting that takes the rest of its line, such as User=.
 - `systemd_env`: the value of a line NAME=VALUE in an environment file.
 """
 
@@ -17,7 +18,7 @@ PLAIN = re.compile(r"[][A-Za-z0-9_@+=:,./-]+")
 
 
 def _text(value: Any) -> str:
-    """The value, which must not end its line: a file of settings has one a line."""
+    """The value as text. Raises AnsibleFilterError for control characters: a line break ends the setting."""
     text = str(value)
     if any(ord(char) < 32 or ord(char) == 127 for char in text):
         raise AnsibleFilterError(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What systemd and /proc say about a run's unit: its state, its processes, who listens on a port.
+"""Reads systemd and /proc: the state of a unit, its processes, the listeners on ports.
 
 Read-only, standard library only. Used on the hosts by the modules transient_unit and run_state.
 """
@@ -25,31 +25,34 @@ PROPERTIES = (
 
 
 def run(argv: list[str]) -> tuple[int, str, str]:
-    """Run a command in the C locale; returns (exit status, stdout, stderr) as text."""
+    """Run a command in the C locale. Returns (exit status, stdout, stderr) as text."""
     environment = dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")
-    # Where a user's manager is found; sessions have it set, cron jobs and some su shells have not.
+    # systemctl --user needs it. Login sessions set it; cron jobs and some su shells do not.
     environment.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
     return done.returncode, done.stdout, done.stderr.strip()
 
 
 def own_scope() -> str:
-    """Whose systemd starts a unit for this process: the system's as root, else the user's own."""
+    """The systemd in which this process starts units: `system` for root, else `user` (systemd --user)."""
     return "system" if os.geteuid() == 0 else "user"
 
 
 def manager(scope: str) -> list[str]:
-    """The option by which systemctl and systemd-run reach that systemd."""
+    """The option of systemctl and systemd-run for a scope: ["--user"] for `user`, else []."""
     return ["--user"] if scope == "user" else []
 
 
 def unit_name(name: str) -> str:
-    """The unit's full name."""
+    """The name of a service unit with .service at its end."""
     return name if name.endswith(".service") else name + ".service"
 
 
 def read_unit(name: str, now: float, scope: str = "system") -> Unit:
-    """State of a unit as a dict; a unit systemd does not know is `inactive`. `now` is time.time()."""
+    """The state of a unit as a dict; a unit that systemd does not know is `inactive`. now: Unix time.
+
+    since: Unix time of the last change of state, or None. Raises RuntimeError if systemctl fails.
+    """
     shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
     code, out, err = run([*shows, "--", unit_name(name)])
     if code:
@@ -71,7 +74,10 @@ def read_unit(name: str, now: float, scope: str = "system") -> Unit:
 
 
 def find_unit(name: str, now: float) -> Unit:
-    """read_unit in the systemd that knows the unit: without root both may, the user's own goes first."""
+    """read_unit in the systemd that knows the unit.
+
+    Without root it reads the system's and the user's own systemd; the user's is preferred.
+    """
     found = read_unit(name, now)
     if own_scope() == "user":
         # A host without a user's systemd has no units in it.
@@ -82,12 +88,12 @@ def find_unit(name: str, now: float) -> Unit:
 
 
 def is_up(unit: Unit) -> bool:
-    """Whether the unit runs, starts, stops or waits to be restarted."""
+    """Whether the unit is active, starts, stops or waits for its restart."""
     return unit["active_state"] not in ("inactive", "failed")
 
 
 def known_units(pattern: str) -> dict[str, str]:
-    """{name: active state} of the units that match, those of this user's own systemd among them."""
+    """{name: active state} of the units that match a glob, of the system's and this user's own systemd."""
     found = {}
     for scope in sorted({"system", own_scope()}):
         lists = ["systemctl", *manager(scope), "list-units", "--all", "--plain", "--no-legend", "--full"]
@@ -98,7 +104,7 @@ def known_units(pattern: str) -> dict[str, str]:
 
 
 def between_attempts(unit: Unit) -> bool:
-    """Whether an attempt is over and the unit waits for the decision to start again."""
+    """Whether an attempt is over and the unit waits for its next start."""
     waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
     return unit["sub_state"] == "auto-restart" or waits
 
@@ -112,12 +118,15 @@ def process_state(pid: int) -> str:
 
 
 def is_missing(pid: int) -> bool:
-    """Whether a process is gone, as far as this user may see who is there."""
+    """Whether no process has this pid. False if /proc hides the processes of other users."""
     return os.path.isdir("/proc/1") and not os.path.isdir(f"/proc/{pid}")
 
 
 def booted(now: float) -> float | None:
-    """When this host came up (a container: when it was started): the start of process 1. None if closed."""
+    """Unix time at which PID 1 started: the boot of the host, or the start of the container. now: Unix time.
+
+    None if /proc/1/stat cannot be read.
+    """
     try:
         started = int(read_text("/proc/1/stat").rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
         return round(now - float(read_text("/proc/uptime").split()[0]) + started, 1)
@@ -139,9 +148,10 @@ def unit_of(pid: int) -> str:
 
 
 def processes_of(name: str, scope: str = "system") -> list[int]:
-    """PIDs in the unit's control group, found by the /proc entry of each process (any cgroup layout).
+    """PIDs in the control group of a unit, read from /proc/PID/cgroup (works with any cgroup layout).
 
-    Another user's own systemd may have a unit of that name: only this user's processes count there.
+    In the scope `user` only processes of this user count: the systemd of another user may have a unit of the
+    same name.
     """
     pids = [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
     return pids if scope == "system" else [pid for pid in pids if _uid_of(pid) == os.geteuid()]
@@ -168,10 +178,10 @@ def describe(pid: int) -> Process | None:
 
 
 def listeners(ports: Collection[int]) -> list[Process]:
-    """Who listens on the given TCP ports: a list of {port, pid, user, command, unit}; pid None: unknown.
+    """Processes that listen on these TCP ports: [{"port", "pid", "user", "command", "unit"}].
 
-    A process may end while it is looked for, as those of a run between two attempts do: a port that
-    seems to have no holder is checked again.
+    pid is None if the process is unknown. A process may end during the search, as those of a run between two
+    attempts do: a port without a known holder is searched up to four times.
     """
     for wait in (0.2, 0.5, 1.0, 0.0):
         held, unknown = _listeners(ports)
@@ -182,7 +192,7 @@ def listeners(ports: Collection[int]) -> list[Process]:
 
 
 def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
-    """What is known of each listener, and the ports of those of whom nothing is."""
+    """(listeners whose process or unit is known, ports whose listener is not known)."""
     sockets = {each.inode: each.port for each in listening(tables()) if each.port in ports}
     held = []
     for pid in _pids() if sockets else []:
@@ -192,7 +202,7 @@ def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
                 holder = describe(pid)
                 if holder:
                     held.append(dict(holder, port=sockets.pop(inode)))
-    # Root in a container may not look into the processes of others; what made a socket is known all the same.
+    # Root in a container may not read other processes; `ss` still names the unit that made a socket.
     units = _socket_units() if sockets else {}
     held += [dict(units[inode], port=port) for inode, port in sockets.items() if inode in units]
     unknown = sorted({port for inode, port in sockets.items() if inode not in units})
@@ -200,7 +210,7 @@ def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
 
 
 def _socket_units() -> dict[int, Process]:
-    """By `ss`, what made each listening socket, as far as it is a service: inode -> as describe()."""
+    """{inode: dict as of describe(), with pid None} of the listening sockets of services, read from `ss`."""
     try:
         _status, lines, _error = run(["ss", "-Htlne"])
     except OSError:

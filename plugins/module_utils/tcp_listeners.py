@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 
 LISTEN = "0A"
-"""TCP_LISTEN in the fourth column."""
+"""The state TCP_LISTEN in the fourth column of /proc/net/tcp."""
 LOOPBACK6 = "0" * 24 + "01000000"
-"""::1 as tcp6 writes it."""
+"""::1 as /proc/net/tcp6 prints it."""
 
 
 @dataclass(frozen=True)
 class Socket:
-    """A listening socket."""
+    """A listening TCP socket. loopback: whether it is bound to a loopback address."""
 
     port: int
     uid: int
@@ -29,7 +29,7 @@ def tables() -> list[str]:
 
 
 def listening(texts: list[str]) -> list[Socket]:
-    """The listening sockets in these tables."""
+    """The listening sockets in the texts of `tables`."""
     found = []
     for line in (line for text in texts for line in text.splitlines()[1:]):
         fields = line.split()

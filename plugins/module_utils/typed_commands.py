@@ -1,9 +1,9 @@
-"""`TEXT | as_typed`: the commands in a message with the -i and -K that this very command was given.
+"""`TEXT | as_typed`: adds the -i and -K of the running command to the commands in a message.
 
-Without the person's own -i, `ansible-playbook status.yml` in a message would show another fleet. An inventory
-that ansible.cfg or ANSIBLE_INVENTORY names needs no -i. lab.yml is about this machine and takes none.
-setup.yml and doctor.yml also get the -e of this command that they depend on. Where this command was typed by
-its full name (nanofleet.fleet.status), so are the commands.
+Without the same -i, `ansible-playbook status.yml` in a message would show another fleet. An inventory from
+ansible.cfg or ANSIBLE_INVENTORY needs no -i. lab.yml takes none, because it is about this machine. setup.yml
+and doctor.yml also get the -e options in SETTINGS. If the running command was typed by its full name
+(nanofleet.fleet.status), the commands in the message have full names too.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from ansible import constants, context
 from ansible.parsing.splitter import parse_kv
 
 SETTINGS = ("data_dir", "store_port")
-"""Where the data are and which port the run takes: what the hosts are set up for, not what a run keeps."""
+"""Settings that hosts are set up for (data folder, port of a run) and that no run stores."""
 BY_NAME = "nanofleet.fleet."
-"""How a playbook begins that was typed by its full name, as outside of a checkout."""
+"""Prefix of a playbook's full name, which is typed outside of a checkout."""
 TOLD = ("setup.yml", "doctor.yml", f"{BY_NAME}setup", f"{BY_NAME}doctor")
 COMMAND = re.compile(
     r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml|nanofleet\.fleet\.(?!lab\b)\w)| (?=\S+ -m ))"
@@ -30,9 +30,10 @@ PLAYBOOK = re.compile(r"(\bansible-playbook )(?:playbooks/)?(\w+)\.yml\b")
 
 
 def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, folder: Path) -> str:
-    """What a command needs besides, each followed by a blank; paths below `folder`, where it is typed, short.
+    """The -i and -K options that a command needs, each followed by a blank.
 
-    given, usual: the inventories of this command, and those of one without -i.
+    given: inventories of the running command. usual: inventories of a command without -i. folder: the current
+    directory; paths below it become relative.
     """
     words = []
     for source in given if list(given) != list(usual) else ():
@@ -43,7 +44,7 @@ def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, fol
 
 
 def settings(extra_vars: Sequence[str]) -> str:
-    """The part of the given -e options that setup.yml and doctor.yml need as well."""
+    """The given -e options that setup.yml and doctor.yml also need (SETTINGS), each followed by a blank."""
     words = []
     for given in extra_vars:
         pairs = parse_kv(given) if given[:1] not in "@{[" else {}
@@ -52,7 +53,7 @@ def settings(extra_vars: Sequence[str]) -> str:
 
 
 def typed(text: str, needed: str, settings: str = "") -> str:
-    """A text whose commands have what they need besides (see options and settings)."""
+    """A text in which `needed` follows each ansible command, and `settings` each setup.yml and doctor.yml."""
 
     def completed(found: re.Match[str]) -> str:
         told = settings if text[found.end() :].startswith(TOLD) else ""
@@ -62,10 +63,10 @@ def typed(text: str, needed: str, settings: str = "") -> str:
 
 
 def as_typed(text: Any, data: str = "") -> Any:
-    """A text, or a list of them, with every command as the person has to type it.
+    """A text, or a list of texts, in which every command has the options of the running command.
 
-    data: the folder that setup.yml would send, where the text is about it; without a manifest it is not the
-    one that the hosts were set up with, and the person has to say which that was.
+    data: the dataset's folder, if the text is about it. If that folder has no manifest, the hosts were set up
+    with another one, and setup.yml gets `-e data_dir=FOLDER` for the person to fill in.
     """
     if isinstance(text, list):
         return [as_typed(line, data) for line in text]

@@ -10,7 +10,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses impor
 
 
 def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
-    """systemd's words for loopback, these addresses (names are resolved), and the tracker's server."""
+    """Values of systemd's IPAddressAllow=: localhost, the given hosts, and the host of the tracker.
+
+    addresses: IP addresses or names, which are resolved.
+    """
     tracker = urlsplit(tracker_uri).hostname if tracker_uri.startswith(("http://", "https://")) else None
     names = [*filter(None, addresses), *([tracker] if tracker else [])]
     found = [address.partition("%")[0] for name in names for address in resolved(str(name))]

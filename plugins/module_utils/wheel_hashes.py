@@ -1,4 +1,4 @@
-"""Hashes that were committed with the pins: what a wheel must be, before anything was downloaded.
+"""Reads the sha256 of the pinned wheels that are committed in requirements/hashes.txt.
 
     numpy==2.4.6 \\
         --hash=sha256:4f0c... \\
@@ -6,7 +6,7 @@
     torch==2.13.0+cpu ; python_version == "3.11" and platform_machine == "x86_64" \\
         --hash=sha256:c02d...
 
-scripts/lock.py writes them. An entry with a marker holds for such hosts only.
+scripts/lock.py writes the file. An entry with a marker holds only for hosts that the marker matches.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ _HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?=\s|$)")
 
 
 def read_hashes(path: Path, markers: dict[str, str]) -> Hashes:
-    """The sha256 of every file of a pinned version, by name and version, for hosts of these markers."""
+    """The entries whose marker matches `markers`: {(name, version): sha256 of each of its files}.
+
+    Raises ValueError for a line that is not a pinned package with hashes.
+    """
     found: Hashes = {}
     text = re.sub(r"(?m)^\s*#.*$", "", path.read_text(encoding="utf-8")).replace("\\\n", " ")
     for line in filter(None, map(str.strip, text.splitlines())):
@@ -47,7 +50,7 @@ def read_hashes(path: Path, markers: dict[str, str]) -> Hashes:
 
 
 def judge(wheels: list[Wheel], hashes: Hashes) -> tuple[list[Wheel], list[Wheel]]:
-    """The wheels that are not the committed ones, and those of which no hash was committed."""
+    """(wheels that differ from the committed hashes, wheels without a committed hash)."""
     known = [(wheel, hashes.get((wheel.name, Version(wheel.version)))) for wheel in wheels]
     altered = [wheel for wheel, allowed in known if allowed is not None and wheel.sha256 not in allowed]
     return altered, [wheel for wheel, allowed in known if allowed is None]

@@ -1,6 +1,6 @@
-"""Wheels and the lock beside them: written on the controller, checked there and again on every host.
+"""Wheels and their lock file: written on the controller, verified there and on every host.
 
-A lock line is what pip and uv read; its comment lets `faults` name a file and say what is wrong with it:
+pip and uv read a lock line; its comment has the file name and size in bytes, which `faults` compares:
 
     numpy==2.4.6 --hash=sha256:4f0c...  # numpy-2.4.6-cp311-cp311-manylinux_2_28_x86_64.whl 16873291
 """
@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REQUIREMENTS = "requirements.lock"  # what a venv holds
-TOOLS = "tools.lock"  # what makes it: uv
+REQUIREMENTS = "requirements.lock"  # the packages of a venv
+TOOLS = "tools.lock"  # the tool that makes the venv: uv
 
 _LINE = re.compile(
     r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
@@ -36,7 +36,7 @@ class Wheel(NamedTuple):
 
 
 def normal(name: str) -> str:
-    """A project's name as indexes compare it (PEP 503)."""
+    """The normalised name of a project (PEP 503), in which indexes compare names."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -46,7 +46,7 @@ def sha256_of(path: Path) -> str:
 
 
 def wheel_of(path: Path) -> Wheel:
-    """Name and version out of a wheel's file name, size and hash out of its bytes."""
+    """The Wheel for a file: name and version from the file's name, size and sha256 from its content."""
     name, version = path.name.split("-")[:2]
     return Wheel(normal(name), version, sha256_of(path), path.name, path.stat().st_size)
 
@@ -56,7 +56,7 @@ def write_lock(path: Path, wheels: list[Wheel]) -> None:
 
 
 def read_lock(path: Path) -> list[Wheel]:
-    """Every line of a lock; ValueError naming the line that is not one, or why there is none."""
+    """The wheels in a lock file. Raises ValueError for an invalid line, or if the file cannot be read."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -65,7 +65,7 @@ def read_lock(path: Path) -> list[Wheel]:
 
 
 def parse_lock(text: str, name: str) -> list[Wheel]:
-    """The same of a lock's text, which has come from `name`."""
+    """The wheels in the text of a lock. name: the file, for messages. Raises ValueError."""
     wheels = []
     for number, line in enumerate(text.splitlines(), 1):
         match = _LINE.match(line)
@@ -79,9 +79,9 @@ def parse_lock(text: str, name: str) -> list[Wheel]:
 
 
 def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
-    """What is wrong with the wheels of a wheelhouse, a phrase a wheel, beginning with its name.
+    """A phrase for each missing or altered wheel in a wheelhouse; it begins with the file's name.
 
-    `wheels` are those that there have to be; without them the folder's own locks name them.
+    wheels: the wheels that must be there; None for those in the locks of `folder`.
     """
     found = []
     if wheels is None:
@@ -98,7 +98,10 @@ def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
 
 
 def copy_wheel(source: Path, target: Path) -> None:
-    """Copy a file that another user may replace meanwhile: regular, and no link. Without one, make none."""
+    """Copy `source` to `target` if it is a regular file and no symbolic link; else do nothing.
+
+    Another user may replace the source at any time.
+    """
     try:
         descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:

@@ -1,8 +1,8 @@
-"""Which pinned packages a host needs: requirements followed with the host's markers, not the controller's.
+"""Selects the pinned packages that a host needs, by the environment markers of the host.
 
-pip evaluates environment markers for the machine it runs on even when it downloads for another; a controller
-on macOS or on another Python would get another set. Everything is pinned, so following Requires-Dist is all
-the resolving there is.
+pip evaluates markers for the machine on which it runs, even if it downloads for another one: a controller on
+macOS or with another Python would select other packages. Every version is pinned, so following Requires-Dist
+needs no resolver.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from packaging.specifiers import SpecifierSet
 
 
 class Need(NamedTuple):
-    """A requirement that holds for a host: whose, of what, and which versions would do."""
+    """A package that a host needs: its name, the extras, and the specifier of its versions."""
 
     name: str
     extras: frozenset[str]
     versions: str
 
     def exact(self) -> str:
-        """The one version that would do; empty where there is more than one."""
+        """The version in `==VERSION`; empty if the specifier has no exact version."""
         only = [each for each in SpecifierSet(self.versions) if each.operator == "=="]
         return only[0].version if only and not only[0].version.endswith(".*") else ""
 
@@ -35,7 +35,7 @@ class Need(NamedTuple):
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """`name==version` lines as {normal name: version}."""
+    """{normalised name: version} of a file with `name==version` lines. Raises ValueError."""
     pins = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.split("#")[0].strip()
@@ -48,7 +48,7 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def markers_of(python_version: str, architecture: str) -> dict[str, str]:
-    """PEP 508's environment of a Linux host, whatever this process runs on."""
+    """The marker environment (PEP 508) of a Linux host with this Python (such as 3.11) and architecture."""
     return {
         "implementation_name": "cpython",
         "implementation_version": f"{python_version}.0",
@@ -65,7 +65,7 @@ def markers_of(python_version: str, architecture: str) -> dict[str, str]:
 
 
 def needed(lines: Iterable[str], markers: dict[str, str], extras: Iterable[str] = ()) -> Iterator[Need]:
-    """Those requirement lines that hold for these markers and extras."""
+    """The requirements in `lines` that hold for these markers and extras."""
     for line in lines:
         requirement = Requirement(line)
         worlds = [{**markers, "extra": extra} for extra in ["", *extras]]
@@ -74,7 +74,7 @@ def needed(lines: Iterable[str], markers: dict[str, str], extras: Iterable[str] 
 
 
 def requires_of(wheel: Path) -> list[str]:
-    """The Requires-Dist lines of a wheel."""
+    """The Requires-Dist lines in the metadata of a wheel."""
     with zipfile.ZipFile(wheel) as archive:
         name = next(n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA"))
         return Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []

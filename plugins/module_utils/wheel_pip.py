@@ -1,4 +1,4 @@
-"""Named wheels for another machine than this one, by this Python's pip; what went wrong, in a sentence."""
+"""Downloads named wheels for another machine with the pip of this Python; errors are sentences."""
 
 from __future__ import annotations
 
@@ -11,16 +11,22 @@ OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
 
 
 class PipError(Exception):
-    """A sentence for the person who ran the playbook."""
+    """An error whose text is a sentence for the person who ran the playbook."""
 
 
 def torch_request(version: str, build: str) -> str:
-    """How pip is asked for a build. A bare version would take any, and pip prefers those with a label."""
+    """The requirement with which pip finds a build of torch, cpu or cuda.
+
+    A bare version matches every build, and pip prefers builds with a label such as +cpu.
+    """
     return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
 
 
 def is_build(version: str, wanted: str, build: str | None) -> bool:
-    """Is `version` the wanted one, for torch (`build` cpu or cuda) in that build?"""
+    """Whether `version` is the version `wanted`.
+
+    build: the build of torch, cpu or cuda, that `version` must have; None for other packages.
+    """
     if build is None:
         return version == wanted
     release, _, label = version.partition("+")
@@ -28,21 +34,24 @@ def is_build(version: str, wanted: str, build: str | None) -> bool:
 
 
 def asked_at(index: str) -> list[str]:
-    """The line of a requirements file that makes pip look there too: a folder of wheels or an index."""
+    """The line of a requirements file that adds a folder of wheels or an index to pip; [] without one."""
     if not index:
         return []
     return [f"--find-links {Path(index).resolve()}" if Path(index).is_dir() else f"--extra-index-url {index}"]
 
 
 def download(wanted: list[str], folder: Path, python_version: str, machine: str, index: str = "") -> None:
-    """Fetch just these `name==version`, as wheels for CPython on Linux, into a folder. Or PipError."""
+    """Download `wanted` (name==version) into a folder, as wheels for CPython on Linux. Raises PipError.
+
+    machine: such as x86_64. index: a further index or folder of wheels, "" for none.
+    """
     platforms = [f"manylinux_2_{minor}_{machine}" for minor in range(OLDEST_GLIBC, 4, -1)]
     platforms += [f"manylinux2014_{machine}", f"manylinux2010_{machine}", f"manylinux1_{machine}"]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--dest", str(folder), "--implementation", "cp", "--python-version", python_version]
     command += ["--retries", "2", "--timeout", "30", "--disable-pip-version-check", "--no-input"]
     command += [f"--platform={platform}" for platform in platforms]
-    # Not on the command line, which every user of this machine can read: an index's URL may hold a password.
+    # A file and no option: all users of this machine can read command lines, and the URL may hold a password.
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join([*asked_at(index), *wanted]) + "\n")
         file.flush()
