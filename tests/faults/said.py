@@ -63,9 +63,7 @@ def message(output: str, words: str) -> str:
 def plain(text: str) -> str:
     """A message without the task's name, where it stands, and quotes."""
     text = re.sub(r"^TASK \[[^\]]*\] \**\s*", "", text)
-    text = re.sub(
-        r"^(ok|changed): \[[^\]]*\] (?=\[ERROR\])", "", text
-    )  # of another host
+    text = re.sub(r"^(ok|changed): \[[^\]]*\] (?=\[ERROR\])", "", text)  # of another host
     text = re.sub(r"^\[ERROR\]: Task failed: (Action failed: )?", "", text)
     text = re.split(r" Origin: |['\"]? TASK \[", text)[0]
     return text.removeprefix("msg: ").strip("'\"|>- ")
