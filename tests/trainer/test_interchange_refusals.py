@@ -70,7 +70,7 @@ OLD = ("smear_gate.weight", "smear_lambda", "backout_lambda", "resid_lambdas", "
         (lambda folder: (folder / "meta_000005.json").write_text("{"), "is not JSON"),
         (lambda folder: (folder / "meta_000005.json").write_text("[]"), "no model_config"),
         (edit_meta(lambda meta: meta.pop("model_config")), "no model_config"),
-        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has n_expert, which are unknown"),
+        (edit_meta(lambda meta: meta["model_config"].update(n_expert=4)), "has unknown fields .n_expert."),
         (edit_meta(lambda meta: meta["model_config"].pop("window_pattern")), "lacks window_pattern.*older"),
         (edit_meta(lambda meta: meta["model_config"].update(n_layer="3")), "'3' for n_layer, .*whole number"),
         (edit_meta(lambda meta: meta["model_config"].update(n_layer=True)), "True for n_layer"),
