@@ -76,7 +76,7 @@ class ActionModule(ActionBase):
     def _record(module: Any, state: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
         """Write outcome.json through run_directory; returns that module's result.
 
-        The outcome of a rank is kept, unless it only reports that systemd ended the rank (`settled` is false).
+        The outcome of a rank is kept unless `settled` is false: then systemd ended the rank.
         """
         kind = asked["outcome"]
         text = json.dumps(outcome_of(state, kind, asked["reason"]), indent=2) + "\n"
