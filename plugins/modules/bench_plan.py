@@ -2,19 +2,19 @@
 
 DOCUMENTATION = r"""
 module: bench_plan
-short_description: Decide which benchmark stages are measured
+short_description: Select the benchmark cases to measure
 description:
-  - Leaves out the stages whose figures are there, of the same hosts, depth, context and micro-batch.
-  - Fails for a name that is no stage.
+  - Leaves out cases with a result file for the same hosts, depth, context, micro-batch and enough steps.
+  - Fails for an invalid name.
 options:
-  asked: {description: "Names of stages with commas; empty for all.", type: str, required: true}
+  asked: {description: "Names of cases, separated by commas; empty for all.", type: str, required: true}
   hosts: {description: "Names of the hosts, in rank order.", type: list, elements: str, required: true}
-  gpu_hosts: {description: Those with a GPU., type: list, elements: str, required: true}
+  gpu_hosts: {description: Names of the hosts with a GPU., type: list, elements: str, required: true}
   config: {description: Settings of the measured runs., type: dict, required: true}
-  tokens: {description: "Tokens of a step, where no stages are named.", type: int, required: true}
-  steps: {description: Steps that are measured in each stage., type: int, required: true}
-  folder: {description: Folder of the figures., type: path, required: true}
-  again: {description: Whether all stages are measured again., type: bool, required: true}
+  tokens: {description: "Tokens per step, if no cases are named.", type: int, required: true}
+  steps: {description: Steps to measure in each case., type: int, required: true}
+  folder: {description: Folder with the result files., type: path, required: true}
+  again: {description: Whether to ignore existing result files., type: bool, required: true}
 attributes:
   action: {support: full}
   check_mode: {support: full}
@@ -37,6 +37,6 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-left: {description: Stages that are measured., type: list, elements: dict, returned: success}
-message: {description: What is measured., type: str, returned: success}
+left: {description: Cases to measure., type: list, elements: dict, returned: success}
+message: {description: A sentence that names the cases to measure., type: str, returned: success}
 """

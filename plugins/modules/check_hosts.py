@@ -2,21 +2,21 @@
 
 DOCUMENTATION = r"""
 module: check_hosts
-short_description: Check that every host can do what is asked
+short_description: Check that every host can be set up or can train
 description:
-  - Judges the facts that the role preflight has read on all hosts.
-  - Fails with the findings of all hosts where one of them is a refusal.
+  - Makes findings from the facts that the role preflight has read on all hosts.
+  - Fails with the findings of all hosts if one of them is a refusal.
 options:
   hosts: {description: "Names of the hosts, in rank order.", type: list, elements: str, required: true}
   limits:
-    description: What a host must have (free_gb, skew_s, pythons, architectures), and addresses by host.
+    description: Requirements (free_gb, skew_s, pythons, architectures), and addresses by host.
     type: dict
     required: true
   run:
-    description: The run, as asked (whether one is), config (its settings) and nproc_per_node.
+    description: The run - asked (whether one is requested), config (its settings) and nproc_per_node.
     type: dict
     required: true
-  holds_sleep: {description: Whether a run keeps its hosts awake., type: bool, required: true}
+  holds_sleep: {description: Whether runs keep their hosts awake., type: bool, required: true}
 attributes:
   action: {support: full}
   check_mode: {support: full}

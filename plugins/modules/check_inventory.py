@@ -3,12 +3,12 @@
 DOCUMENTATION = r"""
 module: check_inventory
 short_description: Check that the inventory is a fleet
-description: Fails where there is not exactly one coordinator, or a host twice or without an address.
+description: Fails unless there is exactly one coordinator, and each host is listed once and has an address.
 options:
   addresses: {description: Address by host., type: dict, required: true}
   coordinators: {description: Hosts of the group coordinator., type: list, elements: str, required: true}
   workers: {description: Hosts of the group workers., type: list, elements: str, required: true}
-  members: {description: Hosts that playbooks run on., type: list, elements: str, required: true}
+  members: {description: Hosts of the group fleet., type: list, elements: str, required: true}
 attributes:
   action: {support: full}
   check_mode: {support: full}

@@ -4,8 +4,8 @@ DOCUMENTATION = r"""
 module: check_settings
 short_description: Check extra vars and settings before any host is changed
 description:
-  - Refuses C(-e) names that nobody reads, with the nearest known one, and values of the wrong type or range.
-  - Runs on the controller and touches no host.
+  - Refuses unknown C(-e) names, with the nearest known one, and values of the wrong type or range.
+  - Runs on the controller and connects to no host.
 options:
   hosts:
     description: The hosts whose inventory variables are checked together with the extra vars.

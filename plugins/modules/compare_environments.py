@@ -3,7 +3,7 @@
 DOCUMENTATION = r"""
 module: compare_environments
 short_description: Compare the environments of all hosts
-description: Fails where files or versions on a host differ from those of most others.
+description: Fails if files or versions on a host differ from those of most other hosts.
 options:
   hosts: {description: "Names of the hosts, in rank order.", type: list, elements: str, required: true}
 attributes:
@@ -21,5 +21,5 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-summary: {description: What is the same on all hosts., type: str, returned: success}
+summary: {description: A sentence on what is the same on all hosts., type: str, returned: success}
 """

@@ -1,8 +1,8 @@
 #!/usr/bin/python
-"""Set the owner of a data directory: the login user while rsync writes to it, else the service user.
+"""Ansible module: set the owner of a data directory, the login user during rsync, else the service user.
 
-The service user can put a link in the place of what is in the directory: so root works on file descriptors
-here and follows no link. What is in the directory beside PUSHED keeps its owner.
+The service user can replace an entry of the directory by a symbolic link. root therefore works on file
+descriptors and follows no link. Entries other than those in PUSHED keep their owner.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.owned_folder impor
 
 DOCUMENTATION = r"""
 module: data_owner
-short_description: Make a data directory, and give it with what is pushed there to one user
+short_description: Make a data directory and set the owner of it and of the files pushed to it
 description:
-  - Makes the directory, and gives it, its manifest, shards and tokenizer to O(user).
+  - Makes the directory. Sets O(user) as the owner of it and of its manifest, shards and tokenizer.
     Other files in it keep their owner.
   - Works on file descriptors and follows no link.
 options:
   path: {description: The data directory., type: path, required: true}
   user: {description: The user who owns it., type: str, required: true}
-  reader: {description: The user whose group reads it., type: str, required: true}
-  mode: {description: "Its mode, as 0750; what is in it is reached through it.", type: str, required: true}
+  reader: {description: User whose primary group the files get., type: str, required: true}
+  mode: {description: "Mode of the directory itself, such as 0750.", type: str, required: true}
 author: the nanofleet authors
 """
 EXAMPLES = r"""
@@ -40,7 +40,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-given: {description: Number of files and folders that belonged to another., type: int, returned: always}
+given: {description: Number of files and folders whose owner was changed., type: int, returned: always}
 """
 
 PUSHED = ("manifest.json", "shards", "tokenizer")

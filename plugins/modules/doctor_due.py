@@ -2,13 +2,13 @@
 
 DOCUMENTATION = r"""
 module: doctor_due
-short_description: Decide whether the doctor examines the fleet before a run
-description: Compares what the hosts are with their last good report.
+short_description: Decide whether the doctor checks the fleet before a run
+description: Compares the present state of the hosts with that in the fleet's last report without errors.
 options:
   hosts: {description: "Names of the hosts, in rank order.", type: list, elements: str, required: true}
   limits: {description: "Ports of a run, as in M(nanofleet.fleet.doctor_report).", type: dict, required: true}
-  kept: {description: Folder of the last good report of each fleet., type: path, required: true}
-  when: {description: When to examine., type: str, choices: [auto, always, never], required: true}
+  kept: {description: Folder with the last such report of each fleet., type: path, required: true}
+  when: {description: auto if it has changed., type: str, choices: [auto, always, never], required: true}
 attributes:
   action: {support: full}
   check_mode: {support: full}
@@ -27,5 +27,5 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-reason: {description: "Why to examine the fleet; empty if it need not be.", type: str, returned: success}
+reason: {description: "Why the fleet is to be checked; empty if it is not.", type: str, returned: success}
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the facts of a host that bear on training: clock, links, disks, cores, memory."""
+"""Ansible module: read the facts of a host that affect training: clock, links, disks, cores, memory."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links impor
 
 DOCUMENTATION = r"""
 module: doctor_host
-short_description: Read what bears on training on this host
+short_description: Read the facts of this host that affect training
 description:
   - Reads the clock, what the host's own name resolves to, interfaces, disks, cores and load.
   - Needs no privileges and changes nothing.
 options:
   sent:
-    description: The controller's clock when the task was made, in seconds since 1970; returned as it came.
+    description: Unix time on the controller when the task was sent; returned unchanged in RV(facts).
     type: float
     required: true
-  paths: {description: Folders whose disks are checked., type: list, elements: path, default: []}
+  paths: {description: Folders whose file systems are read., type: list, elements: path, default: []}
   marks:
-    description: Files and links whose change may change what doctor found.
+    description: Files and links whose change makes a new check by the doctor necessary.
     type: list
     elements: path
     default: []
   copy_mib:
-    description: Size of the blocks that are copied to measure memory; 0 measures nothing.
+    description: MiB of the blocks that are copied to measure memory bandwidth; 0 for no measurement.
     type: int
     default: 0
-  threads: {description: Threads that copy., type: int, default: 1}
+  threads: {description: Number of threads that copy., type: int, default: 1}
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors
@@ -59,7 +59,7 @@ facts:
   type: dict
   returned: always
 marks:
-  description: What identifies the state of each of O(marks), and this boot.
+  description: By path, the state of each of O(marks); under C(boot), the id of the present boot.
   type: dict
   returned: always
 """
@@ -101,7 +101,10 @@ def links() -> dict[str, dict[str, Any]]:
 
 
 def disk_of(path: str) -> dict[str, Any]:
-    """Free space where a folder is or will be: {"mount", "free_gib", "inodes_free"}."""
+    """{"mount", "free_gib", "inodes_free", "writable"} of the file system of a folder.
+
+    For a folder that does not exist, the nearest existing folder above it counts.
+    """
     while not os.path.isdir(path):
         path = os.path.dirname(path) or "/"
     status = os.statvfs(path)
@@ -118,7 +121,7 @@ def disk_of(path: str) -> dict[str, Any]:
 
 
 def mark(path: str) -> str:
-    """What changes when a file or the target of a link does, without reading it."""
+    """Real path, mtime and size of a file: a text that changes with the file. Empty if it does not exist."""
     try:
         status = os.stat(path)
     except OSError:
@@ -127,7 +130,10 @@ def mark(path: str) -> str:
 
 
 def copy_rate(mib: int, threads: int) -> float:
-    """GB/s that are read and written together when `threads` threads copy blocks of memory."""
+    """GB/s of memory traffic (bytes read plus bytes written) while `threads` threads copy blocks.
+
+    mib: size of a block in MiB.
+    """
     size = mib << 20
 
     def copy(_index: int) -> float:

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: answer the other hosts of the fleet for a minute or so, on the ports a run would use."""
+"""Ansible module: start or stop the listener that the other hosts probe, on the ports of a run."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener impo
 
 DOCUMENTATION = r"""
 module: doctor_listener
-short_description: Start or stop the listener that doctor's probes talk to
+short_description: Start or stop the listener that other hosts probe
 description:
-  - Starts a process of the login user that listens on ports as a run would - the store's port on all
-    addresses, and ports of Gloo's range on the address of the chosen interface, one picked by the kernel.
-  - It writes no file, answers only who knows the token, and ends by itself when nobody calls for 30 s.
-  - A port that another process holds is reported, not fought for.
+  - Starts a process of the login user that listens as a run would - on the rendezvous store's port of all
+    addresses, and on ports of Gloo's range of the chosen interface, one of which the kernel chooses.
+  - The process writes no file, answers only callers with the token, and ends after 30 s without a caller.
+  - A port that another process holds is only reported.
 options:
   state:
-    description: V(started) or V(absent).
+    description: V(started) starts the listener, V(absent) stops it.
     type: str
     choices: [started, absent]
     default: started
-  host: {description: The name that it answers with., type: str, required: true}
+  host: {description: Name of this host in the listener's answers., type: str, required: true}
   token: {description: "Secret of this examination, the same on all hosts.", type: str, required: true}
-  address: {description: The address of the chosen interface., type: str, default: ""}
-  interface: {description: "The chosen interface, only reported.", type: str, default: ""}
+  address: {description: Address of the chosen interface., type: str, default: ""}
+  interface: {description: "The chosen interface, only returned.", type: str, default: ""}
   store_port: {description: The rendezvous store's port; 0 for none., type: int, default: 0}
-  ports: {description: Further ports of Gloo's range., type: list, elements: int, default: []}
-  limit: {description: Seconds after which it ends whatever happens., type: int, default: 120}
+  ports: {description: Further ports of Gloo's range to listen on., type: list, elements: int, default: []}
+  limit: {description: Seconds after which the listener ends in any case., type: int, default: 120}
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors
@@ -47,19 +47,19 @@ EXAMPLES = r"""
 
 RETURN = r"""
 ports:
-  description: What it listens on - port, and role (store, gloo).
+  description: Ports that it listens on - port, role (store or gloo), picked (chosen by the kernel).
   type: list
   elements: dict
   returned: when started
 held:
-  description: Ports that could not be had - port, role, reason (held, or the kernel's words).
+  description: Ports that could not be opened - port, role, reason (held, or the kernel's message).
   type: list
   elements: dict
   returned: when started
-pid: {description: The process., type: int, returned: when started}
-found: {description: Whether there was one to stop., type: bool, returned: when absent}
-address: {description: As given., type: str, returned: when started}
-interface: {description: As given., type: str, returned: when started}
+pid: {description: Process id of the listener., type: int, returned: when started}
+found: {description: Whether a listener was stopped., type: bool, returned: when absent}
+address: {description: O(address)., type: str, returned: when started}
+interface: {description: O(interface)., type: str, returned: when started}
 """
 
 

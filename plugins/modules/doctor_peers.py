@@ -14,28 +14,28 @@ DOCUMENTATION = r"""
 module: doctor_peers
 short_description: Probe the listeners of the other hosts
 description:
-  - With O(measure=paths) it probes all peers at once - route, each port, round-trip time, path MTU.
-  - With O(measure=rates) it streams to and from them, one after the other.
+  - With O(measure=paths) probes all peers at once - route, each port, round-trip time, path MTU.
+  - With O(measure=rates) sends a stream to each peer and receives one from it, one peer after the other.
 options:
   host: {description: This host's name., type: str, required: true}
-  token: {description: Secret of this examination., type: str, required: true}
+  token: {description: "Secret of this check, the same on all hosts.", type: str, required: true}
   measure: {description: What to measure., type: str, choices: [paths, rates], default: paths}
-  seconds: {description: "How long to stream in each direction.", type: float, default: 0.8}
-  connect_seconds: {description: How long a connection may take., type: float, default: 3.5}
+  seconds: {description: Seconds to stream in each direction., type: float, default: 0.8}
+  connect_seconds: {description: Seconds that opening a connection may take., type: float, default: 3.5}
   peers:
-    description: The peers.
+    description: The peers to probe.
     type: list
     elements: dict
     required: true
     suboptions:
-      host: {description: Its name., type: str, required: true}
-      address: {description: Where it listens., type: str, required: true}
+      host: {description: Name of the peer., type: str, required: true}
+      address: {description: Address at which it listens., type: str, required: true}
       ports:
-        description: What it listens on, as doctor_listener returned it.
+        description: Its listeners, C(ports) of the result of doctor_listener.
         type: list
         elements: dict
         required: true
-      ssh_port: {description: "Its SSH port, to see whether it is there at all.", type: int, default: 22}
+      ssh_port: {description: "Its SSH port, tried if no other port is open.", type: int, default: 22}
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors
@@ -53,8 +53,8 @@ EXAMPLES = r"""
 RETURN = r"""
 peers:
   description: >-
-    By name. With paths - route (interface, source), ports (port, role, state, detail, seen, ms), rtt_ms (min,
-    median), mtu (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
+    By name of the peer. With paths - route (interface, source), ports (port, role, state, detail, seen, ms),
+    rtt_ms (min, median), mtu (sent, passes, swallowed), up. With rates - sent_mbit, received_mbit, or error.
   type: dict
   returned: always
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: rehearse what a run does first, with the run's own Python."""
+"""Ansible module: measure the GEMM rate and all-reduces over Gloo with the Python of the runs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ description:
   - All hosts of a rehearsal run it at the same time. It writes no file.
 options:
   hosts: {description: "The hosts, in rank order.", type: list, elements: str, required: true}
-  rank: {description: This host's place among them., type: int, required: true}
+  rank: {description: Rank of this host., type: int, required: true}
   master: {description: Address of the first host., type: str, required: true}
   port: {description: Port of the rendezvous store on it., type: int, required: true}
   rounds:
@@ -26,8 +26,8 @@ options:
     default: []
   seconds: {description: Length of each measurement., type: float, default: 0.4}
   join_timeout: {description: Seconds to wait for the other hosts., type: float, default: 20}
-  timeout: {description: Seconds a collective may take., type: float, default: 4}
-  limit: {description: "Seconds after which it ends, whatever it does.", type: int, default: 50}
+  timeout: {description: Seconds that a collective may take., type: float, default: 4}
+  limit: {description: Seconds after which the rehearsal is ended., type: int, default: 50}
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors

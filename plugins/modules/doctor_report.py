@@ -4,15 +4,21 @@ DOCUMENTATION = r"""
 module: doctor_report
 short_description: Report what the doctor found
 description:
-  - Judges what the tasks of the role doctor have measured on all hosts.
-  - Keeps a good report on the controller, and removes it where the report is not good, except in check mode.
+  - Makes findings from what the tasks of the role doctor measured on all hosts.
+  - Keeps a report without errors on the controller. A report with errors removes the kept one. In check mode
+    the kept report stays unchanged.
 options:
   hosts: {description: "Names of the hosts, in rank order.", type: list, elements: str, required: true}
-  limits: {description: "Ports of a run, and limits of the findings.", type: dict, required: true}
-  begun: {description: "When the examination began, in seconds since the epoch.", type: float, required: true}
-  quick: {description: Whether it was the quick form., type: bool, required: true}
-  file: {description: "File for the report as JSON, or empty.", type: str, required: true}
-  kept: {description: Folder of the last good report of each fleet., type: path, required: true}
+  limits:
+    description: >-
+      Ports of a run (port_low, port_high, store_port) and limits of findings (slow_mbit, slow_rtt_ms,
+      min_free_gib, max_skew_s).
+    type: dict
+    required: true
+  begun: {description: Unix time at which the check began., type: float, required: true}
+  quick: {description: Whether rates and all-reduces were left out., type: bool, required: true}
+  file: {description: "File to write the report to, as JSON; empty for none.", type: str, required: true}
+  kept: {description: Folder with the last report without errors of each fleet., type: path, required: true}
   source: {description: "The dataset's folder on the controller.", type: path, required: true}
 attributes:
   action: {support: full}

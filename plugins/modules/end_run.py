@@ -4,21 +4,21 @@ DOCUMENTATION = r"""
 module: end_run
 short_description: End a run on a host and record who ended it
 description:
-  - Reads the run's state, ends its unit, and writes an outcome where the ranks have left none that is final.
-  - One task. A host that does not answer delays every task that follows.
+  - Reads the run's state, ends its unit, and writes an outcome if the ranks have not written a final one.
+  - It is one task, because a host that does not answer delays each further task.
   - Calls the modules M(nanofleet.fleet.run_state), M(nanofleet.fleet.transient_unit) and
     M(nanofleet.fleet.run_directory) on the host.
-  - Saves nothing.
+  - The run saves no checkpoint.
 options:
-  state_dir: {description: Folder with the runs., type: path, required: true}
-  user: {description: "Whose rights files are read with, if root reads them.", type: str, required: true}
-  run_id: {description: "The run; empty for the one that is active.", type: str, required: true}
+  state_dir: {description: Folder that holds C(runs/RUN_ID)., type: path, required: true}
+  user: {description: "User whose rights root uses to read files.", type: str, required: true}
+  run_id: {description: "Name of the run; empty for the active one.", type: str, required: true}
   ports:
     description: TCP ports which the unit's processes must no longer listen on.
     type: list
     elements: int
     required: true
-  grace: {description: "Seconds until SIGKILL; -1 leaves that to the unit.", type: int, default: -1}
+  grace: {description: "Seconds until SIGKILL; -1 for those of the unit.", type: int, default: -1}
   outcome: {description: Outcome to record., type: str, choices: [stopped, retryable], required: true}
   reason: {description: Its reason., type: str, required: true}
   log_lines: {description: Lines of an error in the state at most., type: int, default: 20}
@@ -41,7 +41,7 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-ended: {description: The processes that were in the unit., type: list, elements: dict, returned: success}
+ended: {description: Processes that were in the unit., type: list, elements: dict, returned: success}
 run_id: {description: The run that was ended., type: str, returned: where there was one}
 state: {description: "The run's state afterwards, as run_state returns it.", type: dict, returned: success}
 """

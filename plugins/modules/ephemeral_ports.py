@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the range the kernel takes ports from, kept by a sysctl file of our own, and given back."""
+"""Ansible module: set the range of the kernel's ephemeral ports in a sysctl file, or restore the old one."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ DOCUMENTATION = r"""
 module: ephemeral_ports
 short_description: Narrow net.ipv4.ip_local_port_range, and restore it
 description:
-  - Writes a sysctl file, which also remembers the range that was in force before, and sets the range at once.
-    It holds for IPv4 and IPv6.
-  - With O(state=absent) the file goes and the range before is set again.
+  - Writes a sysctl file that sets the range and records the former one, and sets the range at once.
+    The range holds for IPv4 and IPv6.
+  - With O(state=absent) removes the file and sets the former range again.
 options:
   state:
-    description: Whether our range is to hold.
+    description: V(present) sets the range, V(absent) restores the former one.
     type: str
     choices: [present, absent]
     default: present
@@ -33,11 +33,11 @@ options:
     type: path
     default: /etc/sysctl.d/60-nanofleet.conf
   user:
-    description: User whose listeners in the range are our own.
+    description: User of the ranks; listeners of other users in the range are returned.
     type: str
     default: nanofleet
   fleet:
-    description: Name of the fleet, which the file mentions.
+    description: Name of the fleet, for a comment in the file.
     type: str
     default: ""
 attributes:
@@ -54,21 +54,21 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-before: {description: "The range before ours, as LOW HIGH.", type: str, returned: always}
-usable: {description: Ports of the range that are not reserved otherwise., type: int, returned: when present}
-reserved: {description: What ip_local_reserved_ports holds., type: str, returned: when present}
+before: {description: "The former range, as LOW HIGH.", type: str, returned: always}
+usable: {description: Number of ports of the range that are not reserved., type: int, returned: when present}
+reserved: {description: Value of ip_local_reserved_ports., type: str, returned: when present}
 overriding:
-  description: Other files that set the range and are read after ours when the host starts, with their values.
+  description: Files that set another range and are read after O(path) at boot, with their values.
   type: list
   elements: str
   returned: when present
 listeners:
-  description: Others' listeners in the range, which peers will reach - port and user.
+  description: Listeners of other users in the range, which peers can reach - port and user.
   type: list
   elements: dict
   returned: when present
 removed:
-  description: What was removed, one line each.
+  description: The file that was removed and the range that was restored, one line each.
   type: list
   elements: str
   returned: when absent
@@ -93,25 +93,34 @@ def content(low: int, high: int, before: str, fleet: str = "") -> str:
 
 
 def setting(text: str) -> str:
-    """The range that a sysctl file sets, as LOW HIGH, or empty."""
+    """The last range that a sysctl file sets, as LOW HIGH; empty without one."""
     found = SETTING.findall(text)
     return " ".join(found[-1]) if found else ""
 
 
 def remembered(text: str) -> str:
-    """The range before ours; the kernel's own where an older file does not hold it."""
+    """The range before the fleet's, as LOW HIGH, which the fleet's sysctl file records.
+
+    The kernel's default if an older release wrote the file and recorded none.
+    """
     match = BEFORE.search(text)
     return f"{match[1]} {match[2]}" if match else DEFAULT
 
 
 def overriding(path: str, files: dict[str, str]) -> list[str]:
-    """Those of {path: text} that set the range and are read after `path`: by name, whatever their folder."""
+    """The files that set the range and are read after `path` at boot, as `FILE (LOW HIGH)`.
+
+    files: {path: text}. Files are read in the order of their names, whatever folder they are in.
+    """
     later = [other for other in files if os.path.basename(other) > os.path.basename(path)]
     return [f"{other} ({setting(files[other])})" for other in sorted(later) if setting(files[other])]
 
 
 def sysctl_files() -> dict[str, str]:
-    """{path: text} of the files read at start. A name in an earlier folder hides the same in a later one."""
+    """{path: text} of the sysctl files that are read at boot.
+
+    A file in an earlier folder of FOLDERS hides the file of the same name in a later one.
+    """
     files: dict[str, str] = {}
     names: set[str] = set()
     for folder in map(Path, FOLDERS):
@@ -123,7 +132,7 @@ def sysctl_files() -> dict[str, str]:
 
 
 def usable(low: int, high: int, reserved: str) -> int:
-    """How many ports of the range are left by ip_local_reserved_ports (`8080,9000-9010`)."""
+    """The number of ports from low to high that ip_local_reserved_ports (`8080,9000-9010`) leaves."""
     taken: set[int] = set()
     for part in filter(None, reserved.split(",")):
         first, _, last = part.partition("-")
@@ -132,7 +141,7 @@ def usable(low: int, high: int, reserved: str) -> int:
 
 
 def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:
-    """(port, uid) of the listeners in the range that are not on loopback, from /proc/net/tcp and tcp6."""
+    """(port, uid) of the listeners from low to high that are not on loopback. tables: see tcp_listeners."""
     found = {
         (each.port, each.uid) for each in listening(tables) if low <= each.port <= high and not each.loopback
     }
@@ -159,10 +168,10 @@ def main() -> None:
     text = Path(path).read_text() if os.path.exists(path) else ""
     present = params["state"] == "present"
     ours = setting(text)
-    # A file of ours remembers; without one, what is in force now is what was before.
+    # The fleet's file records the former range; without the file, the present range is the former one.
     before = remembered(text) if ours else now
     wanted = content(low, high, before, params["fleet"]) if present else ""
-    # What somebody set since then is his: only our own range is taken back.
+    # A range that somebody has set since then is kept: only the fleet's own range is replaced.
     target = f"{low} {high}" if present else before if ours and now == ours else now
     changed = text != wanted or now != target
     if changed and not module.check_mode:

@@ -15,8 +15,8 @@ module: firewall_rules
 short_description: List the rules that may drop connections
 description:
   - Reads the listings of ufw, firewalld, nft and iptables as text. No packet is evaluated.
-  - It is run where a real connection has failed, to find out by which rule.
-  - It needs root and changes nothing. A user who is not root learns which firewalls are active, and no rules.
+  - Run it where a real connection has failed, to find the rule that dropped it.
+  - Changes nothing. Without root it returns the active firewalls and no rules.
 options:
   interface: {description: Interface to the peers., type: str, default: ""}
 attributes:
@@ -34,12 +34,12 @@ RETURN = r"""
 rules:
   description: >-
     Rules that drop, refuse or admit - firewall, place, chain, verdict, text, remedy (a shell line), version,
-    protocol, source, ports, length. Those that are not given are empty.
+    protocol, source, ports, length. A condition that a rule does not have is empty.
   type: list
   elements: dict
   returned: always
 active:
-  description: Names of the firewalls that are active, as far as any user can see it.
+  description: Names of the active firewalls that can be detected without root.
   type: list
   elements: str
   returned: always

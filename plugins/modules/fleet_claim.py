@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the file that names the fleet which a host serves."""
+"""Ansible module: the claim, a file on a host that names the fleet which the host serves."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ description:
     addresses, who claimed the host first and when, and the addresses of the controllers.
   - A claim under another name with exactly the same hosts and addresses is of the same fleet, and gets the
     new name.
-  - With O(partial) so is one whose hosts are among this inventory's, or the other way round. So a membership
-    that has changed since setup.yml does not keep a run from being started or stopped.
-  - It does not fail where another fleet has claimed the host; RV(refusal) then names it.
+  - With O(partial) it is enough that one of the two lists of hosts contains the other, so that a run can be
+    started and stopped although hosts were added or removed since setup.yml.
+  - Does not fail if another fleet has claimed the host; RV(refusal) then names that fleet.
 options:
   path:
-    description: The file.
+    description: The file with the claim.
     type: path
     required: true
   state:
@@ -38,11 +38,11 @@ options:
     type: str
     required: true
   host:
-    description: Name of this host, for sentences.
+    description: Name of this host, for messages.
     type: str
     required: true
   hosts:
-    description: Address by name of the fleet's hosts.
+    description: The hosts of the fleet, name to address.
     type: dict
     default: {}
   partial:
@@ -54,7 +54,7 @@ options:
     type: str
     default: ""
   at:
-    description: When, in ISO 8601; kept from the first claim.
+    description: Time of the claim, in ISO 8601; kept from the first claim.
     type: str
     default: ""
   controller:
@@ -62,7 +62,7 @@ options:
     type: str
     default: ""
   controllers:
-    description: Addresses that replace those of the claim; not given, they are kept.
+    description: Addresses that replace the controllers of the claim; if not given, those are kept.
     type: list
     elements: str
 attributes:
@@ -84,21 +84,21 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-refusal: {description: "Why another fleet has the host, what to type; or empty.", type: str, returned: always}
-renamed: {description: "The claim's name before, where it is another, or empty.", type: str, returned: always}
+refusal: {description: "Message if another fleet has the host, else empty.", type: str, returned: always}
+renamed: {description: "Former name of the fleet if it has changed.", type: str, returned: always}
 controllers: {description: Addresses of the controllers., type: list, elements: str, returned: always}
-removed: {description: "What was removed, one line each.", type: list, elements: str, returned: always}
+removed: {description: "Path of the file if it was removed.", type: list, elements: str, returned: always}
 """
 
 SCHEMA = 1
 
 
 class ClaimError(ValueError):
-    """A claim that cannot be read; a sentence."""
+    """The claim cannot be read. The text of the error is a sentence for the person."""
 
 
 def parse(text: str, path: str, host: str) -> dict[str, Any]:
-    """The claim in a file's text, {} if there is none."""
+    """The claim in the text of a file; {} if the text is empty. Raises ClaimError."""
     if not text:
         return {}
     damaged = (
@@ -124,7 +124,10 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
 def refusal(
     claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
 ) -> str:
-    """Why a host with this claim is not to be changed by this fleet; empty if it is."""
+    """Why this fleet may not change a host with this claim, as a message; "" if it may.
+
+    hosts: address by name. partial: whether a claim with more or fewer of these hosts is of the same fleet.
+    """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""
     claimed, asked = claim["hosts"].items(), hosts.items()
@@ -148,7 +151,10 @@ def routable(address: str) -> str:
 
 
 def merge(claim: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
-    """The claim as it is to be: who and when stay, controllers are added to."""
+    """The new claim. `by` and `at` of the old claim are kept.
+
+    The controller's address is added to the old controllers, or to those that params["controllers"] gives.
+    """
     known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
     found = [routable(address) for address in [*known, params["controller"]]]
     return {

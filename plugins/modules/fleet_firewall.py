@@ -1,4 +1,4 @@
-"""Make the ufw rules that carry our comment equal to the wanted ones; leave all other rules alone."""
+"""Ansible module: make the ufw rules with the fleet's comment equal to a list; keep all other rules."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = r"""
 module: fleet_firewall
-short_description: Keep a set of ufw rules, found by their comment, equal to a list
+short_description: Make the ufw rules with the fleet's comment equal to a list
 description:
-  - Adds the wanted rules that are missing, and deletes those of ours that are not wanted.
-  - Every rule whose comment begins with the word C(nanofleet) is ours; one with another such comment gets
+  - Adds the rules of O(rules) that are missing, and deletes the fleet's rules that are not in O(rules).
+  - Rules whose comment begins with the word C(nanofleet) are the fleet's. One with another such comment gets
     O(comment).
-  - A wanted rule that a person has already set without the comment is left as it is, and stays his.
-  - Rules can be set while ufw is inactive. It is enabled only if asked, once a rule lets the controller's SSH
-    in, and with a timer that disables it again; whoever asked stops the timer once a new connection came in.
-  - The rule added for SSH carries the comment with C(ssh) after it, the sign that ufw was enabled here.
+  - A rule of O(rules) that exists without such a comment stays unchanged; reset.yml does not remove it.
+  - Rules can be set while ufw is inactive. With O(enable) a rule that admits the controller's SSH is added,
+    a timer is started that disables ufw again, and ufw is enabled. The caller stops the timer after a new
+    SSH connection has succeeded.
+  - The comment of the rule for SSH ends with C(ssh). It marks that this module has enabled ufw.
 options:
   state:
-    description: With V(absent) all our rules go, and ufw is disabled first if it was enabled here.
+    description: V(absent) deletes all rules of the fleet. It first disables ufw if this module enabled it.
     type: str
     choices: [present, absent]
     default: present
   rules:
-    description: The wanted rules. Each lets one address reach a TCP port or a range of them.
+    description: The rules to have. Each admits one address to a TCP port or a range of ports.
     type: list
     elements: dict
     default: []
@@ -41,7 +42,7 @@ options:
         type: str
         required: true
   comment:
-    description: The comment of our rules, which begins with the word C(nanofleet).
+    description: The comment of the fleet's rules, which begins with the word C(nanofleet).
     type: str
     default: nanofleet
   enable:
@@ -49,7 +50,7 @@ options:
     type: bool
     default: false
   controller:
-    description: The controller's address as this host's SSH server sees it; empty if it is not known.
+    description: The controller's address as this host's SSH server sees it; empty if unknown.
     type: str
     default: ""
   ssh_port:
@@ -73,15 +74,15 @@ EXAMPLES = r"""
 
 RETURN = r"""
 status: {description: "State of ufw after the task: active, inactive or absent.", type: str, returned: always}
-rules: {description: "Our rules, one line each.", type: list, elements: str, returned: always}
-removed: {description: "What was removed, one line each.", type: list, elements: str, returned: always}
+rules: {description: "The rules of the fleet, one line each.", type: list, elements: str, returned: always}
+removed: {description: "Deleted rules, one line each.", type: list, elements: str, returned: always}
 timer: {description: "Timer that disables ufw unless it is stopped, or empty.", type: str, returned: always}
 """
 
 TIMER = "nanofleet-ufw-rollback"
 RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
 SERVICES = {"ssh": 22, "SSH": 22, "OpenSSH": 22}
-"""Names that stand for SSH's port: of the service and of ufw's profiles."""
+"""Names for the SSH port in ufw: the service and the profiles."""
 
 
 def parse_added(text: str) -> dict[str, str]:
@@ -91,14 +92,21 @@ def parse_added(text: str) -> dict[str, str]:
 
 
 def as_rule(source: str, port: str) -> str:
-    """A wanted rule in ufw's words; addresses as ufw writes them."""
+    """The arguments of ufw that allow TCP from `source` to `port`.
+
+    A single address has no /32 or /128, as ufw prints it.
+    """
     with contextlib.suppress(ValueError):
         source = str(ipaddress.ip_network(source)).removesuffix("/32").removesuffix("/128")
     return f"allow from {source} to any port {port} proto tcp"
 
 
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
-    """(rules to add, rules to delete), each in a steady order."""
+    """(rules to add, rules to delete), in a stable order. present: {rule: comment}.
+
+    A rule of a fleet with another comment is added again, which changes its comment. The rule for SSH is
+    kept.
+    """
 
     def lacks(rule: str) -> bool:
         its = present.get(rule)
@@ -112,17 +120,17 @@ def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list
 
 
 def is_ours(comment: str) -> bool:
-    """Whether a rule's comment marks it as one of a fleet."""
+    """Whether a rule with this comment belongs to a fleet: the first word is nanofleet."""
     return comment.partition(" ")[0] == "nanofleet"
 
 
 def of_ssh(comment: str) -> bool:
-    """Whether it marks the rule that was added for SSH, when ufw was enabled here."""
+    """Whether a rule with this comment was added for SSH when this module enabled ufw."""
     return is_ours(comment) and comment.endswith(" ssh")
 
 
 def ports_hold(text: str, port: int) -> bool:
-    """Whether `22`, `22/tcp`, `20:30,2222/tcp` or a profile's name stands for this TCP port."""
+    """Whether the ports of a rule (`22`, `22/tcp`, `20:30,2222/tcp` or a profile) include this TCP port."""
     text, _, protocol = text.partition("/")
     if protocol not in ("", "tcp"):
         return False
@@ -136,9 +144,9 @@ def ports_hold(text: str, port: int) -> bool:
 
 
 def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
-    """What the first rule that speaks of this connection decides: allow, deny, or nothing.
+    """What the first rule about the controller's SSH connection does: allow, deny, or "" without one.
 
-    A rule that cannot be read for sure (of one interface, or to one address) counts only where it denies.
+    A rule for one interface or one destination counts only if it denies.
     """
     for rule in rules:
         words = shlex.split(rule)
@@ -166,7 +174,7 @@ def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
 
 
 def comes_from(address: str, source: str) -> bool:
-    """Whether an address is in a rule's source; one that is not known is in every."""
+    """Whether an address matches a rule's source. An unknown address or source counts as a match."""
     if source == "any" or not address:
         return True
     try:
@@ -176,9 +184,9 @@ def comes_from(address: str, source: str) -> bool:
 
 
 def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
-    """(the rule to add before ufw is enabled, whether it must stand before all others).
+    """(rule that admits SSH, to add before ufw is enabled; whether it must come before all other rules).
 
-    Where nothing speaks of SSH everybody may come, as before; where a rule does, the controller is added.
+    It admits everybody if no rule is about SSH, else the controller.
     """
     verdict = ssh_verdict(rules, controller, port)
     narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]

@@ -4,14 +4,14 @@ DOCUMENTATION = r"""
 module: follow_log
 short_description: Print a host's part of a run's log as it grows
 description:
-  - Prints lines until the run has ended on the host, or Ctrl-C. Every host has a loop of its own.
-  - Calls the module M(nanofleet.fleet.run_log) on the host again and again, with the options given here.
+  - Prints lines until the run has ended on the host, or until Ctrl-C. Each host has its own loop.
+  - Calls the module M(nanofleet.fleet.run_log) on the host repeatedly, with the options given here.
 options:
-  run_id: {description: The run., type: str, required: true}
-  run_dir: {description: Its directory., type: path, required: true}
-  user: {description: "Whose rights files are read with, if the module runs as root.", type: str, default: ""}
-  cursor: {description: Where an earlier call of run_log ended., type: str, default: ""}
-  lines: {description: The newest lines of each call at most., type: int, default: 100}
+  run_id: {description: Name of the run., type: str, required: true}
+  run_dir: {description: Run directory., type: path, required: true}
+  user: {description: User whose rights root uses to read files., type: str, default: ""}
+  cursor: {description: C(cursor) of an earlier result of run_log., type: str, default: ""}
+  lines: {description: Most lines that each call returns., type: int, default: 100}
   steps: {description: Whether lines that report a step are printed., type: bool, default: true}
 attributes:
   action: {support: full}
@@ -27,5 +27,5 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-ended: {description: Whether the run has ended there., type: bool, returned: always}
+ended: {description: Whether the run has ended on the host., type: bool, returned: always}
 """

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what a run's Python environment holds, compared across hosts before a run starts."""
+"""Ansible module: read the versions in a run's Python environment, which a start compares across hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ansible.module_utils.basic import AnsibleModule
 
 DOCUMENTATION = r"""
 module: installed_environment
-short_description: Read what a run's Python environment holds
+short_description: Read the versions in a run's Python environment
 description:
   - Runs under the Python of that environment. Set C(ansible_python_interpreter) of the task to it.
-  - Fails where torch or the trainer is missing. Changes nothing.
+  - Fails if torch or the trainer is missing. Changes nothing.
 attributes:
   check_mode: {support: full}
 options: {}
@@ -32,7 +32,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 installed:
-  description: Folder of the environment, machine, Python's and torch's version, and the trainer's digest.
+  description: environment (name of its folder), machine, python and torch (versions), trainer (digest).
   type: dict
   returned: success
 """
@@ -45,7 +45,9 @@ def main() -> None:
 
         torch = importlib.metadata.version("torch")
     except ImportError as error:
-        module.fail_json(msg=f"The environment {sys.prefix} is not complete: {error}.")
+        module.fail_json(
+            msg=f"The environment {sys.prefix} is not complete: {error}. Type: ansible-playbook setup.yml"
+        )
     installed = {
         "environment": os.path.basename(os.path.realpath(sys.prefix)),
         "machine": platform.machine(),

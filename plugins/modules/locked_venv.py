@@ -1,11 +1,11 @@
 #!/usr/bin/python
-"""One virtual environment a lock, made offline by uv from a wheelhouse, and a link to the current one.
+"""Ansible module: install a wheelhouse into a virtual environment of its own, and link to the current one.
 
     VENVS/<first 12 of the lock's sha256>/     with nanofleet-venv.json inside, written last
     LINK -> the current one
 
-An environment without that file, or whose installed packages are no longer those that were recorded in it, is
-unfinished or was changed by hand: it is made again.
+uv installs offline from the wheelhouse. An environment without that file is unfinished, and one whose
+packages differ from those recorded in the file was changed by hand: both are made again.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import 
 
 DOCUMENTATION = r"""
 module: locked_venv
-short_description: Install a wheelhouse into a virtual environment of its own, hashes required
+short_description: Install a wheelhouse into a virtual environment of its own, with hashes
 description:
-  - Copies every wheel to where root alone writes, checks the copies against the controller's locks, which
-    come in the arguments, and lets the wheelhouse's own uv install the copies without a network.
+  - Copies every wheel to a folder that only root can write, and compares the copies with the controller's
+    locks in O(requirements) and O(tools). The wheelhouse's own uv installs the copies without a network.
   - Switches the link at the end and removes environments that no process uses.
 options:
   wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
   digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
-  requirements: {description: "That requirements.lock; needed to install.", type: str, default: ""}
-  tools: {description: "The controller's tools.lock; needed to install.", type: str, default: ""}
-  python: {description: The Python to build on., type: path, required: true}
+  requirements: {description: Text of the requirements.lock., type: str, default: ""}
+  tools: {description: Text of the controller's tools.lock., type: str, default: ""}
+  python: {description: Python of the environment., type: path, required: true}
   venvs: {description: Folder of the environments., type: path, required: true}
-  link: {description: Link to the current one., type: path, required: true}
-  imports: {description: Modules to try once after installing., type: list, elements: str}
+  link: {description: Link to the current environment., type: path, required: true}
+  imports: {description: Modules to import once after installing., type: list, elements: str}
 author: the nanofleet authors
 """
 
@@ -62,10 +62,10 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-ready: {description: Was it in place before the call?, type: bool, returned: always}
-flaws: {description: Why one that is there is made again., type: list, elements: str, returned: always}
-path: {description: The environment., type: str, returned: always}
-digest: {description: "sha256 of the lock it was made from.", type: str, returned: always}
+ready: {description: Whether the environment was complete before the call., type: bool, returned: always}
+flaws: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
+path: {description: Folder of the environment., type: str, returned: always}
+digest: {description: "sha256 of the lock of the environment.", type: str, returned: always}
 installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
 versions: {description: "Name and version of each package.", type: dict, returned: always}
 project: {description: "sha256 of the project's own wheel, or empty.", type: str, returned: always}
@@ -79,7 +79,7 @@ UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 
 
 class VenvError(Exception):
-    """A sentence for the person who ran the playbook."""
+    """An error whose text is a sentence for the person who ran the playbook."""
 
 
 def records(venv: Path) -> list[Path]:
@@ -87,10 +87,11 @@ def records(venv: Path) -> list[Path]:
 
 
 def installed_digest(venv: Path) -> str:
-    """sha256 over the RECORDs, which hold every installed file's hash; empty when nothing is installed.
+    """sha256 over all RECORD files, which hold the hash of every installed file; "" if nothing is installed.
 
-    Two hosts with one digest have the same packages byte for byte, as far as their installers recorded. The
-    scripts in bin/ are left out: their first line names the environment's place, which may differ by host.
+    Hosts with equal digests have the same packages byte for byte, as far as their installers recorded.
+    Scripts in bin/ are left out, because their first line has the path of the environment, which may differ
+    by host.
     """
     digest = hashlib.sha256()
     found = records(venv)
@@ -105,7 +106,7 @@ def installed_digest(venv: Path) -> str:
 
 
 def damaged(venv: Path) -> list[str]:
-    """Installed files that are gone or not as long as recorded, as a full disk or a power cut leaves them."""
+    """Installed files that are missing or have another size than recorded, as after a power cut."""
     found = []
     for record in records(venv):
         with record.open(encoding="utf-8", newline="") as lines:
@@ -132,7 +133,10 @@ def read_marker(venv: Path) -> dict[str, Any]:
 
 
 def flaws(venv: Path, digest: str, python: str) -> list[str]:
-    """Why the environment of this lock has to be made: not finished, of another Python, or changed since."""
+    """Why the environment for this lock has to be made again; [] if it is complete.
+
+    It is missing, unfinished, built on another Python, or was changed.
+    """
     marker = read_marker(venv)
     if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():
         return ["it was not finished" if venv.exists() else "it is not there"]
@@ -153,7 +157,7 @@ def points_at(link: Path, venv: Path) -> bool:
 
 
 def switch(link: Path, venv: Path) -> None:
-    """Point the link at another environment in one step."""
+    """Make the link point at another environment, in one step. Raises VenvError if it is not a link."""
     if link.exists() and not link.is_symlink():
         raise VenvError(f"{link} is not a link: move it away and run the playbook again.")
     fresh = link.with_name(f".{link.name}.new")
@@ -163,7 +167,7 @@ def switch(link: Path, venv: Path) -> None:
 
 
 def in_use(venv: Path) -> bool:
-    """Has a process of this host mapped a file of the environment, or was it started out of it?"""
+    """Whether a process on this host was started from the environment or has mapped one of its files."""
     inside = f"{venv}/".encode()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -175,7 +179,10 @@ def in_use(venv: Path) -> bool:
 
 
 def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
-    """Run it in `folder`, not where the module was started: that may be the home of whoever logs in."""
+    """Run a command in `folder`. Raises VenvError with `what` and the last lines of its output.
+
+    The default folder could be the home of the login user.
+    """
     merged = {**os.environ, **environment}
     result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)
     if result.returncode != 0:
@@ -184,9 +191,10 @@ def command(arguments: list[str], what: str, folder: Path | str, **environment: 
 
 
 def build(p: dict[str, Any], venv: Path) -> None:
-    """Make the environment in place, its marker last.
+    """Make the environment in place; its marker file is written last.
 
-    The wheelhouse belongs to whoever logs in and may change at any time; what is checked and run are copies.
+    The login user may change the wheelhouse at any time. Therefore copies of its wheels are verified and
+    used.
     """
     if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
         raise VenvError("The lock that was sent is not the one the controller made: run the playbook again.")

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: this host's interfaces and routes, from its kernel. Needs no root."""
+"""Ansible module: read this host's interfaces and routes from the kernel. Needs no root."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ DOCUMENTATION = r"""
 module: network_links
 short_description: Read interfaces, routes to the peers, and how long looking up a name takes
 description:
-  - Reads what the filter C(network_choose) decides from. Changes nothing and needs no root.
+  - Returns the input of the filter P(nanofleet.fleet.network_choose#filter). Changes nothing; needs no root.
 options:
   targets:
-    description: Addresses whose routes are asked for.
+    description: Addresses to which the routes are read.
     type: list
     elements: str
     required: true
   lookup_limit:
-    description: Seconds after which a name's lookup counts as slow and is waited for no longer.
+    description: Seconds after which the lookup of a name counts as slow; the module waits no longer.
     type: float
     default: 3.0
 attributes:
@@ -43,7 +43,7 @@ EXAMPLES = r"""
 RETURN = r"""
 links: {description: What C(ip -json -details address show up) prints., type: list, returned: always}
 routes:
-  description: By target, C(dev) and C(prefsrc) of C(ip -json route get), or C(error) in its words.
+  description: By target, C(dev) and C(prefsrc) of C(ip -json route get), and C(error), its message.
   type: dict
   returned: always
 wireless: {description: Names of the interfaces that are WiFi., type: list, elements: str, returned: always}
@@ -56,7 +56,7 @@ slow_names:
 
 
 def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
-    """Those among {name: function} that are still busy after `limit` seconds; all run at once."""
+    """The names whose function still runs after `limit` seconds. lookups: {name: function}."""
     threads = {name: threading.Thread(target=call, daemon=True) for name, call in lookups.items()}
     for thread in threads.values():
         thread.start()
@@ -67,7 +67,7 @@ def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> lis
 
 
 def quietly(call: Callable[..., object], *arguments: Any) -> Callable[[], None]:
-    """A lookup that finds nothing is as good as one that does: what counts is that there is an answer."""
+    """A function that calls `call` and ignores OSError: only the time until an answer counts."""
 
     def attempt() -> None:
         with contextlib.suppress(OSError):

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: a run's directory and the files in it that do not come from the trainer."""
+"""Ansible module: make or remove a run directory, and write files in it that the trainer does not write."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user impor
 
 DOCUMENTATION = r"""
 module: run_directory
-short_description: Make a run's directory and files in it, or remove it
+short_description: Make a run directory and files in it, or remove it
 description:
-  - Works with the rights of O(user), so that a link which that user has put there leads only to what it may
+  - Works with the rights of O(user), so that a link of that user leads only to files that the user may
     change anyway.
-  - Refuses a run directory, or a folder of runs, that is a link. A link in the place of a file is replaced by
-    the file.
-  - Files are written whole, for O(user) and its group to read (0640); directories have the mode 0750.
+  - Refuses a run directory, or a folder of runs, that is a link. A link with the name of a file is replaced
+    by the file.
+  - A file is replaced in one step. Files have the mode 0640, directories 0750.
 options:
   path:
-    description: The run's directory.
+    description: The run directory.
     type: path
     required: true
   user:
@@ -32,20 +32,20 @@ options:
     type: str
     default: ""
   state:
-    description: V(present) makes the directory and its files; V(absent) removes it with all that is in it.
+    description: V(present) makes the directory and its files; V(absent) removes it and its content.
     type: str
     choices: [present, absent]
     default: present
   files:
-    description: Contents of files by their names.
+    description: Files to write, name to text.
     type: dict
     default: {}
   replace:
-    description: Whether a file that exists with another content is replaced.
+    description: Whether a file that exists with another text is replaced.
     type: bool
     default: true
   remove:
-    description: Names of files to be removed.
+    description: Names of files to remove.
     type: list
     elements: str
     default: []
@@ -83,13 +83,13 @@ FILE_MODE = 0o640
 
 
 class RefusedError(Exception):
-    """The directory is not what it should be; the message is for the person."""
+    """The run directory cannot be used. The text of the error is the message for the person."""
 
 
 def open_folder(path: str, check: bool) -> tuple[int | None, bool]:
-    """A descriptor of the folder, which is made if it is missing, and whether that changed anything.
+    """(descriptor of a folder, whether it was made or changed). A missing folder is made.
 
-    In check mode a missing folder has no descriptor: None.
+    In check mode a missing folder is not made; its descriptor is None. Raises RefusedError for a link.
     """
     if os.path.islink(path):
         raise RefusedError(
@@ -111,7 +111,7 @@ def open_folder(path: str, check: bool) -> tuple[int | None, bool]:
 
 
 def read_file(folder: int, name: str) -> str | None:
-    """The text of a file; None where there is none, or something else in its place."""
+    """The text of a regular file in a folder; None if there is no such file."""
     try:
         opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
@@ -121,7 +121,7 @@ def read_file(folder: int, name: str) -> str | None:
 
 
 def write_file(folder: int, name: str, text: str) -> None:
-    """Put a whole file in the place of what is there."""
+    """Write a file in a folder in one step; it replaces a file or link of that name."""
     temporary = f".{name}.new"
     with contextlib.suppress(FileNotFoundError):
         os.unlink(temporary, dir_fd=folder)
@@ -135,7 +135,7 @@ def write_file(folder: int, name: str, text: str) -> None:
 
 
 def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """The directory with its files as they should be; returns what changed and a diff."""
+    """Make the run directory and its files. Returns changed, changed_files and a diff."""
     changed, folder = False, None
     for path in (os.path.dirname(params["path"]), params["path"]):
         if folder is not None:
@@ -161,7 +161,7 @@ def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
 
 
 def remove(params: dict[str, Any], check: bool) -> dict[str, Any]:
-    """Nothing in the directory's place, be it a link."""
+    """Remove the run directory; if its path is a link or a file, remove that. Returns changed."""
     path = params["path"]
     found = os.path.lexists(path)
     if found and not check:
@@ -187,7 +187,7 @@ def main() -> None:
     params, user = module.params, module.params["user"]
     plain = [name for name in (*params["files"], *params["remove"]) if name != os.path.basename(name)]
     if plain:
-        module.fail_json(msg=f"{', '.join(plain)}: a file of a run is named without a folder.")
+        module.fail_json(msg=f"{', '.join(plain)}: names of files of a run must not contain a folder.")
     if user and os.geteuid() == 0 and account(user) is None:
         # Before the first setup a dry run has no user yet.
         if module.check_mode or params["state"] == "absent":

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the files of a run with their sums, on a host; and whether copies of them are whole."""
+"""Ansible module: list the files of a run on a host with their sha256, or compare copies with such a list."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ DOCUMENTATION = r"""
 module: run_files
 short_description: List a run's files with their sha256, or compare copies with such a list
 description:
-  - Without O(expected), lists what a person would want of the run directory. The sums of a checkpoint's
-    files are those it was written with, so that one that was damaged since is found out.
+  - Without O(expected), lists the run's settings, metrics, log, outcome, attempts, sample and O(checkpoint).
+    The sha256 of a checkpoint's files are those in its meta.json, so that a damaged file is detected.
   - With O(expected), compares the files under O(path) with it. A file that grows while the run continues
     is compared up to the size it was listed with.
   - Changes nothing.
@@ -27,7 +27,7 @@ options:
     type: path
     required: true
   user:
-    description: Whose rights the files are read with, if the module runs as root; empty for root's.
+    description: User whose rights the module uses to read files if it runs as root; empty for root's own.
     type: str
     default: ""
   checkpoint:
@@ -35,7 +35,7 @@ options:
     type: str
     default: ""
   expected:
-    description: What an earlier call has listed.
+    description: RV(files) of an earlier call.
     type: list
     elements: dict
 attributes:
@@ -51,16 +51,16 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-files: {description: Each with name, size and sha256, type: list, elements: dict, returned: without expected}
-bytes: {description: Their size together, type: int, returned: without expected}
-faults: {description: What is wrong with the copies, type: list, elements: str, returned: with expected}
+files: {description: "Name, size, sha256 of each", type: list, elements: dict, returned: without expected}
+bytes: {description: Size of all files together, type: int, returned: without expected}
+faults: {description: Copies that are missing or differ, type: list, elements: str, returned: with expected}
 """
 
 KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.jsonl", "sample.txt")
 
 
 def sha256_of(path: str, size: int | None = None) -> str:
-    """The sum of a file's first `size` bytes, or of all."""
+    """sha256 of the first `size` bytes of a file, or of the whole file."""
     digest, left = hashlib.sha256(), size
     with open(path, "rb") as file:
         while left is None or left > 0:
@@ -81,7 +81,10 @@ def listed(folder: str, name: str, sha256: str | None = None) -> dict[str, Any]:
 
 
 def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
-    """The run's own files, and the checkpoint's with the sums of its meta.json."""
+    """The files of a run in KEPT and those of a checkpoint: [{"name", "size", "sha256"}].
+
+    The sha256 of a checkpoint's files are those that its meta.json records. Raises ValueError for a link.
+    """
     found = [listed(folder, name) for name in KEPT if os.path.isfile(os.path.join(folder, name))]
     if checkpoint:
         meta = checkpoint + "/meta.json"
@@ -95,7 +98,7 @@ def list_files(folder: str, checkpoint: str) -> list[dict[str, Any]]:
 
 
 def faults(folder: str, expected: list[dict[str, Any]]) -> list[str]:
-    """What is wrong with the copies, a phrase each that begins with the name."""
+    """A phrase for each copy that is missing or differs from `expected`; it begins with the file's name."""
     found = []
     for file in expected:
         path = os.path.join(folder, file["name"])

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the output of a run's unit on this host, from the journal, else from train.log."""
+"""Ansible module: read the output of a run's unit on this host, from the journal or else from train.log."""
 
 from __future__ import annotations
 
@@ -32,45 +32,45 @@ DOCUMENTATION = r"""
 module: run_log
 short_description: Read the log of a run on this host
 description:
-  - Reads the journal of the run's unit. A journal that holds nothing of it, or is closed to this user, is no
-    failure - the run's own C(train.log) is read, whose lines have no time.
-  - What torchrun adds to the end of a rank, a traceback of its own and a table, is left out.
-  - With O(cursor), only what came after it; O(wait_seconds) waits for that.
+  - Reads the journal of the run's unit. If the journal has no lines of the unit, or this user may not read
+    it, reads the run's own C(train.log), whose lines have no time.
+  - Leaves out the traceback and the table that torchrun prints after the end of a rank.
+  - With O(cursor), returns only later lines; O(wait_seconds) waits for them.
 options:
   run_id:
-    description: The run.
+    description: Name of the run.
     type: str
     required: true
   run_dir:
-    description: Its directory.
+    description: Run directory.
     type: path
     required: true
   user:
-    description: Whose rights C(train.log) is read with, if the module runs as root; empty for root's.
+    description: User whose rights the module uses to read C(train.log) if it runs as root; empty for root's.
     type: str
     default: ""
   since:
-    description: Only what is newer than this span (10min, 2h) or moment (today, 14:05); empty for all.
+    description: Only lines newer than this span (10min, 2h) or moment (today, 14:05); empty for all.
     type: str
     default: ""
   lines:
-    description: The newest lines to return at most.
+    description: Most lines to return; the newest ones.
     type: int
     default: 100
   cursor:
-    description: Where an earlier call ended.
+    description: RV(cursor) of an earlier call.
     type: str
     default: ""
   wait_seconds:
-    description: How long to wait for the first line after O(cursor).
+    description: Seconds to wait for the first line after O(cursor).
     type: int
     default: 0
   steps:
-    description: Whether lines that tell of a step are returned; every host's say the same.
+    description: Whether lines that report a step are returned; they are the same on every host.
     type: bool
     default: true
   error_lines:
-    description: Lines of the first error at most.
+    description: Most lines of the first error.
     type: int
     default: 20
 attributes:
@@ -88,7 +88,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 lines:
-  description: Oldest first, each with C(time) (epoch or null), C(text) and C(rank) (or null).
+  description: Oldest first, each with C(time) (Unix time or null), C(text) and C(rank) (or null).
   type: list
   elements: dict
   returned: always
@@ -97,13 +97,13 @@ error:
   type: list
   elements: dict
   returned: always
-cursor: {description: Where this call ended, type: str, returned: always}
+cursor: {description: Position of the last line in the journal, type: str, returned: always}
 source: {description: journal or file, type: str, returned: always}
-ended: {description: Whether the unit is neither up nor about to be, type: bool, returned: always}
+ended: {description: Whether the unit is neither active nor about to start, type: bool, returned: always}
 """
 
 SEARCHED = 2000
-"""Lines that are searched for the first error, though fewer may be returned."""
+"""Lines that are searched for the first error; fewer may be returned."""
 Line = dict[str, Any]
 Entry = tuple[str, float | None]
 """A line's text and its time."""
@@ -117,7 +117,10 @@ RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
 def since_words(given: Any) -> str:
-    """A person's `since` in journalctl's words: 10min and 2h are that long ago."""
+    """A time that a person typed, in the syntax of journalctl's --since: 10min and 2h mean that long ago.
+
+    Raises ValueError for anything that is neither a span nor a moment.
+    """
     words = str(given or "").strip()
     if not words:
         return ""
@@ -133,21 +136,24 @@ def since_words(given: Any) -> str:
 
 
 def line_of(text: str, moment: float | None = None) -> Line:
-    """A line with its rank, which the trainer puts in front of it."""
+    """{"time", "rank", "text"} of a line. rank: of the [rank N] prefix that the trainer writes, or None."""
     found = RANK.match(text)
     rank = int(found.group(1)) if found else None
     return {"time": moment, "rank": rank, "text": text[found.end() :] if found else text}
 
 
 def message(value: Any) -> str:
-    """The journal gives text that is not plain as a list of bytes."""
+    """The text of a journal entry's MESSAGE; journalctl prints text that is not plain as a list of bytes."""
     if isinstance(value, list):
         return bytes(value).decode("utf-8", "replace")
     return value or ""
 
 
 def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
-    """The unit's entries and the cursor of the last."""
+    """(lines of the unit with their Unix times, cursor of the last entry).
+
+    count: number of lines, if params has no cursor. Raises ValueError if journalctl refuses `since`.
+    """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
     command += ["--after-cursor=" + params["cursor"]] if params["cursor"] else ["--lines=" + str(count)]
@@ -165,7 +171,7 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """What there is to return, once."""
+    """The result of the module for one reading: lines, error, cursor, source, ended."""
     count = max(SEARCHED, params["lines"])
     lines, cursor = read_journal(params, count)
     source = "journal"
@@ -187,7 +193,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(lines: list[Entry], count: int) -> list[Line]:
-    """The first error of the last attempt, with its time; empty where there is none."""
+    """The first error of the last attempt, as lines with times; [] without one. count: most lines."""
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: everything a host knows about a run, read from its unit and its run directory."""
+"""Ansible module: read the state of a run on this host from its unit and its run directory."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ module: run_state
 short_description: Read the state of a run on this host
 description:
   - Reads the unit, heartbeats, metrics, outcome and log of a run.
-  - Changes nothing, and a run that is missing is no failure.
-  - Without root the user's own systemd is checked besides the system's.
+  - Changes nothing. Does not fail if there is no such run.
+  - Without root it reads the user's own systemd besides the system's.
 options:
   state_dir:
     description: Folder that holds C(runs/RUN_ID).
     type: path
     required: true
   run_id:
-    description: The run. Empty for the one that is active, else the newest.
+    description: Name of the run; empty for the active one, else the newest.
     type: str
     default: ""
   user:
-    description: Whose rights the run directories are read with, if the module runs as root; empty for root's.
+    description: User whose rights the module uses to read files if it runs as root; empty for root's own.
     type: str
     default: ""
   log_lines:
@@ -49,16 +49,18 @@ options:
     type: int
     default: 20
   wait_for:
-    description: Return once a rank here has made a step, the attempt is over, or O(wait_seconds) are over.
+    description: >-
+      V(step) returns when a rank on this host has made a step or the attempt is over, V(end) when the attempt
+      is over; both return after O(wait_seconds) at the latest.
     type: str
     choices: [none, step, end]
     default: none
   wait_seconds:
-    description: How long to wait at most.
+    description: Seconds to wait for O(wait_for) at most.
     type: int
     default: 0
   ports:
-    description: TCP ports whose listeners are reported.
+    description: TCP ports whose listeners are returned.
     type: list
     elements: int
     default: []
@@ -76,37 +78,37 @@ EXAMPLES = r"""
 
 RETURN = r"""
 found:
-  description: Whether there is such a run on this host; if not, the fields of a run are empty.
+  description: Whether this host has the run; if not, the values about the run are empty.
   type: bool
   returned: always
-run_id: {description: The run, type: str, returned: always}
-run_dir: {description: Its directory, type: str, returned: always}
-ended: {description: Whether the unit is neither up nor about to be, type: bool, returned: always}
+run_id: {description: Name of the run, type: str, returned: always}
+run_dir: {description: Run directory, type: str, returned: always}
+ended: {description: Whether the unit is neither active nor about to start, type: bool, returned: always}
 between:
   description: Whether an attempt is over and the unit waits for the next one.
   type: bool
   returned: always
 failed_unit:
-  description: Whether the unit failed, or is gone and left no outcome of its last attempt.
+  description: Whether the unit failed, or no longer exists and its last attempt wrote no outcome.
   type: bool
   returned: always
 rebooted:
-  description: When this host came up, if that took an attempt's unit away that nobody had ended; else null.
+  description: Unix time of the boot, if it ended the unit of an attempt that nobody had stopped; else null.
   type: float
   returned: always
 at_boot: {description: Whether this host starts the run again when it boots, type: bool, returned: always}
 stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
 unit:
   description: >-
-    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (epoch or null),
-    scope (system or user: whose systemd has it).
+    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (Unix time or
+    null), scope (system or user, whose systemd has the unit).
   type: dict
   returned: always
 heartbeats:
   description: >-
-    Every heartbeat-RANK.json by rank, each with C(age), the seconds since its time, C(before), whether it is
-    of an earlier attempt than the one under way, C(over), whether the rank has ended since, and C(process),
-    the kernel's word for what its process does.
+    Every heartbeat-RANK.json in rank order, each also with C(age), the seconds since its time; C(before),
+    whether it is of an earlier attempt; C(over), whether the rank has ended; C(process), the state of the
+    process in the kernel.
   type: list
   elements: dict
   returned: always
@@ -116,43 +118,43 @@ outcome: {description: outcome.json, type: dict, returned: always}
 stop_requested: {description: Whether the file C(stop) is there, type: bool, returned: always}
 error: {description: The first error of the last attempt, type: list, elements: str, returned: always}
 run_file: {description: run.json, type: dict, returned: always}
-prediction: {description: "What the ranks have predicted, or empty", type: str, returned: always}
+prediction: {description: "Text of prediction.txt, or empty", type: str, returned: always}
 leftovers:
-  description: Files that belong to one attempt alone, by name - outcomes, heartbeats, a request to stop, ...
+  description: Names of the files of one attempt - outcomes, heartbeats, a request to stop and others.
   type: list
   elements: str
   returned: always
 links:
-  description: Links in the run directory, which a run does not make, and where they lead.
+  description: Symbolic links in the run directory, path to target. A run makes no links.
   type: dict
   returned: always
-checkpoint: {description: The newest whole checkpoint in the run directory, type: str, returned: always}
-checkpoint_time: {description: When it was written, type: float, returned: always}
+checkpoint: {description: The newest complete checkpoint in the run directory, type: str, returned: always}
+checkpoint_time: {description: Unix time at which it was written, type: float, returned: always}
 past_attempts:
-  description: The last lines of attempts.jsonl - when each attempt ended, how, at which step and why.
+  description: The last 20 lines of attempts.jsonl - time, outcome, step and reason of each attempt.
   type: list
   elements: dict
   returned: always
 began:
-  description: When the trainer took up the attempt under way; torchrun and the rendezvous come before.
+  description: Unix time at which the trainer began the present attempt, after torchrun's rendezvous.
   type: float
   returned: always
-time: {description: This host's clock, type: float, returned: always}
+time: {description: Unix time on this host, type: float, returned: always}
 runs:
   description: >-
-    The newest 20 - run_id, time, active, outcome, reason, settled, step, num_iterations, tok_per_s, hosts,
-    config.
+    The newest 20 runs - run_id, time, active, outcome, reason, settled, step, num_iterations, tok_per_s,
+    hosts, config.
   type: list
   elements: dict
   returned: always
-active_units: {description: Units of runs that are up, type: list, elements: str, returned: always}
+active_units: {description: Names of the active units of runs, type: list, elements: str, returned: always}
 known_units:
-  description: Those, failed ones, and those that start again when the host boots.
+  description: Names of active and failed units of runs, and of those that start again after a boot.
   type: list
   elements: str
   returned: always
 listeners:
-  description: Who listens on O(ports) - port, pid, user, command, unit.
+  description: Processes that listen on O(ports) - port, pid, user, command, unit.
   type: list
   elements: dict
   returned: always
@@ -162,14 +164,14 @@ NOT_A_RUN = (PREFIX + "tracker.service",)
 
 
 def choose(runs: list[dict[str, Any]], active: list[str]) -> str:
-    """The run meant when none is named: an active one, else the newest."""
+    """The run to read if none is named: an active one, else the newest; "" without any."""
     if active:
         return active[0][len(PREFIX) : -len(".service")]
     return runs[0]["run_id"] if runs else ""
 
 
 def read_state(params: dict[str, Any]) -> dict[str, Any]:
-    """All that this host knows, once."""
+    """The result of the module for one reading."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
@@ -222,7 +224,7 @@ def main() -> None:
         waited = time.monotonic() - began
         if params["wait_for"] == "none" or awaited or waited >= params["wait_seconds"]:
             module.exit_json(changed=False, **state)
-        # The longer it takes the less often: looking takes time from the core that trains.
+        # Each reading takes CPU time from the training, so the pauses become longer.
         time.sleep(max(0.5, 0.1 * waited))
 
 

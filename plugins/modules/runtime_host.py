@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: what an installation depends on: Python, machine, who logs in, the service user."""
+"""Ansible module: read what an environment depends on: Python, machine, login and service user, folders."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user impor
 
 DOCUMENTATION = r"""
 module: runtime_host
-short_description: Read what an installation depends on
+short_description: Read what the environment of a host depends on
 description:
   - Reads the version of the Python that makes the environment, the login user, the service user and folders.
   - Needs no privileges and changes nothing.
@@ -37,8 +37,8 @@ EXAMPLES = r"""
 RETURN = r"""
 host:
   description: >-
-    python (version, two numbers), machine, user (who logs in), rsync (whether it is there), account (comment,
-    home and shell of the service user, or null) and folders (owner and mode by path, those that are there).
+    python (version, such as 3.11), machine, user (the login user), rsync (whether it is installed), account
+    (comment, home and shell of the service user, or null), folders (owner and mode of existing ones by path).
   type: dict
   returned: always
 """
@@ -47,13 +47,13 @@ VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 
 def described(name: str) -> dict[str, str] | None:
-    """Description, home and shell of a user; None where there is no such user."""
+    """Comment, home and shell of a user; None if there is no such user."""
     entry = account(name)
     return entry and {"comment": entry.pw_gecos, "home": entry.pw_dir, "shell": entry.pw_shell}
 
 
 def folder(path: str) -> dict[str, str] | None:
-    """Its owner and its mode; None where there is no such folder."""
+    """Owner and mode of a folder, links not followed; None if it does not exist."""
     try:
         status = os.lstat(path)
     except OSError:

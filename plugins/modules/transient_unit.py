@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: a transient systemd service, started by systemd-run, stopped and proven gone."""
+"""Ansible module: start a transient systemd service with systemd-run, or stop it and verify its end."""
 
 from __future__ import annotations
 
@@ -26,15 +26,14 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 
 DOCUMENTATION = r"""
 module: transient_unit
-short_description: Start, stop and clear away a transient systemd service
+short_description: Start, stop and remove a transient systemd service
 description:
   - Starts a command as a transient service through C(systemd-run); it survives the SSH session.
-  - A unit that is already up is left as it is and its state returned.
-    A failed leftover of an earlier start is cleared before a new one.
-  - With O(boot_condition), the host starts the unit again when it boots, until it is stopped or has ended
-    for good.
-  - When stopping, it proves that no process of the unit's control group
-    and no listener on the given ports is left.
+  - An active unit is left unchanged and its state is returned.
+    The failure of an earlier start is reset before a new one.
+  - With O(boot_condition), the host starts the unit again when it boots, until the unit is stopped or its
+    end is final.
+  - After a stop, it verifies that no process of the unit's control group and no listener on O(ports) is left.
 options:
   name:
     description: Name of the unit, with or without C(.service).
@@ -43,8 +42,8 @@ options:
   state:
     description:
       - V(started) runs O(argv) unless the unit is active.
-      - V(stopped) ends an active unit; what systemd remembers of a failure is kept.
-      - V(absent) is V(stopped), and forgets the failure.
+      - V(stopped) stops an active unit; a failure that systemd has recorded is kept.
+      - V(absent) is V(stopped), and resets the failure.
     type: str
     choices: [started, stopped, absent]
     default: started
@@ -57,16 +56,16 @@ options:
     choices: [auto, system, user]
     default: auto
   argv:
-    description: The command, taken literally (no expansion of C($) or C(%)). Required when starting.
+    description: The command; C($) and C(%) are not expanded. Required for V(started).
     type: list
     elements: str
     default: []
   description:
-    description: What C(systemctl status) calls the unit.
+    description: Description of the unit in C(systemctl status).
     type: str
     default: ""
   user:
-    description: User the command runs as; root if empty. With V(scope=user) it can only be the user itself.
+    description: User that the command runs as; root if empty. With V(scope=user) only the calling user.
     type: str
     default: ""
   setenv:
@@ -80,16 +79,16 @@ options:
   boot_condition:
     description:
       - A command that runs as O(user) when the host boots, with C(boot) as a last argument. Exit status 0
-        starts the unit again with the same command, 1 disables that for good.
-      - It also runs, with C(end), whenever the unit has ended; only exit status 1 has an effect then.
-        Empty for a unit that ends with its host.
-      - The entry is C(nanofleet@NAME.service) with a script of root in C(/etc/nanofleet), or of the user in
-        C(~/.config/nanofleet).
+        starts the unit again with the same command, 1 removes the boot entry.
+      - It also runs whenever the unit has ended, with C(end) as a last argument; exit status 1 then removes
+        the boot entry. Empty for a unit that does not start again after a boot.
+      - The boot entry is C(nanofleet@NAME.service) with a script of root in C(/etc/nanofleet), or of the user
+        in C(~/.config/nanofleet).
     type: list
     elements: str
     default: []
   collect:
-    description: Whether systemd forgets a failed unit at once, and with it the result.
+    description: Whether systemd unloads a failed unit at once, with its result.
     type: bool
     default: false
   ports:
@@ -99,12 +98,12 @@ options:
     default: []
   grace:
     description:
-      - Seconds after which what has not heeded the stop's SIGTERM is killed.
-      - V(-1) leaves that to the unit's C(TimeoutStopSec).
+      - Seconds after SIGTERM until the remaining processes get SIGKILL.
+      - V(-1) takes the unit's C(TimeoutStopSec).
     type: int
     default: -1
   timeout:
-    description: Seconds to wait, after C(systemctl stop), for the processes to be gone.
+    description: Seconds to wait after C(systemctl stop) until the processes have ended.
     type: int
     default: 10
 attributes:
@@ -131,21 +130,21 @@ EXAMPLES = r"""
 RETURN = r"""
 unit:
   description: >-
-    The unit afterwards: name, active_state, sub_state, result, main_pid, exit_status, restarts,
-    since (epoch).
+    State of the unit afterwards - name, active_state, sub_state, result, main_pid, exit_status, restarts,
+    since (Unix time).
   type: dict
   returned: always
 command:
-  description: The systemd-run command line that was or would be run.
+  description: The systemd-run command line that was run, or would be in check mode.
   type: list
   returned: when it is started
 left_out:
-  description: Properties that were asked for and that a user's own systemd cannot give.
+  description: Those of O(properties) that a user's own systemd cannot apply.
   type: list
   elements: str
   returned: when it is started
 ended:
-  description: The processes that were in the unit before it was stopped - pid, user, command, unit.
+  description: Processes that were in the unit before the stop - pid, user, command, unit.
   type: list
   returned: when it is stopped
 """
@@ -162,7 +161,7 @@ address filters."""
 
 
 def assignments(properties: dict[str, Any]) -> list[str]:
-    """`--property=` values of a dict of unit properties."""
+    """NAME=VALUE texts for systemd-run's --property. Raises RuntimeError for control characters."""
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
@@ -174,7 +173,7 @@ def assignments(properties: dict[str, Any]) -> list[str]:
 
 
 def command_line(params: dict[str, Any]) -> list[str]:
-    """The systemd-run command. `$` is doubled: systemd expands variables, and ours is literal."""
+    """The systemd-run command line. Each `$` in argv is doubled, because systemd would expand variables."""
     user = params["scope"] == "user"
     command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
     if params["collect"]:
@@ -249,7 +248,7 @@ def stop(module: AnsibleModule, unit: Unit) -> None:
             module.fail_json(
                 msg=f"systemd did not stop {name}: {err}", unit=read_unit(name, time.time(), scope)
             )
-        # Whoever asked for the stop knows why it ended: what was stopped is no failure.
+        # A unit that was stopped on request has not failed.
         forget = True
     if forget and read_unit(name, time.time(), scope)["active_state"] == "failed":
         run([*control, "reset-failed", "--", name])
@@ -267,7 +266,7 @@ def stop(module: AnsibleModule, unit: Unit) -> None:
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Ask the unit to end, and kill what is left of it when `seconds` are over."""
+    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`."""
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
     while processes_of(name, scope) and time.monotonic() < deadline:
@@ -279,7 +278,10 @@ def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> Non
 def remains(
     name: str, pids: list[int], ports: list[int], timeout: float, scope: str
 ) -> tuple[list[Process], list[Process]]:
-    """What is left of the unit once `timeout` seconds have passed, or nothing as soon as all is gone."""
+    """(processes of the unit, listeners on `ports`) that are left after at most `timeout` seconds.
+
+    pids: processes of the unit before the stop; their listeners count.
+    """
     deadline = time.monotonic() + timeout
     while True:
         left = [found for found in (describe(pid) for pid in processes_of(name, scope)) if found]

@@ -1,10 +1,10 @@
 #!/usr/bin/python
-"""Compare a data directory with its manifest: the shards and tokenizer it lists, by sha256, and no others.
+"""Ansible module: compare the shards and the tokenizer of a data directory with its manifest, by sha256.
 
-A file's hash is remembered with its size and the times of its last modification and last change of status, so
-that a second look at gigabytes takes no time; the memory lies beside the data and is never sent to another
-machine. Writing to a file changes the second time even where the first is set back. What a second look cannot
-see is what never went through the file system: a disk that returns other bytes than were written to it.
+The sha256 of a file is stored in MEMORY beside the data, with size, mtime and ctime of the file. A second
+comparison reads only files for which one of these has changed. Writing to a file always changes its ctime,
+even if the mtime is set back. Not detected are errors below the file system: a disk that returns other bytes
+than were written.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ DOCUMENTATION = r"""
 module: verify_shards
 short_description: Compare a data directory with its manifest, by sha256
 description:
-  - Compares the shards and the tokenizer that the manifest lists, and names files that it does not list.
-  - Remembers hashes beside the data, except in check mode, so that a second look at gigabytes takes no time.
+  - Compares the shards and the tokenizer that the manifest lists, and returns shards that it does not list.
+  - Stores each sha256 beside the data, except in check mode. A second comparison reads only changed files.
 options:
   path: {description: The data directory., type: path, required: true}
   manifest_sha256: {description: "The manifest's own sha256; empty for any.", type: str, default: ""}
-  user: {description: "Who reads them, where root would; empty for the caller.", type: str, default: ""}
+  user: {description: "User whose rights root uses; empty for root's.", type: str, default: ""}
 author: the nanofleet authors
 """
 EXAMPLES = r"""
@@ -40,11 +40,11 @@ EXAMPLES = r"""
 """
 
 RETURN = r"""
-findings: {description: "A phrase a file that is missing, extra or altered.", type: list, returned: always}
+findings: {description: "Missing, extra and altered files, as phrases.", type: list, returned: always}
 manifest_sha256: {description: "sha256 of manifest.json; empty without one.", type: str, returned: always}
 shards: {description: Number of shards., type: int, returned: always}
-bytes: {description: Their size., type: int, returned: always}
-hashed: {description: Files that had to be read., type: int, returned: always}
+bytes: {description: Size of all shards., type: int, returned: always}
+hashed: {description: Number of files that were read., type: int, returned: always}
 """
 
 MANIFEST = "manifest.json"
@@ -53,7 +53,10 @@ MEMORY = ".verified.json"
 
 
 class Memory:
-    """What was hashed before, by name: [size, mtime in ns, ctime in ns, sha256]."""
+    """The stored sha256 of the files of a data directory, read from and saved to MEMORY.
+
+    {name: [size, mtime in ns, ctime in ns, sha256]}. hashed: number of files that were read.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.path, self.hashed = folder / MEMORY, 0
@@ -75,14 +78,14 @@ class Memory:
         if self.kept == self.known:
             return
         partial = self.path.with_name(f"{MEMORY}.partial")
-        # Without it the next look takes longer, that is all.
+        # Without the file the next comparison only takes longer.
         with contextlib.suppress(PermissionError):
             partial.write_text(json.dumps(self.kept), encoding="utf-8")
             os.replace(partial, self.path)
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, or ValueError with what is wrong with it."""
+    """{"shards": [(name, sha256, bytes)], "tokenizer": sha256} of a manifest. Raises ValueError."""
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         shards = [(str(each["name"]), str(each["sha256"]), int(each["bytes"])) for each in manifest["shards"]]
@@ -92,7 +95,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fault(memory: Memory, name: str, path: Path, sha256: str, size: int | None = None) -> str:
-    """What is wrong with one file, as a phrase that begins with its name; empty if nothing is."""
+    """A phrase if a file is missing or differs; it begins with its name. Empty if the file is correct."""
     if not path.is_file():
         return f"{name} is missing"
     found = path.stat().st_size

@@ -1,8 +1,9 @@
 #!/usr/bin/python
-"""Make a wheelhouse: every wheel an extra of this project needs on one kind of Linux host, and a sha256 lock.
+"""Ansible module: make a wheelhouse: the wheels that an extra needs on one kind of Linux host, and a lock.
 
-Runs on the controller, which may be another system than the hosts (macOS, another Python): the pins come from
-constraints.txt, the requirements are followed with the *host's* markers, and pip only fetches named wheels.
+Runs on the controller, which may be another system than the hosts (macOS, another Python). The pinned
+versions come from constraints.txt, requirements are evaluated with the markers of the host, and pip downloads
+only named wheels.
 """
 
 from __future__ import annotations
@@ -49,23 +50,24 @@ DOCUMENTATION = r"""
 module: wheelhouse
 short_description: Make a wheelhouse with a sha256 lock for one kind of host
 description:
-  - Fetches the pinned wheels of an extra with pip, builds the project's own, writes C(requirements.lock).
-  - Refuses a wheel that is not one of the committed hashes, by name. One of which no hash was committed is
-    trusted as it was first downloaded, with a warning, and refused when a later download differs.
-  - Does nothing when pins, requirements and sources are what it was made from; checks every wheel each time.
+  - Downloads the pinned wheels of an extra with pip, builds the project's own wheel, and writes
+    C(requirements.lock).
+  - Refuses a wheel whose sha256 differs from the committed ones. A wheel without a committed hash is accepted
+    at its first download, with a warning, and refused if a later download differs.
+  - Changes nothing if pins, requirements and sources are unchanged. Verifies every wheel each time.
 options:
   source: {description: The repository's root., type: path, required: true}
   dest: {description: The wheelhouse's folder., type: path, required: true}
-  constraints: {description: File with one C(name==version) a line., type: path, required: true}
+  constraints: {description: File with lines C(name==version)., type: path, required: true}
   hashes: {description: "File with the committed hashes; empty for none.", type: path, default: ""}
-  require_hashes: {description: Refuse wheels of which no hash was committed., type: bool, default: false}
-  extra: {description: "Extra of pyproject.toml to serve; empty for none.", type: str, default: ""}
-  project: {description: Take in the project's own wheel and base dependencies., type: bool, default: true}
+  require_hashes: {description: Refuse wheels without a committed hash., type: bool, default: false}
+  extra: {description: "Extra of pyproject.toml; empty for none.", type: str, default: ""}
+  project: {description: Include the project's own wheel and base dependencies., type: bool, default: true}
   python_version: {description: "The hosts' Python, as 3.11.", type: str, required: true}
   architecture: {description: "The hosts' machine, as x86_64.", type: str, required: true}
   torch: {description: "Torch's build.", type: str, choices: [cpu, cuda], default: cpu}
-  torch_index: {description: "Asked for torch: an index's URL or a folder.", type: str, default: ""}
-  offline: {description: Ask no index; name what is missing., type: bool, default: false}
+  torch_index: {description: "Index URL or folder of wheels for torch.", type: str, default: ""}
+  offline: {description: Download nothing and fail if a wheel is missing., type: bool, default: false}
 author: the nanofleet authors
 """
 
@@ -86,9 +88,9 @@ RETURN = r"""
 path: {description: The folder of the wheelhouse., type: str, returned: always}
 digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
 wheels: {description: Number of wheels., type: int, returned: always}
-bytes: {description: Their size., type: int, returned: always}
-unverified: {description: Wheels of which no hash was committed., type: list, elements: str, returned: always}
-fetched: {description: Wheels that were fetched or built., type: list, elements: str, returned: always}
+bytes: {description: Size of all wheels., type: int, returned: always}
+unverified: {description: Wheels without a committed hash., type: list, elements: str, returned: always}
+fetched: {description: Wheels that were downloaded or built., type: list, elements: str, returned: always}
 """
 
 STAMP = "made-from.json"
@@ -101,11 +103,11 @@ SOURCES = ("pyproject.toml", "LICENSE", "trainer", "fleet")
 
 
 class WheelhouseError(Exception):
-    """A sentence for the person who ran the playbook."""
+    """An error whose text is a sentence for the person who ran the playbook."""
 
 
 def tree_digest(root: Path) -> str:
-    """sha256 over names and bytes of what the project's wheel is built from."""
+    """sha256 over names and contents of the files from which the project's wheel is built."""
     digest = hashlib.sha256()
     for name in SOURCES:
         paths = sorted((root / name).rglob("*")) if (root / name).is_dir() else [root / name]
@@ -117,7 +119,7 @@ def tree_digest(root: Path) -> str:
 
 
 class Wheelhouse:
-    """One wheelhouse folder and what it has to be made from."""
+    """One wheelhouse folder, and the packages, sources and hashes that it is made from."""
 
     def __init__(self, params: dict[str, Any]) -> None:
         self.p = params
@@ -148,7 +150,10 @@ class Wheelhouse:
         return roots
 
     def current(self) -> bool:
-        """Is it made from just this? An altered wheel is an error: it is never silently replaced."""
+        """Whether the wheelhouse is complete and made from the present packages and sources.
+
+        Raises WheelhouseError for an altered wheel, which is never replaced silently.
+        """
         try:
             stamp = json.loads((self.dest / STAMP).read_text(encoding="utf-8"))
         except (OSError, ValueError):
@@ -165,7 +170,7 @@ class Wheelhouse:
         return bool(stamp == self.stamp) and not found
 
     def make(self) -> None:
-        """Build beside the old one, then change places: there is never half a wheelhouse."""
+        """Make the new wheelhouse beside the old one, then replace the old one by renaming."""
         parent = self.dest.parent
         for leftover in parent.glob(f".{self.dest.name}.making-*"):
             shutil.rmtree(leftover)
@@ -215,7 +220,7 @@ class Wheelhouse:
             path.chmod(0o644)
 
     def _check(self, wheels: list[Wheel], folder: Path) -> None:
-        """Refuse wheels that are not those of the committed hashes, by name; note those that have none."""
+        """Raise WheelhouseError if a wheel differs from the committed hashes; collect those without one."""
         altered, self.unverified = judge([wheel for wheel in wheels if wheel.name != PROJECT], self.hashes)
         if altered:
             names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
@@ -231,7 +236,10 @@ class Wheelhouse:
             )
 
     def _compare_with_first(self, locked: list[Wheel]) -> None:
-        """What was trusted as first downloaded has to be the same when it is downloaded once more."""
+        """Raise WheelhouseError if a wheel differs from the one that was downloaded first.
+
+        That one is in the old wheelhouse's lock. The project's own wheel may differ.
+        """
         try:
             first = {wheel.file: wheel.sha256 for wheel in read_lock(self.dest / REQUIREMENTS)}
         except ValueError:
@@ -249,7 +257,10 @@ class Wheelhouse:
             )
 
     def _choose(self, need: Need) -> None:
-        """The pinned version; a build of torch for another CUDA pins packages of its own, exactly."""
+        """Set the version of a needed package: the pinned one, else the one that its requirement fixes.
+
+        A build of torch for another CUDA version requires exact versions of its own.
+        """
         chosen = self.versions.get(need.name, "")
         known = chosen or self.pins.get(need.name, "")
         version = known if known and need.allows(known) else "" if chosen else need.exact()
@@ -265,7 +276,7 @@ class Wheelhouse:
         return is_build(version, self.versions[name], self.p["torch"] if name == "torch" else None)
 
     def _kept(self) -> dict[str, Wheel]:
-        """What the old wheelhouse has whole, by name; what is wanted of it is not fetched again."""
+        """{name: wheel} of the intact wheels in the old wheelhouse, which need not be downloaded again."""
         try:
             old = read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS)
         except ValueError:
