@@ -184,6 +184,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
 
     host, listening, probed = (result(f"__doctor_{name}") for name in ("host", "listening", "probed"))
     running, rates = result("__doctor_held"), variables.get("__doctor_rates") or []
+    holders = result("__doctor_holders")  # read as root, where the store's port is held
     answers = [each for each in (running, host) if each]
     lost = next((each for each in answers if each.get("unreachable")), None)
     later = next((each for each in (listening, probed) if each.get("unreachable")), None)
@@ -197,7 +198,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "address": listening.get("address") or variables.get("network_address") or "",
         "interface": listening.get("interface") or variables.get("network_interface") or "",
         "ports": list(listening.get("ports") or []),
-        "held": _held(listening, running),
+        "held": _held(listening, holders if "listeners" in holders else running),
         "active": list(running.get("active_units") or []),
         "paths": dict(probed.get("peers") or {}),
         "rates": {peer: rate for each in rates for peer, rate in (each.get("peers") or {}).items()},
@@ -273,7 +274,11 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
         return "the ports or the order of the hosts have changed since the last good report"
     for host, marks in state["hosts"].items():
         known = before["hosts"].get(host) or {}
-        changed = [name for name in marks if marks[name] != known.get(name)]
+        changed = [
+            name
+            for name, mark in marks.items()
+            if mark != known.get(name) and "unreadable" not in (mark, known.get(name))
+        ]
         if changed == ["firewall"] and "firewall" not in known:
             return f"the last good report has not read the firewall of {host}"
         if changed:

@@ -121,9 +121,14 @@ def disk_of(path: str) -> dict[str, Any]:
 
 
 def mark(path: str) -> str:
-    """Real path, mtime and size of a file: a text that changes with the file. Empty if it does not exist."""
+    """Real path, mtime and size of a file: a text that changes with the file.
+
+    Empty if it does not exist; "unreadable" if this user may not look into its folder.
+    """
     try:
         status = os.stat(path)
+    except PermissionError:
+        return "unreadable"
     except OSError:
         return ""
     return f"{os.path.realpath(path)} {status.st_mtime_ns} {status.st_size}"

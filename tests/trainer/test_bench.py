@@ -145,7 +145,7 @@ def test_ranks_measure_one_thing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(name, value)
     assert main(["bench", "--depth", "4", "8"]) == 2
-    assert "one depth" in capsys.readouterr().err
+    assert "one case" in capsys.readouterr().err
     assert main(["bench", "--steps", "0"]) == 2
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -98,6 +99,18 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
     assert measured["tower"]["rehearsal"] is None
     assert measured["tower"]["facts"]["skew_s"] == 0
     assert (measured["laptop"]["reachable"], measured["laptop"]["why"]) == (False, "timed out")
+    hostvars["tower"]["__doctor_holders"] = {"listeners": [{"port": 29500, "pid": 42}]}  # read as root
+    assert doctor.measured(["tower"], hostvars)["tower"]["held"][0]["pid"] == 42
+
+
+@pytest.mark.parametrize("name", ["__doctor_held", "__doctor_host", "__doctor_rules"])
+def test_a_skipped_task_does_not_replace_a_result_that_is_judged(name: str) -> None:
+    """A task that is skipped registers too: the reason why a host cannot be reached would be lost."""
+    folder = Path(__file__).resolve().parents[2] / "roles" / "doctor" / "tasks"
+    forms = [["main.yml", "hosts.yml", "root.yml", "rules.yml"], ["due.yml", "root.yml"]]
+    for form in forms:
+        texts = [(folder / file).read_text() for file in form]
+        assert sum(text.count(f"register: {name}\n") for text in texts) <= 1
 
 
 # -- due ---------------------------------------------------------------------------------------------------
@@ -116,6 +129,11 @@ def test_a_fleet_is_due_until_a_good_report_and_after_a_change() -> None:
     assert doctor.due(state, kept, "auto") == ""
     assert doctor.due(state, kept, "always") != ""
     assert doctor.due(state, "", "never") == ""
+    unreadable = copy.deepcopy(measured)
+    unreadable["laptop"]["marks"]["/etc/hosts"] = "unreadable"
+    unread = doctor.fleet_state(unreadable, SETTINGS, UNREAD)
+    assert doctor.due(unread, kept, "auto") == ""
+    assert doctor.due(state, json.dumps({"state": unread}), "auto") == "", "read by a login of another group"
     for change, words in (
         (("marks", {"/etc/hosts": "other", "boot": "b-laptop"}), "laptop has another /etc/hosts"),
         (("marks", {"/etc/hosts": "laptop 1", "boot": "b2"}), "laptop was started"),
