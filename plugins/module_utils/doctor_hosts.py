@@ -119,7 +119,7 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         port = held["port"]
         if held["reason"] != "held":
-            problem = f"The store's port {port} cannot be opened: {held['reason']}."
+            problem = f"The rendezvous store's port {port} cannot be opened: {held['reason']}."
             yield finding("NF506", host, problem, "add -e store_port=PORT to take another port")
             continue
         who, end = holder(held, port)
