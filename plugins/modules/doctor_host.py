@@ -83,7 +83,7 @@ def number(text: str) -> int | None:
 
 
 def links() -> dict[str, dict[str, Any]]:
-    """{interface: addresses, mtu, speed_mbit, duplex, wireless, physical, carrier (link is up)}; no lo."""
+    """{interface: addresses, mtu, speed_mbit, duplex, wireless, physical, carrier (link detected)}; no lo."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     try:
         done = subprocess.run(
