@@ -88,7 +88,7 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
         reported.add(mount)
         if not disk["writable"]:
             problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
-            yield finding("NF504", host, problem, see)
+            yield finding("NF513", host, problem, see)
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
             see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
@@ -96,7 +96,7 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
             problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
             see = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
-            yield finding("NF504", host, problem, see)
+            yield finding("NF514", host, problem, see)
 
 
 def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
