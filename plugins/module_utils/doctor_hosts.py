@@ -88,7 +88,7 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
         reported.add(mount)
         if not disk["writable"]:
             problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
-            yield finding("NF504", host, problem, see)
+            yield finding("NF513", host, problem, see)
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
             see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
@@ -119,7 +119,7 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
             continue
         port = held["port"]
         if held["reason"] != "held":
-            problem = f"The store's port {port} cannot be opened: {held['reason']}."
+            problem = f"The rendezvous store's port {port} cannot be opened: {held['reason']}."
             yield finding("NF506", host, problem, "add -e store_port=PORT to take another port")
             continue
         who, end = holder(held, port)

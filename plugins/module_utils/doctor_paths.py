@@ -160,7 +160,7 @@ def _shut(measured: Measured, host: str, peer: str, ports: Ports, options: Mappi
         )
         return finding("NF524", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
     if state == "foreign":
-        problem = f"{host} meets another program on {words} of {peer}"
+        problem = f"A program other than nanofleet answers {host} on {words} of {peer}"
         return finding("NF525", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
     verb, how = SHUT[state]
     how = how.format(detail=ports[0]["detail"]) + also

@@ -106,7 +106,7 @@ def lab_burst(rate: str) -> str:
         return "0"
     match = LINK.fullmatch(rate)
     if not match:
-        raise LabError(f"lab_link={rate} is not a rate: say none, 100mbit, 1gbit, 2.5gbit ...")
+        raise LabError(f"lab_link={rate} is not a rate: use none, 100mbit, 1gbit, 2.5gbit ...")
     gigabits = float(match["number"]) * BITS[match["unit"]] / 10**9
     return f"{max(32, min(256, int(2560 * gigabits)), int(256 * gigabits))}kb"
 

@@ -242,8 +242,8 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
                     "NF205",
                     host,
                     f"Gloo announces {here} here and {there} on {peer}, the first addresses of "
-                    f"{own['network_interface']} and of {its['network_interface']} there, and these do not "
-                    "meet: ranks would wait in vain.",
+                    f"{own['network_interface']} and of {its['network_interface']} there, and no "
+                    "connection between these is possible: the ranks would wait until they time out.",
                     "ip address show  (on both), and let both begin with an address of one network",
                 )
             )

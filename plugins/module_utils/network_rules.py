@@ -183,8 +183,8 @@ def owner_findings(
         setting, path = f"net.ipv4.ip_local_port_range = {low} {high}", "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
-        f"Nobody becomes root there, so {active[0]}, which is active, and the range of ports were not "
-        "changed. Whether the peers get in: ansible-playbook doctor.yml. To let them in is for its owner."
+        f"Plays do not become root there, so the firewall {active[0]}, which is active, and the range of "
+        "ports were not changed. Its owner types the command. Check: ansible-playbook doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 
@@ -198,7 +198,7 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
         return []
     reason = {
         "open": "Its systemd or kernel does not filter a unit's addresses (IPAddressDeny= has no effect)",
-        "user": "Nobody becomes root there, and a user's own systemd cannot filter a unit's addresses",
+        "user": "Its units belong to a user's own systemd, which cannot filter a unit's addresses",
     }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
     return [
         warning(

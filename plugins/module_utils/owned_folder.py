@@ -19,7 +19,7 @@ def open_folder(path: Path) -> int:
     try:
         return os.open(path, FOLDER)
     except NotADirectoryError:
-        raise ValueError(f"{path} is a link or no folder. Remove it and type the same again.") from None
+        raise ValueError(f"{path} is a link or not a folder. Remove it and type the same again.") from None
 
 
 def entries(folder: int, shown: Path) -> Iterator[tuple[int, str, os.stat_result, Path]]:

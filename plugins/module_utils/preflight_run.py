@@ -113,7 +113,7 @@ class Need:
             "weights": tables + matrices,
             "gradients": tables + matrices + head,
             "optimizer": 2 * tables + matrices / (1 if alone else world_size),
-            "what ranks have in common": 3 * together,
+            "outer parameters with momentum and error feedback": 3 * together,
             f"a micro-batch of {config.device_batch_size} x {config.sequence_len} tokens": activations,
             "Python and torch": BASE_GIB,
         }

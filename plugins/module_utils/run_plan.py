@@ -66,7 +66,7 @@ def plan_run(
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
         ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
         if rows and not isinstance(rows, str) and len(rows) != ranks:
-            how = "sync=auto left the run to it" if chosen_from else "-e shares=auto finds them"
+            how = "sync=auto transferred the run to it" if chosen_from else "-e shares=auto finds them"
             raise refusals.RefusedError(
                 f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
                 f"{', '.join(own)}, that make up the rows of a step; {how}."
@@ -289,7 +289,7 @@ def _says_active(run_file: Any, active: Sequence[str], fleet: Mapping[str, State
         f" The inventory now lists {', '.join(hosts)}: to continue on these, stop it, which saves, and "
         "start it again."
         if before != list(hosts)
-        else " sync=auto has left it to that host." * bool(run_file.chosen_from)
+        else " sync=auto transferred it to that host." * bool(run_file.chosen_from)
     )
     return (
         f"The run {run_id} is active{at} on {', '.join(active)}; nothing was changed.{other} "
@@ -320,7 +320,7 @@ def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[
     """
     hosts, host, run_id = plan["file"]["hosts"], transfer["host"], plan["run_id"]
     free = ", ".join(each for each in hosts if each != host)
-    goes = f"So the run {run_id} goes to {host} alone{f'; {free} is free' * bool(free)}."
+    goes = f"The run {run_id} is transferred to {host}{f'; {free} is free' * bool(free)}."
     return {
         **plan,
         "file": {**plan["file"], "hosts": [host], "chosen_from": hosts},

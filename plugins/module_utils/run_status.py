@@ -72,7 +72,7 @@ def hosts_and_facts(
             for row in host_rows(host, state, run_id, alone, host in gone)
         ]
         lines += [*text.table(HEADER, rows), ""]
-        lines += [f"Alone:       on {alone}, which sync=auto has left it to"] if alone else []
+        lines += [f"Alone:       on {alone}: sync=auto transferred the run to this host"] if alone else []
     lines += [f"{host} did not answer. Is it on? Try: ansible {host} -m ping" for host in missing]
     lines += (
         _gone(reached, run_id)
@@ -306,8 +306,8 @@ def _between(found: Mapping[str, State]) -> list[str]:
             for host in UNREACHED.findall(line):
                 unreached_at[host] = max(at, unreached_at.get(host, at))
     return [
-        f"Between:     {host} has answered here, and not its peers: a firewall, or the network "
-        "between them. Look: ansible-playbook doctor.yml"
+        f"Between:     {host} answers this machine, and not its peers: a firewall or the "
+        "network between them drops packets. Type: ansible-playbook doctor.yml"
         for host, state in found.items()
         if host in unreached_at and state["time"] > unreached_at[host] and not state.get("rebooted")
     ]

@@ -91,7 +91,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         shards = [(str(each["name"]), str(each["sha256"]), int(each["bytes"])) for each in manifest["shards"]]
         return {"shards": shards, "tokenizer": str(manifest["tokenizer_sha256"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} cannot be read as a manifest: {error!r}") from None
+        raise ValueError(
+            f"{path} cannot be read as a manifest: {error!r}. On a host, send the data again: "
+            "ansible-playbook setup.yml. On the controller, make them again: python -m trainer prepare"
+        ) from None
 
 
 def fault(memory: Memory, name: str, path: Path, sha256: str, size: int | None = None) -> str:

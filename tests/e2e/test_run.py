@@ -153,13 +153,13 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     knobs = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}
     said = fleet.play("train.yml", **knobs).stdout
     assert "predicted, s a step (tok/s)" in said, "the table by which it was decided"
-    assert f"So the run left goes to {HOSTS[1]} alone; {HOSTS[0]} is free." in " ".join(said.split())
+    assert f"The run left is transferred to {HOSTS[1]}; {HOSTS[0]} is free." in " ".join(said.split())
     status = fleet.play("status.yml", run_id="left").stdout
     assert re.search(rf"{HOSTS[0]} +not needed ", status), status
     assert fleet.on(HOSTS[0], "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
     assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long"], "nothing is left on the other host"
     again = fleet.play("train.yml", **knobs)
-    assert (again.changed(), "has left it to that host" in " ".join(again.stdout.split())) == (0, True)
+    assert (again.changed(), "transferred it to that host" in " ".join(again.stdout.split())) == (0, True)
     run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
     assert (run_file["hosts"], run_file["chosen_from"]) == ([HOSTS[1]], list(HOSTS))
     facts = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/facts.json"))

@@ -95,7 +95,7 @@ def test_a_link_in_the_place_of_the_data_folder_is_refused(fleet: Fleet, dataset
     fleet.on(host, f"mv {DATA} {DATA}.aside && ln -s /srv/elsewhere {DATA} && chown -h nanofleet {DATA}")
     try:
         refused = fleet.play("setup.yml", fails=True, data_dir=dataset)
-        assert f"{DATA} is a link or no folder. Remove it" in " ".join(refused.stdout.split())
+        assert f"{DATA} is a link or not a folder. Remove it" in " ".join(refused.stdout.split())
         listing = fleet.on(host, "find /srv/elsewhere -printf '%f %U %m '; cat /srv/elsewhere/manifest.json")
         assert listing == "elsewhere 0 755 manifest.json 0 644 kept"
     finally:

@@ -70,7 +70,7 @@ def test_links_that_the_service_user_planted_are_not_followed(data: Path, tmp_pa
     assert whose(precious) == whose(precious / "inner") == ME
     aside = data.rename(tmp_path / "aside")
     data.symlink_to(precious)
-    with pytest.raises(ValueError, match=rf"{data} is a link or no folder\. Remove it"):
+    with pytest.raises(ValueError, match=rf"{data} is a link or not a folder\. Remove it"):
         own(data, OTHER)
     assert whose(precious) == ME
     os.link(precious.parent / "aside" / "manifest.json", aside / "shards" / "hard")

@@ -77,13 +77,13 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     """Beside its own weights each has those in common, their momentum and what rounding left over."""
     exact, local = (run.Need({"depth": 8, "sync": sync}, world_size=2) for sync in ("exact", "local"))
     weights = exact.parts["weights"]
-    assert local.parts["what ranks have in common"] == pytest.approx(3 * weights)
+    assert local.parts["outer parameters with momentum and error feedback"] == pytest.approx(3 * weights)
     assert local.parts["optimizer"] > exact.parts["optimizer"]
     assert local.checkpoint_gb == pytest.approx(exact.checkpoint_gb + weights)
     assert local.own_gb == pytest.approx(2 * weights)
     small = put(GOOD, memory_kb="5000000")
     memory, disk = told(small, config={"depth": "8", "sync": "local"})
-    assert "what ranks have in common 1.4" in memory["problem"]
+    assert "outer parameters with momentum and error feedback 1.4" in memory["problem"]
     assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
 
 

@@ -175,7 +175,7 @@ def test_a_run_that_its_ranks_leave_to_one_host_is_planned_for_that_one() -> Non
     assert (there["file"]["hosts"], there["file"]["chosen_from"]) == (["laptop"], HOSTS)
     assert there["file"]["config"] == made["file"]["config"]
     assert there["ends"] == {"tower": [UNIT], "laptop": [UNIT]}
-    assert there["message"] == "a table\nSo the run a goes to laptop alone; tower is free."
+    assert there["message"] == "a table\nThe run a is transferred to laptop; tower is free."
     assert made["file"]["hosts"] == HOSTS, "the plan that was given stays as it is"
 
 
@@ -192,7 +192,7 @@ def test_a_run_that_was_left_to_one_host_stays_there() -> None:
     active = plan({}, state(), up)
     assert active["action"] == "none"
     assert "active at step 3 of 20 on laptop" in active["message"]
-    assert "sync=auto has left it to that host" in active["message"]
+    assert "sync=auto transferred it to that host" in active["message"]
     busy = plan({}, state(active_units=["nanofleet-b.service"]), left_to_laptop())
     assert busy["action"] == "resume", "tower may do something else"
     assert plan({}, state(), left_to_laptop(active_units=["nanofleet-b.service"]))["action"] == "refuse"

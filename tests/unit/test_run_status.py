@@ -253,7 +253,7 @@ def test_hosts_that_a_run_was_not_left_to_are_not_needed() -> None:
     )
     shown = status.status_screen({"tower": state(), "laptop": up}, "a")
     assert re.search(r"^tower +not needed ", shown, re.MULTILINE), shown
-    assert "Alone:       on laptop, which sync=auto has left it to" in shown
+    assert "Alone:       on laptop: sync=auto transferred the run to this host" in shown
     down = {**up, "ended": True, "outcome": {"outcome": "stopped", "reason": "as asked"}}
     stopped = report.stopped({"tower": state(), "laptop": down}, "a", {})
     assert re.search(r"^tower +inactive +not needed ", stopped, re.MULTILINE), stopped
@@ -324,7 +324,7 @@ def test_a_host_that_its_peers_do_not_reach_and_we_do_points_at_the_way_between(
     )
     up = {"tower": state(**stored(), ended=False, heartbeats=[beat(blame=blame)])}
     here = {**up, "laptop": state(**stored(), ended=False, heartbeats=[beat(rank=1)])}
-    line = "Between:     laptop has answered here, and not its peers"
+    line = "Between:     laptop answers this machine, and not its peers"
     assert line in status.status_screen(here, "a")
     assert "Between:" not in status.status_screen({**up, "laptop": {"unreachable": True}}, "a")
     lost = {
