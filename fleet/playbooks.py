@@ -264,7 +264,11 @@ class Job:
 
 def _environment() -> dict[str, str]:
     venv_bin = str(Path(sys.executable).parent)
+    given = os.environ.get("ANSIBLE_INVENTORY", "")
+    # A relative path would not be found: ansible-runner runs a module in a folder of its own.
+    paths = [str(Path(each).absolute()) if Path(each).exists() else each for each in given.split(",")]
     return {
+        **({"ANSIBLE_INVENTORY": ",".join(paths)} if given else {}),
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_NOCOLOR": "1",
         # ansible-runner switches host-key checking off unless told otherwise.

@@ -92,7 +92,7 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
             see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
-            yield finding("NF513", host, problem, see)
+            yield finding("NF504", host, problem, see)
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
             problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
             see = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"

@@ -139,7 +139,7 @@ FAULTS = (
         f"mount -t tmpfs -o size=4m tmpfs {STATE}/runs"
         f" && dd if=/dev/zero of={STATE}/runs/ballast bs=1M count=4 status=none",
         f"umount {STATE}/runs",
-        "NF513", ("has 0.0 GiB free", f"{STATE}/runs"), remedy="du -xh",
+        "NF504", ("has 0.0 GiB free", f"{STATE}/runs"), remedy="du -xh",
     ),
     Fault(
         "an MTU black hole: packets above 1300 bytes vanish", 2,

@@ -1,10 +1,12 @@
 """A playbook's events folded into a stage, and the words of its failures."""
 
+from pathlib import Path
+
 import pytest
 from console import event
 
 from fleet import progress
-from fleet.playbooks import Failure, Stage, message
+from fleet.playbooks import Failure, Stage, environment, message
 from fleet.text import curve, duration, number, size, spark
 
 
@@ -127,3 +129,15 @@ class TestStage:
     )
     def test_message(self, result: dict[str, object], text: str) -> None:
         assert message(result) == text
+
+
+def test_an_inventory_of_the_environment_is_found_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss curve of a run that was joined is fetched by a module, which runs in another folder."""
+    (tmp_path / "hosts.yml").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ANSIBLE_INVENTORY", "hosts.yml,a-host")
+    assert environment()["ANSIBLE_INVENTORY"] == f"{tmp_path}/hosts.yml,a-host"
+    monkeypatch.delenv("ANSIBLE_INVENTORY")
+    assert "ANSIBLE_INVENTORY" not in environment()
