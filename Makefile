@@ -26,7 +26,7 @@ lab-tools:
 	@scripts/bootstrap.sh lab
 
 .PHONY: demo
-demo: lab-tools venv ## two hosts on this machine, a corpus, a model training on both (CORPUS=dir, ARGS="--steps 300")
+demo: lab-tools venv ## two hosts on this machine, a corpus, a model training on both (CORPUS=dir, LAB=name, ARGS="--steps 300")
 	@python -m fleet demo --lab $(LAB) $(if $(CORPUS),--corpus "$(CORPUS)") $(ARGS)
 
 .PHONY: lab-up

@@ -83,7 +83,7 @@ def run_plain(view: RunView) -> str:
         return "asking every host for the run"
     phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
     if not view.step:
-        return f"{view.title}: {phases or 'waiting for the first step'}"
+        return f"{view.title}: {phases or ('waiting for the first step' if view.found else 'no host has it')}"
     pace = f"  {number(view.tok_per_s)} tok/s  eta {duration(view.eta_seconds)}" if view.trains else ""
     step = f"step {view.step}/{view.num_iterations or '?'}"
     return f"{view.title}: {step}  loss {number(view.loss, 4)}{pace}  {phases}"

@@ -79,6 +79,14 @@ class RunView:
         return any(state.get("found") for state in self.states.values())
 
     @property
+    def unknown(self) -> str:
+        """The message that no host has the run, with the runs that there are."""
+        asked = next((state["run_id"] for state in self.states.values() if state.get("run_id")), "")
+        if asked:
+            return str(status.no_such_run(self.states, asked))
+        return "No host has a run. To start one, type: python -m fleet train -e depth=4"
+
+    @property
     def trains(self) -> bool:
         """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
         return bool(status.is_training(self._known))

@@ -95,9 +95,7 @@ class Follower:
 
     def _conclude(self) -> int:
         if not self.view.found:
-            self.screen.say(
-                Text("No host knows such a run. To start one, type: python -m fleet train -e depth=4")
-            )
+            self.screen.say(Text(self.view.unknown))
             return FAILED
         if self._history:
             self._history.join(30)

@@ -43,7 +43,7 @@ def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: st
     found = {host: state for host, state in reached.items() if state["found"]}
     lines = []
     if not found and run_id and not lacking(reached):
-        lines.append(_unknown(reached, run_id))
+        lines.append(no_such_run(reached, run_id))
     elif not found and reached and not lacking(reached):
         lines.append("Nothing ever ran here. Start a run: ansible-playbook train.yml -e depth=4")
     if found:
@@ -119,7 +119,7 @@ def _again(found: Mapping[str, State], run_id: str) -> list[str]:
     return [f"Resume:      ansible-playbook train.yml -e run_id={run_id}"]
 
 
-def _unknown(reached: Mapping[str, State], run_id: str) -> str:
+def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
     """The message that no run has this name, with the most similar name and all known runs."""
     runs = {run["run_id"]: run.get("active") for state in reached.values() for run in state["runs"]}
     near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)

@@ -105,16 +105,18 @@ def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
     ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
     knobs = {**TINY, "steps": 4000, "data_dir": dataset}
     started = lab.fleet.play("train.yml", run_id="alone", **knobs)
-    assert "Checking the paths" not in started.stdout
-    said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
-    assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
-    assert said.report["pairs"]
-    assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
-    assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
-    assert "nanofleet-alone.service is active and was not disturbed" in said.text
-    again = " ".join(lab.fleet.play("train.yml", run_id="alone", **knobs).stdout.split())
-    assert "The run alone is active" in again, "it still runs"
-    lab.fleet.play("stop.yml", run_id="alone", stop_now="true")
+    try:
+        assert "Checking the paths" not in started.stdout
+        said = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+        assert said.report["active_runs"] == {name: ["nanofleet-alone.service"] for name in lab.names}
+        assert said.report["pairs"]
+        assert all(pair["open"] and pair["rtt_ms"] for pair in said.report["pairs"])
+        assert all(pair["mbit"] is None and pair["allreduce_mbit"] is None for pair in said.report["pairs"])
+        assert "nanofleet-alone.service is active and was not disturbed" in said.text
+        again = " ".join(lab.fleet.play("train.yml", run_id="alone", **knobs).stdout.split())
+        assert "The run alone is active" in again, "it still runs"
+    finally:
+        lab.fleet.play("stop.yml", run_id="alone", stop_now="true")
 
 
 @pytest.mark.slow

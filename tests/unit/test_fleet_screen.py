@@ -62,6 +62,15 @@ class TestRunView:
         assert "waiting for the first step" in progress.run_plain(view)
         assert "step 0/?" in drawn(progress.run_panel(view))
 
+    def test_a_name_that_no_run_has_is_shown_with_the_nearest(self) -> None:
+        view = RunView()
+        there = {"found": False, "run_id": "frist", "heartbeats": [], "runs": [{"run_id": "first"}]}
+        view.fold("a", state(0) | there)
+        assert view.unknown == "No run frist here. Did you mean first? Known runs: first."
+        assert progress.run_plain(view) == "the run: no host has it"
+        view.states["a"]["run_id"] = ""
+        assert "To start one, type: python -m fleet train" in view.unknown
+
     def test_a_narrow_terminal_is_no_trouble(self) -> None:
         view = RunView()
         view.fold("a", state(0))
