@@ -60,11 +60,12 @@ def renamed(text: str, hosts: dict[str, str]) -> str:
     hosts: name -> address of the lab's hosts, in rank order.
     """
     for (name, address), host, other in zip(hosts.items(), HOSTS, ADDRESSES, strict=True):
-        text = (
-            text.replace(name.ljust(len(host)), host.ljust(len(name)))
-            .replace(name, host)
-            .replace(address, other)
-        )
+
+        def padded(found: re.Match[str], host: str = host) -> str:
+            """In a column, which two spaces end, the name keeps its width."""
+            return host + " " * max(2, len(found[0]) - len(host)) if found[1] else host
+
+        text = re.sub(rf"{re.escape(name)}( {{2,}})?", padded, text).replace(address, other)
     return re.sub(r" -i \S+", "", text)
 
 

@@ -42,6 +42,8 @@ def test_hosts_have_the_names_of_the_tutorial_and_columns_stay() -> None:
         "lab-1    up 10.9.9.1\nlab-2    up", {"lab-1": "10.9.9.1", "lab-2": "10.9.9.2"}
     )
     assert shown == "tower    up 192.168.1.10\nlaptop   up"
+    longer = docs_console.renamed("trial-1  up (on trial-1)", {"trial-1": "10.9.9.1", "trial-2": "10.9.9.2"})
+    assert longer == "tower    up (on tower)"
 
 
 def test_pages_show_what_was_recorded() -> None:
