@@ -92,7 +92,8 @@ def record(inventory: Path) -> None:
         if done.returncode:
             raise RecordError(f"{command} failed with {done.returncode}:\n{done.stdout[-2000:]}{done.stderr}")
         printed = renamed(report(done.stdout), hosts)
-        (RECORDED / f"{name}.txt").write_text(f"{header}\n$ {command}\n{printed}\n", encoding="utf-8")
+        note = f" The command had also{ADDED[name]}." if name in ADDED else ""
+        (RECORDED / f"{name}.txt").write_text(f"{header}{note}\n$ {command}\n{printed}\n", encoding="utf-8")
 
 
 def block(name: str) -> str:
