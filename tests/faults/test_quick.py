@@ -63,7 +63,7 @@ def test_stop_with_a_dead_host_names_it_and_ends_the_rest(site: Site, run: str) 
     finally:
         site.outside("podman start {name}", WORKER)
         site.boots(WORKER)
-    # The stop did not reach the host, so its boot returns it to the run; the advised second stop ends it there.
+    # The stop did not reach the host, so its boot returns it to the run; the second stop ends it there.
     site.play("stop.yml", run, stop_now="true")
     site.nothing_is_left()
     assert seconds < 25 * slack()
