@@ -207,8 +207,8 @@ def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[st
         for host, variables in by_host.items():
             values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
         if len(values) > 1:
-            by_host = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
-            problem = f"{name} differs between the hosts ({by_host}); all of them need the same value."
+            each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
+            problem = f"{name} differs between the hosts ({each}); all of them need the same value."
             remedy = f"set {name} once, in group_vars/fleet.yml of the inventory"
             findings.append(finding("NF007", f"inventory {name}", problem, remedy))
     return findings
