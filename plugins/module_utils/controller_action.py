@@ -1,7 +1,8 @@
-"""What the actions share that decide on the controller: they need no connection and change nothing."""
+"""The base of actions that decide on the controller: they need no connection and change nothing."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,6 +19,6 @@ class ControllerAction(ActionBase):
         result: dict[str, Any] = super().run(tmp, task_vars)
         return {**result, "changed": False, **self.decide(self._task.args, task_vars or {})}
 
+    @abstractmethod
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """The result. asked: the arguments of the task; variables: those of its host."""
-        raise NotImplementedError
+        """Return the result of the task. asked: its arguments; variables: those of its host."""

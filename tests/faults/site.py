@@ -240,7 +240,7 @@ class Site:
         plant: Callable[[], Any],
         *words: str,
         within: float,
-        mend: Callable[[], Any] = lambda: None,
+        fix: Callable[[], Any] = lambda: None,
         host: int = 1,
         restarts: bool = True,
     ) -> Said:
@@ -256,7 +256,7 @@ class Site:
             with self.hears(run_id, *words, host=host, seconds=within) as said:
                 plant()
         finally:
-            mend()
+            fix()
         if restarts:
             self.resumed(run_id, log)
         else:

@@ -36,7 +36,7 @@ def test_a_host_asleep(site: Site, run: str) -> None:
         "Lost rank 1",
         "down, asleep or cut off",
         within=2 * IMPATIENT + 15,
-        mend=lambda: site.outside(WAKE, WORKER),
+        fix=lambda: site.outside(WAKE, WORKER),
     )
     woken = site.inside(WORKER, f"tail -c +{log + 1} {STATE}/runs/{run}/train.log")
     assert re.search(r"This process (itself had stood|stood) still for \d+ s", woken), woken
@@ -53,7 +53,7 @@ def test_a_host_without_power_returns_to_its_run_by_itself(site: Site, run: str)
         lambda: site.outside("podman kill {name}", WORKER),
         "Lost rank 1",
         within=2 * IMPATIENT + 15,
-        mend=boot,
+        fix=boot,
     )
 
 

@@ -27,7 +27,7 @@ def run(site: Site) -> Iterator[str]:
 def test_a_link_down_for_twenty_seconds_costs_no_attempt(site: Site, run: str) -> None:
     started = time.monotonic()
 
-    def mend() -> None:
+    def fix() -> None:
         time.sleep(max(0.0, 20 - (time.monotonic() - started)))
         site.outside(UP, WORKER)
 
@@ -37,7 +37,7 @@ def test_a_link_down_for_twenty_seconds_costs_no_attempt(site: Site, run: str) -
         lambda: site.outside(DOWN, WORKER),
         "cannot be reached",
         within=IMPATIENT + 10,
-        mend=mend,
+        fix=fix,
         restarts=False,
     )
 
@@ -52,7 +52,7 @@ def test_a_link_down_for_long_is_named_and_the_run_comes_back_with_it(site: Site
         "Lost rank 1",
         "cannot be reached",
         within=2 * IMPATIENT + 15,
-        mend=lambda: (time.sleep(30), site.outside(UP, WORKER)),
+        fix=lambda: (time.sleep(30), site.outside(UP, WORKER)),
     )
 
 
@@ -64,7 +64,7 @@ def test_packets_dropped_one_way(site: Site, run: str) -> None:
         lambda: site.inside(WORKER, DROP.format("I", peer)),
         "cannot be reached",
         within=IMPATIENT + 15,
-        mend=lambda: site.inside(WORKER, DROP.format("D", peer)),
+        fix=lambda: site.inside(WORKER, DROP.format("D", peer)),
         restarts=False,
     )
 
@@ -77,7 +77,7 @@ def test_a_link_of_100_kbit(site: Site, run: str) -> None:
         "the network between them is slow or interrupted",
         "kB/s arrive at eth0",
         within=IMPATIENT + 30,
-        mend=lambda: site.inside(WORKER, "tc qdisc del dev eth0 root"),
+        fix=lambda: site.inside(WORKER, "tc qdisc del dev eth0 root"),
         restarts=False,
     )
 
@@ -93,7 +93,7 @@ def test_large_packets_dropped_one_way(site: Site, run: str) -> None:
         "packets of full size do not arrive",
         "`ansible-playbook doctor.yml` finds the fault",
         within=IMPATIENT + 15,
-        mend=lambda: site.inside(WORKER, NO_LARGE.format("D", peer)),
+        fix=lambda: site.inside(WORKER, NO_LARGE.format("D", peer)),
         restarts=False,
     )
     assert "is frozen" not in said.log
@@ -106,7 +106,7 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
     peer = site.addresses[COORDINATOR - 1]
     doctor: list[str] = []
 
-    def mend() -> None:
+    def fix() -> None:
         doctor.append(site.fleet.play("doctor.yml", fails=True).stdout)
         site.inside(WORKER, NO_LARGE.format("D", peer))
 
@@ -118,7 +118,7 @@ def test_large_packets_dropped_for_good_end_the_attempt_and_doctor_names_the_rul
         "raffic with rank 1",
         "is impaired",
         within=7 * IMPATIENT + 15,
-        mend=mend,
+        fix=fix,
     )
     assert "Lost rank" not in said.line
     assert "is frozen" not in said.log

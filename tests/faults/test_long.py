@@ -73,13 +73,13 @@ def test_half_an_hour_of_faults_ends_on_the_undisturbed_loss(site: Site) -> None
         next_at = time.monotonic() + EVERY_SECONDS
         step, log = site.step(run), site.log_size(COORDINATOR, run)
         name = chance.choice(sorted(faults))
-        plant, seconds, mend = faults[name]
+        plant, seconds, fix = faults[name]
         print(f"{time.monotonic() - began:6.0f} s: step {step}: {name}", flush=True)
         plant()
         try:
             time.sleep(seconds)
         finally:
-            mend()
+            fix()
         planted.append(name)
         if seconds == 0:
             site.resumed(run, log)

@@ -68,12 +68,12 @@ def test_a_rank_killed_by_the_kernel_for_want_of_memory(site: Site, run: str) ->
         site.inside(WORKER, f"echo 1000 > /proc/{site.pid(WORKER, run)}/oom_score_adj")
         site.inside(WORKER, f'systemd-run --quiet --unit=hog --collect python3 -c "{HOG}"')
 
-    def mend() -> None:
+    def fix() -> None:
         site.inside(WORKER, "systemctl kill -s KILL hog || true")
         site.outside("podman update --memory 1000g {name}", WORKER)
         (ROOT / "oom").unlink(missing_ok=True)  # podman's monitor writes it where the lab was started
 
-    site.survives(run, "a rank killed because memory ran out", plant, "Lost rank 1", within=30, mend=mend)
+    site.survives(run, "a rank killed because memory ran out", plant, "Lost rank 1", within=30, fix=fix)
     attempts = site.inside(WORKER, f"tail -n 3 {STATE}/runs/{run}/attempts.jsonl")
     assert "Killed by SIGKILL: by hand, or by the kernel because memory ran out," in attempts
 

@@ -193,23 +193,23 @@ def test_progress_of_compressed_text_never_passes_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_bytes: int
 ) -> None:
     """It counts what all files have on disk, or the text where a part of that is asked for."""
-    told: list[tuple[int, int]] = []
+    shown: list[tuple[int, int]] = []
     monkeypatch.setattr(progress, "LOG_SECONDS", 1e-9)
-    monkeypatch.setattr(progress.Progress, "display", lambda self, *_: told.append((self.n, self.total)))
+    monkeypatch.setattr(progress.Progress, "display", lambda self, *_: shown.append((self.n, self.total)))
     for number in range(4):
         noise = random.Random(number).randbytes(40_000).hex().encode()
         (tmp_path / f"{number}.txt.gz").write_bytes(gzip.compress(noise))
         (tmp_path / f"{number}.txt").write_bytes(noise)
     (tmp_path / "no.txt").write_bytes(b"\0" * 1000)
     files, _ = find_files([tmp_path])
-    told.clear()
+    shown.clear()
     with Spool(tmp_path, 1) as spool:
         collect(files, spool, max_bytes, 1)
     on_disk = sum(file.size for file in files)
-    assert {total for _, total in told} == {max_bytes or on_disk}
-    assert max(done for done, _ in told) <= (max_bytes or on_disk)
+    assert {total for _, total in shown} == {max_bytes or on_disk}
+    assert max(done for done, _ in shown) <= (max_bytes or on_disk)
     if not max_bytes:
-        assert told[-1] == (on_disk, on_disk)
+        assert shown[-1] == (on_disk, on_disk)
 
 
 @pytest.mark.parametrize(
