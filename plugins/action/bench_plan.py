@@ -1,6 +1,6 @@
 """Action plugin: select the benchmark cases that bench.yml measures.
 
-Options and result: plugins/modules/bench_plan.py.
+Options and result: plugins/modules/bench_plan.yml.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Action plugin: check the settings in the extra vars and in the inventory.
 
-Options and result: plugins/modules/check_settings.py.
+Options and result: plugins/modules/check_settings.yml.
 """
 
 from __future__ import annotations

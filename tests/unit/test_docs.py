@@ -240,8 +240,8 @@ def test_every_finding_has_one_code_and_stands_in_the_reference() -> None:
     assert [code for code in codes if f"| {code} |" not in page] == []
 
 
-@pytest.mark.parametrize("script", ["docs_reference", "docs_diagrams", "docs_figures"])
-def test_generated_pages_and_pictures_are_current(script: str) -> None:
+@pytest.mark.parametrize("script", ["docs_reference", "docs_figures"])
+def test_generated_pages_are_current(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", "--check"],
         cwd=ROOT,
