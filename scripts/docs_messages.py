@@ -18,7 +18,8 @@ from scripts.generated import ROOT
 
 FINDING_MAKERS = ("finding", "warning", "doctor_finding")
 IN_YAML = re.compile(r"(NF\d{3}): (.*?)(?:\s+Fix: (.*))?", re.DOTALL)
-NAME_IN_YAML = re.compile(r"\{\{ *\(*'?([\w.]+)[^}]*\}\}")
+TEXT_IN_YAML = re.compile(r"\{\{ *[(\[]*'([^']*)'.*?\}\}", re.DOTALL)
+NAME_IN_YAML = re.compile(r"\{\{ *[(\[]*_*([\w.]+).*?\}\}", re.DOTALL)
 
 
 class Message(NamedTuple):
@@ -116,8 +117,9 @@ def messages_in_yaml(path: Path) -> Iterator[Message]:
     """Yield each message of a file of tasks or plays."""
     for text in texts_in(yaml.safe_load(path.read_text(encoding="utf-8"))):
         if found := IN_YAML.fullmatch(text.strip()):
-            named = (NAME_IN_YAML.sub(r"<\1>", part or "") for part in found.groups())
-            code, problem, fix = (re.sub(r"\{[{%].*?[%}]\}", "...", part) for part in named)
+            plain = (TEXT_IN_YAML.sub(r"\1", part or "") for part in found.groups())
+            named = (NAME_IN_YAML.sub(r"<\1>", part) for part in plain)
+            code, problem, fix = (re.sub(r"\{%.*?%\}", "", part, flags=re.DOTALL) for part in named)
             yield Message(code, problem, fix, "error")
 
 

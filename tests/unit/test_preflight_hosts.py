@@ -161,14 +161,14 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
     lines = findings.table(found).splitlines()
     assert lines[0] == "3 findings; nothing was changed."
     assert [line[:13] for line in lines[1::2]] == ["NF101  a     ", "NF107  laptop", "NF111  laptop"]
-    assert all(line.strip().startswith("Type: ") for line in lines[2::2])
+    assert all(line.strip().startswith("Fix: ") for line in lines[2::2])
 
 
 def test_warnings_follow_what_stops() -> None:
     found = told(put(AWAKE, machine="riscv64"))
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
-        "               Type: remove laptop from the inventory",
+        "               Fix: remove laptop from the inventory",
         "NF121  laptop  It falls asleep when its lid is closed; a run holds that back while it computes, "
         "but not between two attempts.",
     ]
