@@ -89,8 +89,8 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     if name == "_raw_params":
         word = str(value).split()[0]
         fix = (
-            f"the same command with -e {word}=VALUE  (no spaces around =; quote a value that contains spaces: "
-            "-e 'NAME=\"a b\"')"
+            f"the same command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
+            "spaces: -e 'NAME=\"a b\"')"
         )
         return finding("NF002", f"-e {word}", "a setting needs a value.", fix)
     lower = {known.lower(): known for known in names}
