@@ -56,8 +56,8 @@ def report(
         lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")
     if others:
         lines.append(
-            f"The firewall rules of {', '.join(others)} for {', '.join(hosts)} are removed by the next setup: "
-            "ansible-playbook setup.yml"
+            f"The firewall rules of {', '.join(others)} for {', '.join(hosts)} are removed by the next "
+            "setup: ansible-playbook setup.yml"
         )
     elif on_controller:
         lines.append(f"On this machine remain folders; to remove them: rm -r {' '.join(on_controller)}")
