@@ -37,20 +37,6 @@ SECTIONS = {
     "horizon": "Define the length of the run. They may become longer on resume.",
     "runtime": "May change at every start of the run.",
 }
-GROUPS = {
-    "fleet": "Fleet and hosts",
-    "nanofleet": "Fleet and hosts",
-    "runtime": "Installation",
-    "wheelhouse": "Installation",
-    "tracker": "Tracker",
-    "network": "Network",
-    "launch": "Run units",
-    "preflight": "Host requirements",
-    "doctor": "Doctor",
-    "bench": "Benchmark",
-    "lab": "Lab",
-    "reset": "Reset",
-}
 Options = Mapping[str, Mapping[str, Any]]
 Specs = Mapping[str, Mapping[str, Any]]  # of a role, by entry point
 MESSAGE_AREAS = {
@@ -163,12 +149,15 @@ def settings_page() -> str:
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
     known = yaml_values("preflight_declared_settings")
     lines += ["## Settings of commands and hosts", "", *option_table("setting", {"": {"options": known}})]
-    options = {name: option for _, specs in role_specs() for name, option in options_in(specs).items()}
-    names = [name for name in yaml_values("preflight_settings") if name in options and name not in known]
-    for title in dict.fromkeys(GROUPS.values()):
-        group = {name: options[name] for name in names if GROUPS.get(name.partition("_")[0]) == title}
-        if group:
-            lines += [f"## {title}", "", *option_table("setting", {"": {"options": group}})]
+    settable = {*yaml_values("preflight_settings")} - known.keys()
+    for role, specs in role_specs():
+        options = {name: option for name, option in options_in(specs).items() if name in settable}
+        if options:
+            lines += [
+                f"## {role.name.capitalize()}",
+                "",
+                *option_table("setting", {"": {"options": options}}),
+            ]
     return page(
         "Settings",
         "Set a setting for one command with `-e NAME=VALUE`, or for good in the inventory "

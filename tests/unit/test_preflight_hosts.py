@@ -35,7 +35,7 @@ def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
 
 def test_other_processors_are_refused() -> None:
     [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
-    assert problem == "Its processor is riscv64; torch is at hand for x86_64 and aarch64."
+    assert problem == "Its processor is riscv64; torch is available for x86_64 and aarch64."
 
 
 def test_a_full_disk_is_said_once_a_mount() -> None:
@@ -169,7 +169,7 @@ def test_warnings_follow_what_stops() -> None:
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",
-        "NF121  laptop  It falls asleep when its lid is closed; a run holds that back while it computes, "
+        "NF121  laptop  It falls asleep when its lid is closed; a run prevents that while it computes, "
         "but not between two attempts.",
     ]
     assert findings.refusals(found) == found[:1]
