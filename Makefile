@@ -78,7 +78,6 @@ bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARG
 docs: venv ## the documentation as a site, in build/site (needs no network once built)
 	@python -m mkdocs --version >/dev/null 2>&1 || python -m pip install -q -c constraints.txt -e '.[docs]'
 	python -m scripts.docs_reference
-	python -m scripts.docs_diagrams
 	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 .PHONY: clean

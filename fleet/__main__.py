@@ -11,7 +11,7 @@ try:
     import rich  # noqa: F401
 except ModuleNotFoundError:
     sys.exit(
-        "fleet: this Python lacks the console's packages. Type: make venv, then .venv/bin/python -m fleet"
+        "fleet: this Python lacks the console's packages. Fix: make venv, then .venv/bin/python -m fleet"
     )
 
 from fleet import FleetError, demo, inventory

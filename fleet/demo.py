@@ -127,7 +127,7 @@ def check_machine(system: str | None = None, free_bytes: int | None = None) -> N
         )
     if not shutil.which("podman"):
         raise FleetError(
-            "podman is missing: the lab's hosts are its containers. Type: make lab-tools (or install it: "
+            "podman is missing: the lab's hosts are its containers. Fix: make lab-tools (or install it: "
             "sudo apt-get install podman runc netavark aardvark-dns mmdebstrap rsync)"
         )
     free = shutil.disk_usage(ROOT).free if free_bytes is None else free_bytes

@@ -44,7 +44,7 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
             command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
         )
     except FileNotFoundError:
-        raise FleetError("Ansible is not installed for this Python. Type: make venv") from None
+        raise FleetError("Ansible is not installed for this Python. Fix: make venv") from None
     if done.returncode:
         raise FleetError(
             f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"

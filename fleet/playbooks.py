@@ -287,10 +287,10 @@ def _ansible_runner() -> Any:
         import ansible_runner
     except ModuleNotFoundError:
         raise FleetError(
-            "Ansible is not installed for this Python. Type: make venv, then .venv/bin/python -m fleet ..."
+            "Ansible is not installed for this Python. Fix: make venv, then .venv/bin/python -m fleet ..."
         ) from None
     if not (Path(sys.executable).parent / "ansible-playbook").exists() and not shutil.which(
         "ansible-playbook"
     ):
-        raise FleetError(f"ansible-playbook is not beside {sys.executable} nor on PATH. Type: make venv")
+        raise FleetError(f"ansible-playbook is not beside {sys.executable} nor on PATH. Fix: make venv")
     return ansible_runner

@@ -160,7 +160,7 @@ venv() {
     printf '%s\n' "$digest" >"$stamp"
 }
 
-[ $# -gt 0 ] || die "no part is named. Type: scripts/bootstrap.sh lab, noble or venv"
+[ $# -gt 0 ] || die "no part is named. Fix: scripts/bootstrap.sh lab, noble or venv"
 for part in "$@"; do
     case $part in
         lab) lab ;;

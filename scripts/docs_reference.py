@@ -12,9 +12,7 @@ do not depend on the machine.
 from __future__ import annotations
 
 import argparse
-import ast
 import dataclasses
-import importlib
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from ansible.parsing.plugin_docs import read_docstring
 
+import fleet.__main__
+import trainer.__main__
+from scripts.docs_messages import messages
 from scripts.generated import ROOT, write
+from trainer.config import RunConfig
+from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES
 
 PAGES = ROOT / "docs" / "reference"
 MARK = "<!-- Written by scripts/docs_reference.py. Edit the sources, then run it again. -->"
@@ -33,24 +37,8 @@ SECTIONS = {
     "horizon": "Define the length of the run. They may become longer on resume.",
     "runtime": "May change at every start of the run.",
 }
-GROUPS = {
-    "fleet": "Fleet and hosts",
-    "nanofleet": "Fleet and hosts",
-    "runtime": "Installation",
-    "wheelhouse": "Installation",
-    "tracker": "Tracker",
-    "network": "Network",
-    "launch": "Run units",
-    "preflight": "Host requirements",
-    "doctor": "Doctor",
-    "bench": "Benchmark",
-    "lab": "Lab",
-    "reset": "Reset",
-}
-TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
-FINDING_MAKERS = ("finding", "warning", "doctor_finding")
 Options = Mapping[str, Mapping[str, Any]]
-Specs = Mapping[str, Mapping[str, Any]]
+Specs = Mapping[str, Mapping[str, Any]]  # of a role, by entry point
 MESSAGE_AREAS = {
     "NF0": "Settings and inventory",
     "NF1": "Hosts",
@@ -58,6 +46,8 @@ MESSAGE_AREAS = {
     "NF3": "Installed environments",
     "NF4": "Runs",
     "NF5": "Doctor",
+    "NF6": "Data and tracker",
+    "NF7": "Lab",
 }
 
 
@@ -121,34 +111,33 @@ def sentences(description: str | list[str]) -> str:
     return description if isinstance(description, str) else " ".join(description)
 
 
-def described(spec: Mapping[str, Any]) -> str:
-    """The description of an option with its choices and range, for a cell of a table."""
-    text = sentences(spec.get("description", ""))
-    if spec.get("choices"):
-        text += " Choices: " + ", ".join(f"`{choice}`" for choice in spec["choices"]) + "."
-    if "min" in spec or "max" in spec:
-        text += f" Range: {spec.get('min', '')} to {spec.get('max', '')}."
-    return cell(text)
+def option_table(noun: str, specs: Specs) -> list[str]:
+    """The lines of a table of the options of `specs`; [] without options.
 
-
-def option_table(noun: str, options: Options, required: str = "") -> list[str]:
-    """The lines of a table of options; [] without options. required: the default shown for required ones."""
-    rows = [
-        (
-            f"`{name}`",
-            cell(option.get("type", "str")),
-            required if option.get("required") else code(option.get("default")),
-            described(option),
-        )
-        for name, option in options.items()
-    ]
+    An option is listed once, with its entry points unless all of them take it.
+    """
+    rows = []
+    for name, option in options_in(specs).items():
+        takers = [entry for entry, spec in specs.items() if name in (spec.get("options") or {})]
+        only = "" if len(takers) == len(specs) else f" ({', '.join(f'`{entry}`' for entry in takers)})"
+        kind = str(option.get("type", "str"))
+        kind += f" of {option['elements']}" if option.get("elements") else ""
+        kind += f": {', '.join(map(str, option['choices']))}" if option.get("choices") else ""
+        limits = "min" in option or "max" in option
+        kind += f", {option.get('min', '')} to {option.get('max', '')}" if limits else ""
+        default = "required" if option.get("required") else code(option.get("default"))
+        rows.append((f"`{name}`", cell(kind), cell(default), cell(sentences(option["description"])) + only))
     return [*table((noun, "type", "default", "meaning"), rows), ""] if rows else []
+
+
+def entry_table(specs: Specs) -> list[str]:
+    """The lines of a table of a role's entry points."""
+    rows = ((f"`{name}`", cell(spec["short_description"])) for name, spec in specs.items())
+    return [*table(("entry point", "what it does"), rows), ""]
 
 
 def settings_page() -> str:
     """The text of docs/reference/settings.md."""
-    from trainer.config import RunConfig
-
     lines = ["## Settings of a run", ""]
     for section, meaning in SECTIONS.items():
         fields = [each for each in dataclasses.fields(RunConfig) if each.metadata.get("section") == section]
@@ -159,14 +148,16 @@ def settings_page() -> str:
         lines += [f"### {section.capitalize()}", "", meaning, ""]
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
     known = yaml_values("preflight_declared_settings")
-    named = {name: spec | {"type": TYPES.get(spec["type"], spec["type"])} for name, spec in known.items()}
-    lines += ["## Settings of commands and hosts", "", *option_table("setting", named)]
-    options = {name: option for _, specs in role_specs() for name, option in options_in(specs).items()}
-    names = [name for name in yaml_values("preflight_settings") if name in options and name not in known]
-    for title in dict.fromkeys(GROUPS.values()):
-        group = {name: options[name] for name in names if GROUPS.get(name.partition("_")[0]) == title}
-        if group:
-            lines += [f"## {title}", "", *option_table("setting", group)]
+    lines += ["## Settings of commands and hosts", "", *option_table("setting", {"": {"options": known}})]
+    settable = {*yaml_values("preflight_settings")} - known.keys()
+    for role, specs in role_specs():
+        options = {name: option for name, option in options_in(specs).items() if name in settable}
+        if options:
+            lines += [
+                f"## {role.name.capitalize()}",
+                "",
+                *option_table("setting", {"": {"options": options}}),
+            ]
     return page(
         "Settings",
         "Set a setting for one command with `-e NAME=VALUE`, or for good in the inventory "
@@ -180,9 +171,7 @@ def roles_page() -> str:
     """The text of docs/reference/roles.md."""
     lines: list[str] = []
     for role, specs in role_specs():
-        entries = ((f"`{name}`", cell(spec.get("short_description", ""))) for name, spec in specs.items())
-        lines += [f"## {role.name}", "", *table(("entry point", "what it does"), entries), ""]
-        lines += option_table("variable", options_in(specs))
+        lines += [f"## {role.name}", "", *entry_table(specs), *option_table("variable", specs)]
     return page(
         "Roles",
         "Each role gives a host one capability. The playbooks set these variables from the "
@@ -194,51 +183,26 @@ def roles_page() -> str:
 def readme(role: Path, specs: Specs) -> str:
     """The text of a role's README with its generated section from `specs`."""
     before, _, rest = (role / "README.md").read_text(encoding="utf-8").partition(BEGIN)
-    body = "\n".join([BEGIN, "", *readme_tables(specs, "| entry point |" not in before), END])
+    entries = [] if "| entry point |" in before else entry_table(specs)
+    body = "\n".join([BEGIN, "", *entries, *option_table("variable", specs), END])
     if not rest:
         return f"{before.rstrip()}\n\n## Variables\n\n{body}\n"
     return before + body + rest.partition(END)[2]
 
 
-def readme_tables(specs: Specs, with_entries: bool) -> Iterator[str]:
-    """Yield the lines of a README's tables: entry points, if `with_entries`, and options.
-
-    An option is listed once, with its entry points unless all of them take it.
-    """
-    if with_entries:
-        entries = ((f"`{name}`", cell(spec["short_description"])) for name, spec in specs.items())
-        yield from [*table(("entry point", "what it does"), entries), ""]
-    rows = []
-    for name in options_in(specs):
-        takers = {
-            entry: spec["options"][name] for entry, spec in specs.items() if name in spec.get("options", {})
-        }
-        option = next(iter(takers.values()))
-        only = "" if len(takers) == len(specs) else f" ({', '.join(f'`{entry}`' for entry in takers)})"
-        kind = f"{option['type']} of {option['elements']}" if option.get("elements") else option["type"]
-        kind += f": {', '.join(map(str, option['choices']))}" if option.get("choices") else ""
-        default = "required" if option.get("required") else code(option.get("default")) or '`""`'
-        rows.append((f"`{name}`", kind, cell(default), cell(sentences(option["description"])) + only))
-    if rows:
-        yield from [*table(("variable", "type", "default", "meaning"), rows), ""]
-
-
 def modules_page() -> str:
-    """The text of docs/reference/modules.md, from the DOCUMENTATION of each module."""
+    """The text of docs/reference/modules.md, from the documentation of each module and action."""
     lines: list[str] = []
     for path in sorted(ROOT.glob("plugins/modules/*.py")):
-        found = re.search(r'^DOCUMENTATION = r?"""\n(.*?)^"""', path.read_text(encoding="utf-8"), re.M | re.S)
-        if found is None:
-            continue
-        about = yaml.safe_load(found[1])
-        texts = about.get("description") or []
-        texts = [texts] if isinstance(texts, str) else texts
-        lines += [f"## {about['module']}", "", f"{cell(about['short_description'])}.", ""]
-        lines += [*(f"- {cell(text)}" for text in texts), ""]
-        lines += option_table("option", about.get("options") or {}, required="required")
+        sidecar = path.with_suffix(".yml")
+        about = read_docstring(str(sidecar if sidecar.is_file() else path))["doc"]
+        texts = about["description"] if isinstance(about["description"], list) else [about["description"]]
+        lines += [f"## {path.stem}", "", f"{cell(about['short_description'])}.", ""]
+        lines += [*(f"- {cell(text)}" for text in texts), "", *option_table("option", {"": about})]
     return page(
         "Modules",
-        "The Ansible modules of the project: what has state on a host and no existing module covers.",
+        "The Ansible modules of the project: what has state on a host and no existing module covers; and its "
+        "actions, which decide on the controller.",
         lines,
     )
 
@@ -248,17 +212,14 @@ def modules_page() -> str:
 
 def options_of(parser: argparse.ArgumentParser) -> Iterator[tuple[str, str]]:
     """Yield (name with its value, meaning) of each option of a command, for a table."""
+    formatter = parser._get_formatter()
     for action in parser._actions:
         if isinstance(action, argparse._HelpAction | argparse._SubParsersAction):
             continue
-        name = ", ".join(action.option_strings) or str(action.dest)
-        if action.nargs != 0:
-            value = action.metavar or (
-                "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
-            )
-            name += f" {value or action.dest.upper()}" if action.option_strings else ""
-        text = (action.help or "") % {**vars(action), "prog": parser.prog}
-        yield f"`{name}`", cell(text) + (" Required." if action.required and action.option_strings else "")
+        name = ", ".join(action.option_strings) or action.dest
+        value = formatter._format_args(action, action.dest.upper()) if action.option_strings else ""
+        required = " Required." if action.required and action.option_strings else ""
+        yield f"`{name} {value}`".replace(" `", "`"), cell(formatter._expand_help(action)) + required
 
 
 def command_lines(program: str, parser: argparse.ArgumentParser) -> list[str]:
@@ -274,8 +235,6 @@ def command_lines(program: str, parser: argparse.ArgumentParser) -> list[str]:
 
 def cli_page() -> str:
     """The text of docs/reference/cli.md."""
-    trainer = importlib.import_module("trainer.__main__").make_parser()
-    console = importlib.import_module("fleet.__main__").parser()
     targets = re.findall(
         r"^([a-z-]+):.*?## (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE
     )
@@ -285,8 +244,8 @@ def cli_page() -> str:
         "`python -m trainer` trains and needs no fleet. `python -m fleet` runs the playbooks with a live "
         "display. `make` builds, tests and measures in a checkout.",
         [
-            *command_lines("python -m trainer", trainer),
-            *command_lines("python -m fleet", console),
+            *command_lines("python -m trainer", trainer.__main__.make_parser()),
+            *command_lines("python -m fleet", fleet.__main__.parser()),
             "## make",
             "",
             *make,
@@ -320,24 +279,16 @@ def playbooks_page() -> str:
 
 def exit_codes_page() -> str:
     """The text of docs/reference/exit-codes.md."""
-    found: dict[str, Any] = {}
-    for path in sorted(ROOT.glob("trainer/**/*.py")):
-        for node in ast.parse(path.read_text(encoding="utf-8")).body:
-            target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
-            if isinstance(target, ast.Name) and target.id in ("EXIT_CODES", "BAD_INPUT_EXIT_CODE"):
-                found[target.id] = ast.literal_eval(node.value)  # type: ignore[attr-defined]
     meaning = {
         "finished": "Every step is done.",
         "stopped": "A person asked for the end, with `stop.yml` or a file named `stop`.",
         "retryable": "A restart can help, as after the loss of a peer. The unit restarts.",
         "final": "A restart cannot help, as after a loss that is not a number. The unit does not restart.",
     }
-    rows = [(f"`{value}`", name, meaning[name]) for name, value in found["EXIT_CODES"].items()]
-    rows.append(
-        (f"`{found['BAD_INPUT_EXIT_CODE']}`", "bad input", "A setting, a file or the data cannot be used.")
-    )
+    rows = [(f"`{value}`", name, meaning[name]) for name, value in EXIT_CODES.items()]
+    rows.append((f"`{BAD_INPUT_EXIT_CODE}`", "bad input", "A setting, a file or the data cannot be used."))
     rows.append(("`130`", "interrupted", "Ctrl-C. Nothing was saved since the last checkpoint."))
-    console = (importlib.import_module("fleet.__main__").parser().epilog or "").removeprefix("exit codes: ")
+    console = (fleet.__main__.parser().epilog or "").removeprefix("exit codes: ")
     return page(
         "Exit codes",
         "`outcome.json` in the run directory has the outcome and a sentence with its reason.",
@@ -356,108 +307,19 @@ def exit_codes_page() -> str:
 # -- messages ----------------------------------------------------------------------------------------------
 
 
-def placeholder(node: ast.AST) -> str:
-    """The text that stands for a value known only at run time: <NAME>, or "..." if it has no name."""
-    if isinstance(node, ast.Name):
-        return f"<{node.id}>"
-    if isinstance(node, ast.Attribute):
-        return f"<{node.attr}>"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"<{node.slice.value!s}>"
-    return "..."
-
-
-def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
-    """All texts that an expression can evaluate to; [] if it is not a text. names: texts of variables."""
-    if isinstance(node, ast.Constant):
-        return [node.value] if isinstance(node.value, str) else []
-    if isinstance(node, ast.JoinedStr):
-        values = [part.value if isinstance(part, ast.FormattedValue) else part for part in node.values]
-        return ["".join((text_of(value, names) or [placeholder(value)])[0] for value in values)]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
-        left = text_of(node.left, names) or [placeholder(node.left)]
-        right = text_of(node.right, names) or [placeholder(node.right)]
-        return [a + b for a in left for b in right]
-    if isinstance(node, ast.IfExp):
-        return text_of(node.body, names) + text_of(node.orelse, names)
-    if isinstance(node, ast.Name):
-        return names.get(node.id, [])
-    return []
-
-
-def assignments(body: Iterable[ast.AST]) -> Iterator[tuple[int, str, list[str]]]:
-    """Yield (line, name, texts) of each assignment to a name; texts is [] if the value is not a text."""
-    for node in body:
-        if not isinstance(node, ast.For | ast.Assign):
-            continue
-        target = node.target if isinstance(node, ast.For) else node.targets[0]
-        value = node.iter if isinstance(node, ast.For) else node.value
-        pairs = [(target, value)]
-        if isinstance(node, ast.Assign) and isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-            pairs = list(zip(target.elts, value.elts, strict=False))
-        for target, value in pairs:
-            texts = text_of(value, {})
-            for name in (each for each in ast.walk(target) if isinstance(each, ast.Name)):
-                yield node.lineno, name.id, texts if name is target else []
-
-
-def default_severity(tree: ast.Module) -> str:
-    """The severity of the findings of a module whose calls do not name one."""
-    for node in tree.body:
-        # finding = partial(doctor_finding, severity="warning")
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            for word in node.value.keywords:
-                if word.arg == "severity" and isinstance(word.value, ast.Constant):
-                    return str(word.value.value)
-    imported = [each.name for node in tree.body if isinstance(node, ast.ImportFrom) for each in node.names]
-    return "error" if "doctor_finding" in imported else "refusal"
-
-
-def messages_in(path: Path) -> Iterator[tuple[str, str, str, str]]:
-    """Yield (code, problem, remedy, severity) of each finding that a Python file can make."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = {name: texts for _, name, texts in assignments(tree.body)}
-    severity = default_severity(tree)
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
-        made = sorted(assignments(ast.walk(function)))
-        calls = [node for node in ast.walk(function) if isinstance(node, ast.Call)]
-        before = 0
-        for call in sorted(calls, key=lambda each: each.lineno):
-            maker = getattr(call.func, "id", "")
-            if maker not in FINDING_MAKERS or function.name in FINDING_MAKERS:
-                continue
-            # A name may be assigned once for each finding: the values since the last finding count.
-            names = constants | {name: texts for line, name, texts in made if line <= call.lineno}
-            since = [(name, texts) for line, name, texts in made if before < line <= call.lineno]
-            for name in {name for name, _ in since}:
-                names[name] = [text for each, texts in since if each == name for text in texts]
-            before = call.lineno
-            code, _host, problem, remedy = call.args[:4]
-            others = [*call.args[4:], *(word.value for word in call.keywords)]
-            warns = maker == "warning" or ["warning"] in [text_of(each, {}) for each in others]
-            typed = (text_of(remedy, names) or [placeholder(remedy)])[0]
-            for number in text_of(code, names):
-                for text in text_of(problem, names) or [placeholder(problem)]:
-                    yield number, text, typed, "warning" if warns else severity
-
-
-def messages() -> list[tuple[str, str, str, str]]:
-    """(Code, problem, remedy, severity) of each finding of plugins/, sorted by code."""
-    return sorted({each for path in ROOT.glob("plugins/**/*.py") for each in messages_in(path)})
-
-
 def messages_page() -> str:
     """The text of docs/reference/messages.md."""
-    rows, lines = messages(), list[str]()
+    found, lines = messages(), list[str]()
     for area, title in MESSAGE_AREAS.items():
-        shown = (map(cell, row) for row in rows if row[0].startswith(area))
-        lines += [f"## {title}", "", *table(("code", "message", "what to type", "severity"), shown), ""]
+        shown = (map(cell, message) for message in found if message.code.startswith(area))
+        lines += [f"## {title}", "", *table(("code", "message", "fix", "severity"), shown), ""]
     return page(
         "Messages",
-        "The findings of the checks before and during `setup.yml` and `train.yml`, and of `doctor.yml`. A "
+        "The messages of the playbooks that stop a command or warn: the findings of the checks and of "
+        "`doctor.yml`, and the failures of tasks. A "
         "code keeps its meaning in later releases. A part in angle brackets is filled in at run time. A "
-        "refusal stops the command before a host is changed. An error of `doctor.yml` prevents training. A "
-        "warning stops nothing.",
+        "refusal stops the command before a host is changed. An error stops the command; one of `doctor.yml` "
+        "prevents training. A warning stops nothing.",
         lines,
     )
 

@@ -57,7 +57,7 @@ def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
     merged = {**os.environ, **environment}
     done = subprocess.run(command, input=requirements, capture_output=True, text=True, env=merged)
     if "No module named uv" in done.stderr:
-        raise LockError("uv is missing. Type: make venv")
+        raise LockError("uv is missing. Fix: make venv")
     if done.returncode != 0:
         raise LockError(" ".join(done.stderr.split()) or f"uv ended with status {done.returncode}.")
     return done.stdout

@@ -1,6 +1,6 @@
 """Action plugin: select the benchmark cases that bench.yml measures.
 
-Options and result: plugins/modules/bench_plan.py.
+Options and result: plugins/modules/bench_plan.yml.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ class ActionModule(ControllerAction):
     """Reads the figures of earlier measurements on the controller."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        chosen = {name: value for name, value in asked.items() if name not in ("folder", "again")}
-        plan, files = bench_plan.bench_plan(**chosen), Path(asked["folder"]).glob("*.json")
-        done = [] if asked["again"] else bench_plan.bench_measured(plan, list(files))
-        left = [stage for stage in plan if stage["name"] not in done]
-        return {"left": left, "message": bench_plan.bench_says(plan, left)}
+        options = {name: value for name, value in asked.items() if name not in ("folder", "again")}
+        plan, files = bench_plan.bench_plan(**options), list(Path(asked["folder"]).glob("*.json"))
+        done = [] if asked["again"] else bench_plan.measured(plan, files)
+        left = [case for case in plan if case["name"] not in done]
+        return {"left": left, "message": bench_plan.summary(plan, left)}

@@ -1,6 +1,6 @@
 """Action plugin: check every host before anything is changed.
 
-Options and result: plugins/modules/check_hosts.py.
+Options and result: plugins/modules/check_hosts.yml.
 """
 
 from __future__ import annotations

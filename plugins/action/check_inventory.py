@@ -1,6 +1,6 @@
 """Action plugin: check that the inventory describes a fleet.
 
-Options and result: plugins/modules/check_inventory.py.
+Options and result: plugins/modules/check_inventory.yml.
 """
 
 from __future__ import annotations

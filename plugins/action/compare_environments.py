@@ -1,6 +1,6 @@
 """Action plugin: compare the environments that are installed on all hosts.
 
-Options and result: plugins/modules/compare_environments.py.
+Options and result: plugins/modules/compare_environments.yml.
 """
 
 from __future__ import annotations

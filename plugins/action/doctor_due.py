@@ -1,6 +1,6 @@
 """Action plugin: decide whether the doctor checks the fleet before a run.
 
-Options and result: plugins/modules/doctor_due.py.
+Options and result: plugins/modules/doctor_due.yml.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Action plugin: make the doctor's report, and keep it if nothing prevents training.
 
-Options and result: plugins/modules/doctor_report.py.
+Options and result: plugins/modules/doctor_report.yml.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Action plugin: end a run on a host and record the outcome, in one task.
 
-Options and result: plugins/modules/end_run.py.
+Options and result: plugins/modules/end_run.yml.
 """
 
 from __future__ import annotations

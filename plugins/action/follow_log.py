@@ -1,6 +1,6 @@
 """Action plugin: print the log of a run on one host until the run has ended there.
 
-Options and result: plugins/modules/follow_log.py.
+Options and result: plugins/modules/follow_log.yml.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Action plugin: decide whether train.yml starts or resumes a run, leaves it alone or refuses.
 
-Options and result: plugins/modules/run_plan.py.
+Options and result: plugins/modules/run_plan.yml.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import Any
 
 from ansible.errors import AnsibleLookupError
 from ansible.plugins.lookup import LookupBase
-from ansible_collections.nanofleet.fleet.plugins.module_utils.setting_defaults import setting_defaults
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import setting_defaults
 
 DOCUMENTATION = r"""
 name: setting

@@ -1,4 +1,7 @@
-"""The benchmark cases that bench.yml measures, made from their names. In the code a case is a `stage`."""
+"""The benchmark cases that bench.yml measures, made from their names.
+
+A case is a dict: name, hosts, nproc (ranks on each host), config (settings of its run), shares (batch split).
+"""
 
 from __future__ import annotations
 
@@ -12,12 +15,12 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
-ALONE = ("solo", "gpu", "ranks")
+ONE_HOST = ("solo", "gpu", "ranks")
 RANKS_ON_A_HOST = 2
 NAME = re.compile(
     r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
 )
-Stage = dict[str, Any]
+Case = dict[str, Any]
 
 
 def bench_plan(
@@ -27,81 +30,76 @@ def bench_plan(
     config: Mapping[str, Any],
     tokens: int,
     steps: int,
-) -> list[Stage]:
+) -> list[Case]:
     """The benchmark cases that `asked` names, separated by commas; the default cases if it is empty.
 
-    A case is a dict: name, hosts, nproc, config (settings of its run), shares. Raises AnsibleFilterError for
-    an invalid name and for settings that RunConfig refuses.
+    Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
-    names = names or default_stages(hosts, gpu_hosts, tokens, trainer.SYNC_MODES)
-    problems, stages = [], []
-    for name in names:
+    problems, cases = [], []
+    for name in names or default_cases(hosts, gpu_hosts, tokens):
         try:
-            stages.append(_stage(name, hosts, config, steps))
-        except (ValueError, trainer.ConfigError) as error:
+            cases.append(_case(name, hosts, config, steps))
+        except ValueError as error:
             problems.append(f"{name}: {error}")
     if problems:
         raise AnsibleFilterError("bench_stages: " + " ".join(problems))
-    return stages
+    return cases
 
 
-def default_stages(
-    hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int, modes: Sequence[str]
-) -> list[str]:
+def default_cases(hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int) -> list[str]:
     """Names of the default benchmark cases. tokens: tokens per step, of all ranks together.
 
-    They are: each host alone, the GPU of each GPU host, two ranks on the first host, all hosts in every sync
+    These are each host alone, the GPU of each GPU host, two ranks on the first host, all hosts in every sync
     mode. The coordinator alone with tokens / len(hosts) gives the least step time that the fleet can have. In
     sync=local every rank has `tokens` per step.
     """
-    share = tokens // len(hosts)
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
-    if len(hosts) > 1:
-        names.append(f"solo-{share}-on-{hosts[0]}")
+    several = len(hosts) > 1
+    names += [f"solo-{tokens // len(hosts)}-on-{hosts[0]}"] if several else []
     names.append(f"ranks-{tokens}-on-{hosts[0]}")
-    if len(hosts) > 1:
-        names += [f"{mode}-{tokens * len(hosts) if mode == 'local' else tokens}" for mode in modes]
-    return names
+    modes = trainer.SYNC_MODES if several else ()
+    return names + [f"{mode}-{tokens * len(hosts) if mode == 'local' else tokens}" for mode in modes]
 
 
-def _stage(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int) -> Stage:
+def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int) -> Case:
     match = NAME.fullmatch(name)
     if not match:
-        raise ValueError("a stage is KIND-TOKENS[-FORMAT][-SHARES][-on-HOST], such as exact-4096-float32.")
+        raise ValueError("a case is KIND-TOKENS[-FORMAT][-SHARES][-on-HOST], such as exact-4096-float32.")
     kind, shares = match["kind"], match["shares"]
-    if kind not in (*ALONE, *trainer.SYNC_MODES):
-        raise ValueError(f"its kind is {' or '.join((*ALONE, *trainer.SYNC_MODES))}.")
+    if kind not in (*ONE_HOST, *trainer.SYNC_MODES):
+        raise ValueError(f"its kind is {' or '.join((*ONE_HOST, *trainer.SYNC_MODES))}.")
     if match["host"] and match["host"] not in hosts:
         raise ValueError(f"there is no host {match['host']}, only {', '.join(hosts)}.")
-    if kind not in ALONE and (match["host"] or len(hosts) < 2):
+    if kind not in ONE_HOST and (match["host"] or len(hosts) < 2):
         raise ValueError("a sync mode is measured on all hosts of a fleet, two or more.")
     settings = {
         **config,
         "num_iterations": bench.WARM_STEPS + steps,
         "total_batch_size": int(match["tokens"]),
+        "tracker": "none",
+        "save_minutes": 0,
+        "digest_every": 0,
     }
-    settings |= {"tracker": "none", "save_minutes": 0, "digest_every": 0}
     if match["format"]:
         settings["dtype"] = match["format"]
-    if kind == "solo":
-        settings["device"] = "cpu"
-    elif kind == "gpu":
-        settings["device"] = "cuda"
-    else:
-        settings["sync"] = "exact" if kind == "ranks" else kind
+    settings |= {
+        "solo": {"device": "cpu"},
+        "gpu": {"device": "cuda"},
+        "ranks": {"sync": "exact"},
+    }.get(kind, {"sync": kind})
     trainer.RunConfig.from_strings(settings)
     return {
         "name": name,
-        "hosts": [match["host"] or hosts[0]] if kind in ALONE else list(hosts),
+        "hosts": [match["host"] or hosts[0]] if kind in ONE_HOST else list(hosts),
         "nproc": RANKS_ON_A_HOST if kind == "ranks" else 1,
         "config": settings,
         "shares": shares.replace(".", ",") if shares else "equal",
     }
 
 
-def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
+def measured(plan: Sequence[Case], paths: Sequence[Path]) -> list[str]:
     """Names of the cases of `plan` whose result file (NAME.json in `paths`) can be used instead of a run.
 
     Schema, hosts, depth, sequence_len and device_batch_size must be equal, and the file must have at least as
@@ -109,24 +107,21 @@ def bench_measured(plan: Sequence[Stage], paths: Sequence[Path]) -> list[str]:
     with -e bench_again=true.
     """
     results = {path.stem: load_json(str(path)) or {} for path in paths}
-    return [stage["name"] for stage in plan if _covers(results.get(stage["name"], {}), stage)]
+    return [case["name"] for case in plan if _covers(results.get(case["name"], {}), case)]
 
 
-def _covers(result: Mapping[str, Any], stage: Stage) -> bool:
-    if result.get("schema") != bench.SCHEMA or set(result["hosts"]) != set(stage["hosts"]):
+def _covers(result: Mapping[str, Any], case: Case) -> bool:
+    if result.get("schema") != bench.SCHEMA or set(result["hosts"]) != set(case["hosts"]):
         return False
-    config = trainer.RunConfig.from_strings(stage["config"])
-    same = all(
-        result[name] == getattr(config, name) for name in ("depth", "sequence_len", "device_batch_size")
-    )
+    config = trainer.RunConfig.from_strings(case["config"])
+    names = ("depth", "sequence_len", "device_batch_size")
+    same = all(result[name] == getattr(config, name) for name in names)
     return same and bool(result["steps"] >= config.num_iterations - bench.WARM_STEPS)
 
 
-def bench_says(plan: Sequence[Stage], left: Sequence[Stage]) -> str:
-    """A sentence that names the cases to measure (`left`) and counts those of `plan` measured before."""
-    names = ", ".join(stage["name"] for stage in left) or "nothing"
+def summary(plan: Sequence[Case], left: Sequence[Case]) -> str:
+    """A sentence that names the cases to measure (`left`) and counts those of `plan` with a result file."""
+    names = ", ".join(case["name"] for case in left) or "nothing"
     kept = len(plan) - len(left)
-    before = (
-        f"; {kept} of {len(plan)} stages were measured before (-e bench_again=true: again)" if kept else ""
-    )
-    return f"Measured now: {names}{before}."
+    before = f"; {kept} of {len(plan)} cases have a result (-e bench_again=true measures them again)"
+    return f"Measured now: {names}{before if kept else ''}."

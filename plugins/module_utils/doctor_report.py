@@ -175,7 +175,7 @@ def text(report: Mapping[str, Any]) -> str:
 
 def verdict(each: Finding) -> str:
     label = "FAULT" if each["severity"] == "error" else "warning"
-    return f"{label}  {each['code']}  {each['host']}: {each['problem']} Type: {each['remedy']}"
+    return f"{label}  {each['code']}  {each['host']}: {each['problem']} Fix: {each['remedy']}"
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
 """Findings, and the table that shows them. Used on the controller only.
 
 A finding is {"code", "host", "problem", "remedy", "severity"}: message code; host or setting; one sentence;
-what to type; and refusal (stops the command), error (prevents training) or warning (stops nothing). Findings
-of the doctor also have "peer". A code belongs to one call and is never used for another message: NF0xx
-settings and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor.
+the fix; and refusal (stops the command), error (prevents training) or warning (stops nothing). Findings of
+the doctor also have "peer". A code belongs to one message and is never used for another one: NF0xx settings
+and inventory, NF1xx hosts, NF2xx network, NF3xx environments, NF4xx runs, NF5xx doctor, NF6xx data and
+tracker, NF7xx lab. A task that fails has the code before its message, as in `NF602: tower has no rsync ...`.
 """
 
 from __future__ import annotations
@@ -84,5 +85,5 @@ def _lines(findings: Sequence[Finding], width: int) -> list[str]:
     lines = []
     for each in findings:
         lines.append(f"{each['code']}  {each['host']:<{width}}  {each['problem']}")
-        lines.append(f"{'':{len(each['code'])}}  {'':<{width}}  Type: {each['remedy']}")
+        lines.append(f"{'':{len(each['code'])}}  {'':<{width}}  Fix: {each['remedy']}")
     return lines

@@ -35,7 +35,9 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
             network = ipaddress.ip_network(str(text), strict=False)
         except ValueError:
             continue  # "default" and the like
-        if network.version == 4 and network.prefixlen > 8:  # a VPN's route for all of 10/8 leaves no choice
+        if (
+            network.version == 4 and network.prefixlen > 8
+        ):  # a VPN's route for all of 10/8 would leave no subnet
             used.append(network)
     start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big") % len(POOL)
     for subnet in POOL[start:] + POOL[:start]:
@@ -53,17 +55,16 @@ def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) ->
     IP address and never changes. podman would choose another one at each start, and peers that remember the
     old one would not reach a restarted host for half a minute.
     """
-    network = ipaddress.ip_network(subnet)
-    plan = []
+    network, plan = ipaddress.ip_network(subnet), []
     for i in range(int(count)):
-        own = sorted({cpus[(i * int(cores) + k) % len(cpus)] for k in range(int(cores))})
         address = network[11 + i]
+        own = {cpus[(i * int(cores) + k) % len(cpus)] for k in range(int(cores))}
         plan.append(
             {
                 "name": f"{name}-{i + 1}",
                 "address": str(address),
                 "mac": ":".join(f"{byte:02x}" for byte in b"\x02\x00" + address.packed),
-                "cpuset": ",".join(str(cpu) for cpu in own),
+                "cpuset": ",".join(map(str, sorted(own))),
             }
         )
     return plan
@@ -75,13 +76,13 @@ def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[d
     containers: the parsed output of `podman ps --format json`. A foreign container whose name looks like that
     of a lab host (NAME-1) is included, with the owner "".
     """
-    found = []
-    for container in containers or []:
-        labels = container.get("Labels") or {}
-        for called in container["Names"]:
-            if labels.get("nanofleet.lab") == name or re.fullmatch(re.escape(name) + r"-\d+", called):
-                found.append({"name": called, "owner": labels.get("nanofleet.state", "")})
-    return found
+    return [
+        {"name": each, "owner": (container.get("Labels") or {}).get("nanofleet.state", "")}
+        for container in containers or []
+        for each in container["Names"]
+        if (container.get("Labels") or {}).get("nanofleet.lab") == name
+        or re.fullmatch(re.escape(name) + r"-\d+", each)
+    ]
 
 
 def lab_failures(results: list[dict[str, Any]]) -> str:

@@ -34,7 +34,7 @@ KINDS = {
 def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
     """Each finding as one line of text, without duplicates."""
     return list(
-        dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Type: {f['remedy']}" for f in findings)
+        dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Fix: {f['remedy']}" for f in findings)
     )
 
 

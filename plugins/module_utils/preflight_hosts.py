@@ -44,13 +44,6 @@ def parse_probe(text: str) -> dict[str, Any]:
     return facts
 
 
-def number(facts: Facts, key: str) -> float | None:
-    try:
-        return float(facts[key])
-    except (KeyError, ValueError):
-        return None
-
-
 def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The facts of each host, from the probe and the probe as root that the tasks registered.
 
@@ -112,20 +105,19 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
 def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings about the system, systemd, processor, Python, commands and disks of a host."""
     on, remove = f"(on {host})", f"remove {host} from the inventory"
+    upgrade = "Debian 12+ or Ubuntu 24.04+"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
-        problem = (
-            f"It runs {facts.get('kernel') or 'an unknown system'} without systemd; runs are systemd units."
-        )
-        yield finding("NF103", host, problem, f"{remove}, or use Debian 12+ or Ubuntu 24.04+ on it")
+        system = facts.get("kernel") or "an unknown system"
+        problem = f"It runs {system} without systemd; runs are systemd units."
+        yield finding("NF103", host, problem, f"{remove}, or use {upgrade} on it")
         return
-    system = facts.get("distribution") or "unknown system"
-    version = number(facts, "systemd_version")
-    if version is not None and version < MIN_SYSTEMD:
-        problem = f"Its systemd {version:.0f} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
-        yield finding("NF104", host, problem, f"upgrade it to Debian 12+ or Ubuntu 24.04+, or {remove}")
+    system, version = facts.get("distribution") or "unknown system", facts.get("systemd_version", "")
+    if version.isdigit() and int(version) < MIN_SYSTEMD:
+        problem = f"Its systemd {version} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
+        yield finding("NF104", host, problem, f"upgrade it to {upgrade}, or {remove}")
     if facts.get("machine") not in limits["architectures"]:
-        at_hand = " and ".join(limits["architectures"])
-        problem = f"Its processor is {facts.get('machine')}; torch is at hand for {at_hand}."
+        available = " and ".join(limits["architectures"])
+        problem = f"Its processor is {facts.get('machine')}; torch is available for {available}."
         yield finding("NF105", host, problem, remove)
     pythons = list(limits["pythons"])
     if facts.get("python3") != "yes":
@@ -136,8 +128,8 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
         problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
         yield finding("NF107", host, problem, f"sudo apt install python{pythons[0]}  {on}, or upgrade it")
     for command in facts["missing"]:
-        typed = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
-        yield finding("NF108", host, f"The command {command} is missing.", typed)
+        fix = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
+        yield finding("NF108", host, f"The command {command} is missing.", fix)
     yield from _disk_findings(host, facts, float(limits["free_gb"]))
 
 
@@ -166,14 +158,15 @@ def root_findings(
         output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
         user = variables.get("ansible_user") or "the SSH user"
         if "incorrect" in output.lower():
-            problem = f"sudo refuses the password of {user}."
-            yield finding("NF110", host, problem, "add -K and type the password again")
-        else:
-            problem = f"sudo asks for a password of {user}."
-            yield finding("NF111", host, problem, "add -K (--ask-become-pass) to the same command")
+            yield finding(
+                "NF110", host, f"sudo refuses the password of {user}.", "add -K and type the password again"
+            )
+            return
+        fix = "add -K (--ask-become-pass) to the same command"
+        yield finding("NF111", host, f"sudo asks for a password of {user}.", fix)
         return
     skew = int(facts["time"]) - int(facts["sent"])
     if abs(skew) > float(skew_s):
-        way = "ahead of" if skew > 0 else "behind"
-        problem = f"Its clock is {abs(skew)} s {way} the controller's."
+        side = "ahead of" if skew > 0 else "behind"
+        problem = f"Its clock is {abs(skew)} s {side} the controller's."
         yield finding("NF112", host, problem, f"sudo timedatectl set-ntp true  (on {host})")

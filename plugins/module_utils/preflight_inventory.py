@@ -19,28 +19,25 @@ SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
     "or, for two hosts on this machine: ansible-playbook lab.yml"
 )
-# (part of the message of ssh, what it means, what to type). The first match counts.
-SSH_ERRORS = (
-    (
-        "host key verification failed",
+# Part of the message of ssh -> what it means, and the fix. The first match counts.
+SSH_ERRORS = {
+    "host key verification failed": (
         "its host key is not known here or has changed",
         "{ssh}  (compare the key)",
     ),
-    ("permission denied", "it refuses this user or key", "ssh-copy-id{options} {target}"),
-    (
-        "could not resolve hostname",
+    "permission denied": ("it refuses this user or key", "ssh-copy-id{options} {target}"),
+    "could not resolve hostname": (
         "its name does not resolve on this machine",
         "set its ansible_host to an address",
     ),
-    (
-        "connection refused",
+    "connection refused": (
         "it runs, but no SSH server answers",
         "sudo apt install openssh-server  (on {host})",
     ),
-    ("no route to host", "it is down or on another network", "{ssh}"),
-    ("network is unreachable", "this machine has no route to it", "{ssh}"),
-    ("timed out", "it is down, asleep or behind a firewall", "{ssh}"),
-)
+    "no route to host": ("it is down or on another network", "{ssh}"),
+    "network is unreachable": ("this machine has no route to it", "{ssh}"),
+    "timed out": ("it is down, asleep or behind a firewall", "{ssh}"),
+}
 
 
 def inventory_findings(
@@ -55,26 +52,21 @@ def inventory_findings(
     if not hosts:
         yield finding("NF010", "inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)
         return
-    yield from _name_findings(hosts)
+    for host in hosts:
+        if not HOST_NAME.fullmatch(host):
+            takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
+            problem = f"The host name {host!r} cannot be used: a name has {takes}."
+            yield finding("NF015", "inventory", problem, "rename it there")
     yield from _member_findings(hosts, members)
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."
-        example = coordinators[0] if coordinators else hosts[0]
-        yield finding(
-            "NF011",
-            "inventory",
-            problem,
-            f"keep {example} in coordinator, the others in workers (inventory/sample)",
-        )
+        fix = f"keep {[*coordinators, *hosts][0]} in coordinator, the others in workers (inventory/sample)"
+        yield finding("NF011", "inventory", problem, fix)
     for host, times in Counter(hosts).items():
         if times > 1:
-            yield finding(
-                "NF012",
-                host,
-                "It is listed both as coordinator and as worker.",
-                f"remove {host} from one group",
-            )
+            problem = "It is listed both as coordinator and as worker."
+            yield finding("NF012", host, problem, f"remove {host} from one group")
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
@@ -82,43 +74,26 @@ def inventory_findings(
             yield finding("NF013", host, problem, f"give {host} an ansible_host of its own, or remove it")
         elif not resolved(address):
             problem = f"Its address {address} does not resolve on this machine."
-            yield finding(
-                "NF014", host, problem, f"set ansible_host of {host} to its IP address in the inventory"
-            )
+            fix = f"set ansible_host of {host} to its IP address in the inventory"
+            yield finding("NF014", host, problem, fix)
         owners.setdefault(address, host)
-
-
-def _name_findings(hosts: list[str]) -> list[Finding]:
-    """Findings about host names that cannot be used in unit files and environment files."""
-    takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
-    return [
-        finding(
-            "NF015",
-            "inventory",
-            f"The host name {host!r} cannot be used: a name has {takes}.",
-            "rename it there",
-        )
-        for host in hosts
-        if not HOST_NAME.fullmatch(host)
-    ]
 
 
 def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
     """Findings about hosts outside of the group fleet, and about its hosts that no run would use."""
     left_out = [host for host in dict.fromkeys(hosts) if host not in members]
-    if left_out and not members:
-        problem = "It has no group fleet, which every playbook runs on."
-        typed = "add the group fleet with the children coordinator and workers (inventory/sample)"
-        yield finding("NF016", "inventory", problem, typed)
+    if not members:
+        fix = "add the group fleet with the children coordinator and workers (inventory/sample)"
+        yield finding("NF016", "inventory", "It has no group fleet, which every playbook runs on.", fix)
     elif left_out:
         problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
-        typed = "make coordinator and workers the children of fleet (inventory/sample)"
-        yield finding("NF017", "inventory", problem, typed)
+        fix = "make coordinator and workers the children of fleet (inventory/sample)"
+        yield finding("NF017", "inventory", problem, fix)
     for host in members:
         if host not in hosts:
             problem = "It is in the group fleet, but neither in coordinator nor in workers."
-            typed = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
-            yield finding("NF018", host, problem, typed)
+            fix = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
+            yield finding("NF018", host, problem, fix)
 
 
 def release(host: str, outside: bool = False) -> str:
@@ -145,12 +120,13 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> Finding:
+    """A finding about a host that Ansible cannot reach. message: the error of ssh."""
     words = ssh_target(host, variables)
-    for pattern, meaning, remedy in SSH_ERRORS:
-        if pattern in message.lower():
+    for part, (meaning, fix) in SSH_ERRORS.items():
+        if part in message.lower():
             problem = f"Cannot be reached at {words['target']}: {meaning}."
-            return finding("NF101", host, problem, remedy.format(**words))
-    detail = message.strip().splitlines()[-1] if message.strip() else "no reason given"
+            return finding("NF101", host, problem, fix.format(**words))
+    detail = (message.strip() or "no reason given").splitlines()[-1]
     return finding("NF102", host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
 
 
@@ -159,13 +135,11 @@ def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
 
     held: pid, user, command and unit of the holder, as far as known.
     """
-    if not held.get("pid") and held.get("unit"):
-        return f"{held['unit']} of {held['user']}", f"sudo systemctl stop {held['unit']}"
-    if not held.get("pid"):
-        return "a process that only root can name", f"sudo ss -Hltnp sport = :{port}"
-    if int(held["pid"]) == 1:
+    pid, unit, stop = held.get("pid"), held.get("unit"), f"sudo systemctl stop {held.get('unit')}"
+    if not pid:
+        unnamed = ("a process that only root can name", f"sudo ss -Hltnp sport = :{port}")
+        return (f"{unit} of {held['user']}", stop) if unit else unnamed
+    if int(pid) == 1:
         return "systemd itself, for a socket unit", f"systemctl list-sockets | grep :{port}"
-    who = f"process {held['pid']} of {held['user']} ({held['command']})"
-    if held.get("unit"):
-        return f"{who}, unit {held['unit']}", f"sudo systemctl stop {held['unit']}"
-    return who, f"sudo kill {held['pid']}"
+    process = f"process {pid} of {held['user']} ({held['command']})"
+    return (f"{process}, unit {unit}", stop) if unit else (process, f"sudo kill {pid}")

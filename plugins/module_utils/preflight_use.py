@@ -1,4 +1,4 @@
-"""Findings about the use of a host besides the run: load, sleep, power, and processes that hold its ports.
+"""Findings about the load, sleep, power and ports of a host, and about a unit file with the name of the run.
 
 Facts are those of preflight_hosts.py.
 """
@@ -36,35 +36,34 @@ def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
     return findings
 
 
-def holder_of(text: str) -> dict[str, str]:
+def _process(text: str) -> dict[str, str]:
     """{"pid", "user", "unit", "command"} of the text `PID USER UNIT COMMAND` of root.sh.j2.
 
     Values that are not known are empty.
     """
     pid, user, unit, command = [*text.split(" ", 3), "", "", "", ""][:4]
-    pid, unit = ("" if word == "-" else word for word in (pid, unit))
-    return {"pid": pid, "user": user, "unit": unit, "command": command.strip()}
-
-
-def is_ours(unit: str) -> bool:
-    """Whether a unit belongs to nanofleet. The role launch decides about units of active runs."""
-    return unit.startswith("nanofleet-")
+    return {
+        "pid": pid.strip("-"),
+        "user": user,
+        "unit": "" if unit == "-" else unit,
+        "command": command.strip(),
+    }
 
 
 def _ports(host: str, facts: Facts) -> Iterator[Finding]:
-    for held in facts["port"]:
-        name, port, *rest = held.split(" ", 2)
-        by = holder_of(" ".join(rest))
-        if not is_ours(by["unit"]):
-            who, end = holder(by, int(port))
-            problem = f"The {name}'s port {port} is held by {who}."
-            typed = f"{end}  (on {host}; or take another port: -e {name}_port=PORT)"
-            yield finding("NF220", host, problem, typed)
+    """Findings about processes that hold the ports of a run. The role launch decides about units of runs."""
+    for line in facts["port"]:
+        name, port, *rest = line.split(" ", 2)
+        process = _process(" ".join(rest))
+        if not process["unit"].startswith("nanofleet-"):
+            who, end = holder(process, int(port))
+            fix = f"{end}  (on {host}; or take another port: -e {name}_port=PORT)"
+            yield finding("NF220", host, f"The {name}'s port {port} is held by {who}.", fix)
     if facts.get("range"):
         span, used, most, *rest = facts["range"].split(" ", 3)
         low, high = map(int, span.split("-"))
         if int(used) >= FULL * (high - low + 1):
-            who, end = holder(holder_of(" ".join(rest)), low)
+            who, end = holder(_process(" ".join(rest)), low)
             problem = (
                 f"{used} of the {high - low + 1} ports {span} are taken, {most} of them by {who}: "
                 "ranks may find none to listen on."
@@ -76,13 +75,10 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
     """A refusal if a unit file has the name of the run's unit: no transient unit of that name can start."""
     path = str(facts.get("unit", ""))
     if path and "/transient/" not in path:
-        problem = (
-            f"The run's unit {Path(path).name} is there already, from {path}: a run cannot have its name."
-        )
-        typed = (
-            f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
-        )
-        yield finding("NF407", host, problem, typed)
+        name = Path(path).name
+        problem = f"The run's unit {name} is there already, from {path}: a run cannot have its name."
+        fix = f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
+        yield finding("NF407", host, problem, fix)
 
 
 def _load(host: str, facts: Facts) -> Iterator[Finding]:
@@ -110,31 +106,31 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
     by_lid = lid in SLEEPS and (facts.get("chassis") in LAPTOPS or bool(facts["battery"]))
     by_idling = facts.get("IdleAction") in SLEEPS
     by_desktop = facts.get("desktop_idle") in SLEEPS
-    causes = [
-        *(["its lid is closed"] if by_lid else []),
-        *(["nobody uses it for a while"] if by_idling or by_desktop else []),
-    ]
+    causes = (["its lid is closed"] if by_lid else []) + (
+        ["nobody uses it for a while"] if by_idling or by_desktop else []
+    )
     if not causes:
         return
+    then = "and a run without root cannot prevent that."
     if not holds_sleep:
-        then = "and no run holds that back."
+        then = "and no run prevents that."
     elif facts.get("becomes"):
-        then = "a run holds that back while it computes, but not between two attempts."
-    else:
-        then = "and a run without root cannot hold that back."
+        then = "a run prevents that while it computes, but not between two attempts."
     keys = ["HandleLidSwitch", "HandleLidSwitchExternalPower"] if by_lid else []
     keys += ["IdleAction"] if by_idling else []
     lines = "".join(f"{key}=ignore\\n" for key in keys)
-    typed = []
+    commands = []
     if keys:
-        typed.append(
+        commands.append(
             f"printf '[Login]\\n{lines}' | sudo install -D -m 644 /dev/stdin {LOGIND} && "
             "sudo systemctl kill -s HUP systemd-logind"
         )
     if by_desktop:
-        typed.append("gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing")
+        commands.append(
+            "gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing"
+        )
     problem = f"It falls asleep when {' or '.join(causes)}; {then}"
-    yield warning("NF121", host, problem, f"{' && '.join(typed)}  (on {host})")
+    yield warning("NF121", host, problem, f"{' && '.join(commands)}  (on {host})")
 
 
 def _on_mains(facts: Facts) -> bool:
@@ -145,5 +141,5 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
     if facts["battery"] and not _on_mains(facts) and "Discharging" in facts["battery"][0]:
         percent = facts["battery"][0].split()[-1]
         left = f", {percent} % full" if percent.isdigit() else ""
-        problem = f"It runs on its battery{left}."
-        yield warning("NF122", host, problem, f"plug {host} in, or leave it out of the inventory")
+        fix = f"plug {host} in, or remove it from the inventory"
+        yield warning("NF122", host, f"It runs on its battery{left}.", fix)

@@ -30,71 +30,59 @@ def report(
     force: whether active runs are ended instead of a refusal. fleet: all hosts of the fleet; if it has others
     than `hosts`, then `hosts` are released from it.
     """
-    lines, kept_anywhere, anything = [], False, False
+    removed, kept, left = (
+        {host: published(hostvars[host], what) for host in hosts} for what in ("removed", "kept", "left")
+    )
+    would = "" if done else "would "
+    lines = []
     for host in hosts:
-        removed = published(hostvars[host], "removed")
-        kept = published(hostvars[host], "kept")
-        left = published(hostvars[host], "left")
-        anything = anything or bool(removed)
-        kept_anywhere = kept_anywhere or bool(kept)
-        if not removed:
+        if not removed[host]:
             lines.append(f"{host}: nothing of setup.yml is left.")
-        lines += [f"{host}: {'removed' if done else 'would remove'} {line}" for line in removed]
-        for_root = ", for root" if may_become_root(hostvars[host]) else ""
-        if kept:
-            lines.append(f"{host}: {'kept' if done else 'would keep'}{for_root}: {', '.join(kept)}")
-        if left:
-            lines.append(f"{host}: left alone, not made by setup.yml: {', '.join(left)}")
-    if kept_anywhere:
+        lines += [f"{host}: {would}remove{'d' if done else ''} {line}" for line in removed[host]]
+        if kept[host]:
+            for_root = ", for root" if may_become_root(hostvars[host]) else ""
+            lines.append(f"{host}: {would}{'kept' if done else 'keep'}{for_root}: {', '.join(kept[host])}")
+        if left[host]:
+            lines.append(f"{host}: not removed, not made by setup.yml: {', '.join(left[host])}")
+    if any(kept.values()):
         lines.append(
-            "Runs and the tracker's records are kept, and the next setup.yml takes them up again. "
+            "Runs and the tracker's records are kept, and the next setup.yml uses them again. "
             "To remove them too, add: -e reset_checkpoints=true"
         )
     lines.append("setup.yml installs no system packages, so none is removed.")
+    members = [host for host in hosts if host in fleet]
     others = [host for host in fleet if host not in hosts]
+    if others and members:
+        lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")
     if others:
-        lines += _others(hosts, [host for host in hosts if host in fleet], others)
-    elif on_controller:
         lines.append(
-            f"On this machine stays what was made here; to remove it: rm -r {' '.join(on_controller)}"
+            f"The firewall rules of {', '.join(others)} for {', '.join(hosts)} are removed by the next "
+            "setup: ansible-playbook setup.yml"
         )
-    if not done and anything:
-        lines.append("Nothing was changed; what is counted as changed below is what would be.")
+    elif on_controller:
+        lines.append(f"On this machine remain folders; to remove them: rm -r {' '.join(on_controller)}")
+    if not done and any(removed.values()):
+        lines.append("Nothing was changed. The number of changes below is that of a reset.")
         active = {host: hostvars[host].get("run_remove_active") or [] for host in hosts}
-        lines += _refused(active, force, [host for host in hosts if host in fleet or not fleet])
+        lines += _about_active(active, force, members if fleet else hosts)
         lines.append(f"To do it, {CONFIRM}")
     return lines
 
 
-def _others(released: Sequence[str], members: Sequence[str], others: Sequence[str]) -> list[str]:
-    """What remains to do for the hosts that stay in the fleet.
-
-    members: the released hosts that are still in the inventory.
-    """
-    lines = []
-    if members:
-        lines.append(f"Remove {', '.join(members)} from coordinator and workers in the inventory.")
-    lines.append(
-        f"The firewall rules of {', '.join(others)} for {', '.join(released)} are removed by the next setup: "
-        "ansible-playbook setup.yml"
-    )
-    return lines
-
-
-def _refused(active: Mapping[str, Sequence[str]], force: bool, reached: Sequence[str]) -> list[str]:
+def _about_active(active: Mapping[str, Sequence[str]], force: bool, reached: Sequence[str]) -> list[str]:
     """Lines about active runs: whether the reset would refuse or end them.
 
     active: runs by host. reached: the hosts on which stop.yml can run.
     """
-    runs = list(dict.fromkeys(run for up in active.values() for run in up))
+    runs = list(dict.fromkeys(run for each in active.values() for run in each))
     if not runs:
         return []
-    where = ", ".join(host for host, up in active.items() if up)
+    where = ", ".join(host for host, each in active.items() if each)
     what = f"{'Runs are' if len(runs) > 1 else 'A run is'} active on {where} ({', '.join(runs)})"
     if force:
-        return [f"{what}: it would be ended, and nothing of it saved."]
-    by_reset = "et the reset end it, which saves nothing: -e reset_force=true"
-    if not any(active[host] for host in reached):
-        return [f"{what}, so it would be refused. L{by_reset}"]
-    stops = " and ".join(f"ansible-playbook stop.yml -e run_id={run}" for run in runs)
-    return [f"{what}, so it would be refused. First, which saves: {stops}", f"Or l{by_reset}"]
+        return [f"{what}: the reset would end it and save nothing of it."]
+    lines = [f"{what}, so the reset would be refused."]
+    if any(active[host] for host in reached):
+        stops = " and ".join(f"ansible-playbook stop.yml -e run_id={run}" for run in runs)
+        lines.append(f"To save and stop it first: {stops}")
+    return [*lines, "To end it with the reset, which saves nothing, add: -e reset_force=true"]

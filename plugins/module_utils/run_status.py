@@ -307,7 +307,7 @@ def _between(found: Mapping[str, State]) -> list[str]:
                 unreached_at[host] = max(at, unreached_at.get(host, at))
     return [
         f"Between:     {host} answers this machine, and not its peers: a firewall or the "
-        "network between them drops packets. Type: ansible-playbook doctor.yml"
+        "network between them drops packets. Fix: ansible-playbook doctor.yml"
         for host, state in found.items()
         if host in unreached_at and state["time"] > unreached_at[host] and not state.get("rebooted")
     ]

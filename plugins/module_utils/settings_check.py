@@ -1,154 +1,153 @@
-"""Checks the settings that a person gave, before any host is changed.
+"""The settings that a person can give: their names, defaults and checks. Used on the controller only.
 
-Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. The checks get the extra
-vars (also from `-e @file` and ansible-runner) and the inventory variables of every host. They return findings
-about unknown names, with the most similar known name, and about values of the wrong type or range. Known are:
-the fields of RunConfig; the names in vars/declared_settings.yml; the names in vars/settings.yml, which the
-argument specs of roles and playbooks/group_vars/all.yml declare.
+Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. `check` therefore gets the
+extra vars (also from `-e @file` and ansible-runner) and the inventory variables of every host, and returns
+findings about unknown names and about values of the wrong type or range. Known names are the fields of
+RunConfig; those in vars/declared_settings.yml of the role preflight; and those in its vars/settings.yml,
+which the argument specs of roles and playbooks/group_vars/all.yml declare.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
+COLLECTION = Path(__file__).resolve().parents[2]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
-TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
 EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
+SETTINGS_PAGE = "inventory/sample/group_vars/fleet.yml lists the settings"
+Spec = Mapping[str, Any]
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
+@cache
+def _read(path: str) -> dict[str, Any]:
+    """The YAML file at a path below the collection."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(path.read_text(encoding="utf-8"), loader) or {}
+    return yaml.load((COLLECTION / path).read_text(encoding="utf-8"), loader) or {}
 
 
-def role_names(roles: Path, wiring: Path) -> dict[str, dict[str, Any]]:
-    """{name: spec} of all variables of the roles and of `wiring`, the file playbooks/group_vars/all.yml.
-
-    The spec is that of argument_specs.yml (type, choices and so on), or {}.
-    """
-    found: dict[str, dict[str, Any]] = {}
-    if wiring.exists():
-        found.update({name: {} for name in read_yaml(wiring)})
-    for specs in sorted(roles.glob("*/meta/argument_specs.yml")):
-        for entry in read_yaml(specs).get("argument_specs", {}).values():
-            found.update({name: spec or {} for name, spec in (entry.get("options") or {}).items()})
-    return found
+def _of_roles(file: str) -> list[dict[str, Any]]:
+    """The YAML file of this name of each role."""
+    return [_read(str(path.relative_to(COLLECTION))) for path in sorted(COLLECTION.glob(f"roles/*/{file}"))]
 
 
-def known_names(roles: Path, wiring: Path, declared: Path) -> dict[str, dict[str, Any]]:
-    """{name: spec} of the settings that `-e` may set: in vars/settings.yml and vars/declared_settings.yml.
+def declared() -> dict[str, Spec]:
+    """{name: spec} of the settings that belong to no role."""
+    return dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
+
+
+def wired() -> set[str]:
+    """The names that playbooks/group_vars/all.yml computes."""
+    return {*_read("playbooks/group_vars/all.yml")}
+
+
+def role_names() -> dict[str, Spec]:
+    """{name: spec of argument_specs.yml} of the variables of roles; {} as the spec of those of `wired`."""
+    entries = [
+        entry for specs in _of_roles("meta/argument_specs.yml") for entry in specs["argument_specs"].values()
+    ]
+    options = [entry.get("options") or {} for entry in entries]
+    found: dict[str, Spec] = {name: {} for name in wired()}
+    return found | {name: spec for each in options for name, spec in each.items()}
+
+
+def known_names() -> dict[str, Spec]:
+    """{name: spec} of the settings that `-e` may set, without those of RunConfig.
 
     Other variables are internal: a play sets them for one role. With `-e` such a value would have the highest
     precedence and hold for all roles.
     """
-    found = role_names(roles, wiring)
-    known = {
-        name: found[name] for name in read_yaml(declared.with_name("settings.yml"))["preflight_settings"]
-    }
-    return known | read_yaml(declared)["preflight_declared_settings"]
+    found, names = role_names(), _read("roles/preflight/vars/settings.yml")["preflight_settings"]
+    return {name: found[name] for name in names} | declared()
 
 
-def internal_finding(name: str, value: Any) -> Finding:
-    """A finding about `-e` with a variable that only the playbooks set."""
-    problem = "no setting but a variable that the playbooks set themselves."
-    remedy = f"the same without -e {name}; inventory/sample/group_vars/fleet.yml lists the settings"
-    return finding("NF001", f"-e {name}={value}", problem, remedy)
+@cache
+def setting_defaults() -> dict[str, Any]:
+    """{name: default} of the variables of roles, and of the settings that belong to no role."""
+    of_roles = {name: value for values in _of_roles("defaults/main.yml") for name, value in values.items()}
+    return of_roles | {name: spec["default"] for name, spec in declared().items() if "default" in spec}
 
 
-def unknown_finding(name: str, value: Any, names: list[str]) -> Finding:
-    """A finding about `-e` with an unknown name, with the most similar name of `names`."""
+def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
+    """A finding about `-e` with a name that is not one of `names`."""
+    given = f"-e {name}={value}"
+    if name in role_names():
+        problem = "no setting but a variable that the playbooks set themselves."
+        return finding("NF001", given, problem, f"the same without -e {name}; {SETTINGS_PAGE}")
     if name == "_raw_params":
         word = str(value).split()[0]
-        return finding(
-            "NF002",
-            f"-e {word}",
-            "a setting needs a value.",
+        fix = (
             f"the same command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
-            "spaces: -e 'NAME=\"a b\"')",
+            "spaces: -e 'NAME=\"a b\"')"
         )
+        return finding("NF002", f"-e {word}", "a setting needs a value.", fix)
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=1)
     if not near:
-        return finding(
-            "NF003",
-            f"-e {name}={value}",
-            "no such setting.",
-            "inventory/sample/group_vars/fleet.yml lists them all",
-        )
+        return finding("NF003", given, "no such setting.", SETTINGS_PAGE)
     nearest = lower[near[0]]
-    return finding(
-        "NF004",
-        f"-e {name}={value}",
-        f"no such setting; did you mean {nearest}?",
-        f"the same with -e {nearest}={value} instead of -e {name}={value}",
-    )
+    problem = f"no such setting; did you mean {nearest}?"
+    return finding("NF004", given, problem, f"the same with -e {nearest}={value} instead of {given}")
 
 
-def value_problem(name: str, value: Any, spec: Mapping[str, Any]) -> str | None:
+def value_problem(name: str, value: Any, spec: Spec) -> str | None:
     """A sentence if `value` violates `spec` (type, choices, min, max, pattern); else None."""
     text, kind = str(value).strip(), spec.get("type", "str")
     choices = [str(choice) for choice in spec.get("choices") or []]
     if choices and text not in choices:
         return f"{name} is '{text}': it takes {' or '.join(choices)}."
-    if kind == "bool" and text.lower() not in TRUTHS:
+    try:
+        number = {"int": int, "float": float}.get(kind, lambda _: 0)(text)
+    except ValueError:
         return f"{name} is '{text}': it takes {KINDS[kind]}."
-    if kind in ("int", "float"):
-        try:
-            number = float(text) if kind == "float" else int(text)
-        except ValueError:
-            return f"{name} is '{text}': it takes {KINDS[kind]}."
-        low, high = spec.get("min"), spec.get("max")
-        if (low is not None and number < low) or (high is not None and number > high):
-            bounds = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            return f"{name} is {text}: it takes {KINDS[kind]} {bounds}."
+    if kind == "bool" and text.lower() not in BOOLEANS:
+        return f"{name} is '{text}': it takes {KINDS[kind]}."
+    low, high = spec.get("min", number), spec.get("max", number)
+    if not low <= number <= high:
+        bounds = f"from {low} to {high}" if "max" in spec else f"of at least {low}"
+        return f"{name} is {text}: it takes {KINDS[kind]} {bounds}."
     pattern = spec.get("pattern")
     if pattern and text and not re.fullmatch(pattern, str(value), re.ASCII):
         return f"{name} is {str(value)!r}: it takes {spec['takes']}."
     return None
 
 
-def config_problems(values: Mapping[str, Any], config: Any) -> list[tuple[str, str]]:
-    """(field, message of RunConfig) for each value that RunConfig refuses. config: that class."""
+def _config_problems(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """(field, message of RunConfig) for each value that RunConfig refuses."""
     left, problems = dict(values), list[tuple[str, str]]()
     while True:
         try:
-            config.from_strings(left)
+            RunConfig.from_strings(left)
             return problems
         except ValueError as error:
             name = str(error).split()[0]
             problems.append((name, str(error)))
-            if (
-                left.pop(name, None) is None
-            ):  # a default clashes with what was asked: nothing left to leave out
+            # A default that conflicts with a given value cannot be left out.
+            if left.pop(name, None) is None:
                 return problems
 
 
-def check(
-    asked: Mapping[str, Any],
-    inventory: Mapping[str, Mapping[str, Any]],
-    known: Mapping[str, Mapping[str, Any]],
-    config: Any,
-    internal: Collection[str] = (),
-) -> list[Finding]:
+def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
     """All findings about the settings.
 
-    asked: extra vars, which override the inventory. inventory: host -> its variables. known: name -> spec.
-    config: the class RunConfig. internal: names that only the playbooks set.
+    asked: extra vars, which override the inventory. inventory: host -> its variables.
     """
-    fields = config.field_names()
+    known, fields = known_names(), RunConfig.field_names()
     names = sorted({*known, *fields})
     findings = [
-        internal_finding(name, value) if name in internal else unknown_finding(name, value, names)
+        _name_finding(name, value, names)
         for name, value in asked.items()
         if name not in names and not name.startswith(FOREIGN)
     ]
@@ -166,49 +165,57 @@ def check(
     def label(name: str, hosts: list[str]) -> str:
         if name in asked:
             return f"-e {name}={asked[name]}"
+        if not any(name in by_host[host] for host in hosts):
+            return "-e"
         return f"inventory {name}" + ("" if len(hosts) == len(by_host) else f" of {', '.join(hosts)}")
 
-    def remedy(name: str, message: str = "") -> str:
+    def fix(name: str, message: str) -> str:
         proposed = re.search(r"; use (\d+)", message)
-        example = EXAMPLES.get(name, known.get(name, {}).get("default", getattr(config, name, "VALUE")))
-        example = proposed.group(1) if proposed else example
+        default = known.get(name, {}).get("default", getattr(RunConfig, name, "VALUE"))
+        example = proposed[1] if proposed else EXAMPLES.get(name, default)
         instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
         return f"the same with -e {name}={example}{instead}"
 
-    if "num_iterations" in asked and any("steps" in values for values in by_host.values()):
-        message = "steps and num_iterations are the same setting; give one of them."
-        hosts = [host for host, values in by_host.items() if "steps" in values]
+    with_steps = [host for host, values in by_host.items() if "steps" in values]
+    if "num_iterations" in asked and with_steps:
+        problem = "steps and num_iterations are the same setting; give one of them."
         typed = f"the same without -e num_iterations={asked['num_iterations']}"
-        findings.append(finding("NF005", label("steps", hosts), message, typed))
+        findings.append(finding("NF005", label("steps", with_steps), problem, typed))
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():
-        for name, value in values.items():
-            problem = None if name in fields else value_problem(name, value, known[name])
-            if problem:
-                problems.setdefault((name, problem), []).append(host)
+        of_host = {
+            name: value_problem(name, value, known[name]) for name, value in values.items() if name in known
+        }
+        for name, message in of_host.items():
+            if message:
+                problems.setdefault((name, message), []).append(host)
     for host, values in by_host.items():
-        of_run = {name: value for name, value in values.items() if name in fields}
-        for name, message in config_problems(of_run, config):
+        for name, message in _config_problems(
+            {name: value for name, value in values.items() if name in fields}
+        ):
             problems.setdefault((name, message), []).append(host)
     for (name, message), hosts in problems.items():
-        given = any(name in by_host[host] for host in hosts)
-        findings.append(
-            finding("NF006", label(name, hosts) if given else "-e", message, remedy(name, message))
-        )
-    of_fleet = [name for name in names if name in fields or known[name].get("of_fleet")]
-    return findings + uneven_findings(by_host, of_fleet)
-
-
-def uneven_findings(by_host: Mapping[str, Mapping[str, Any]], names: Iterable[str]) -> list[Finding]:
-    """Findings about settings of the whole fleet (`names`) whose values differ between the hosts."""
-    findings = []
+        findings.append(finding("NF006", label(name, hosts), message, fix(name, message)))
     for name in names:
-        values: dict[str, list[str]] = {}
-        for host, variables in by_host.items():
-            values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
-        if len(values) > 1:
-            each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
-            problem = f"{name} differs between the hosts ({each}); all of them need the same value."
-            remedy = f"set {name} once, in group_vars/fleet.yml of the inventory"
-            findings.append(finding("NF007", f"inventory {name}", problem, remedy))
+        if name in fields or known[name].get("of_fleet"):
+            findings += _differing(name, by_host)
     return findings
+
+
+def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+    """A finding if the hosts have different values for a setting of the whole fleet."""
+    values: dict[str, list[str]] = {}
+    for host, variables in by_host.items():
+        values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
+    if len(values) < 2:
+        return []
+    each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
+    problem = f"{name} differs between the hosts ({each}); all of them need the same value."
+    return [
+        finding(
+            "NF007",
+            f"inventory {name}",
+            problem,
+            f"set {name} once, in group_vars/fleet.yml of the inventory",
+        )
+    ]

@@ -42,7 +42,7 @@ def read_hashes(path: Path, markers: dict[str, str]) -> Hashes:
         if not hashes:
             raise ValueError(
                 f"{path}: {head[:80]!r} is not a pinned package (NAME==VERSION) with hashes. The file is "
-                "out of date or was edited. Type: make lock"
+                "out of date or was edited. Fix: make lock"
             )
         if requirement.marker is None or requirement.marker.evaluate({**markers, "extra": ""}):
             found.setdefault((normal(requirement.name), version), set()).update(hashes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
@@ -24,39 +25,21 @@ description:
     started and stopped although hosts were added or removed since setup.yml.
   - Does not fail if another fleet has claimed the host; RV(refusal) then names that fleet.
 options:
-  path:
-    description: The file with the claim.
-    type: path
-    required: true
+  path: {description: The file with the claim., type: path, required: true}
   state:
     description: V(claimed) writes the claim, V(checked) changes nothing, V(absent) removes it.
     type: str
     choices: [claimed, checked, absent]
     default: checked
-  fleet_id:
-    description: Name of the fleet.
-    type: str
-    required: true
-  host:
-    description: Name of this host, for messages.
-    type: str
-    required: true
-  hosts:
-    description: The hosts of the fleet, name to address.
-    type: dict
-    default: {}
+  fleet_id: {description: Name of the fleet., type: str, required: true}
+  host: {description: "Name of this host, for messages.", type: str, required: true}
+  hosts: {description: "The hosts of the fleet, name to address.", type: dict, default: {}}
   partial:
     description: Whether an inventory with more or fewer of the claim's hosts is of the same fleet.
     type: bool
     default: false
-  by:
-    description: Who claims the host, as user@machine; kept from the first claim.
-    type: str
-    default: ""
-  at:
-    description: Time of the claim, in ISO 8601; kept from the first claim.
-    type: str
-    default: ""
+  by: {description: "Who first claims the host, as user@machine.", type: str, default: ""}
+  at: {description: "Time of the first claim, in ISO 8601.", type: str, default: ""}
   controller:
     description: Address of the controller as this host sees it, added to those of the claim; empty for none.
     type: str
@@ -101,24 +84,23 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
     """The claim in the text of a file; {} if the text is empty. Raises ClaimError."""
     if not text:
         return {}
-    damaged = (
-        f"{path} on {host} names no fleet: it is damaged. See what it is, and remove it if it is of no use: "
-        f"sudo rm {path}  (on {host})"
-    )
     try:
         claim = json.loads(text)
     except ValueError:
         claim = None
-    if not isinstance(claim, dict) or not isinstance(claim.get("schema"), int):
-        raise ClaimError(damaged)
-    if claim["schema"] > SCHEMA:
+    schema = claim.get("schema") if isinstance(claim, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
         raise ClaimError(
-            f"{host} was set up by a newer release of nanofleet ({path} has schema {claim['schema']}, this "
+            f"{host} was set up by a newer release of nanofleet ({path} has schema {schema}, this "
             f"release knows {SCHEMA}). Use that release."
         )
-    if not {"fleet_id", "hosts", "by", "at"} <= set(claim) or not isinstance(claim["hosts"], dict):
-        raise ClaimError(damaged)
-    return claim
+    names = {"fleet_id", "hosts", "by", "at"}
+    if not isinstance(schema, int) or not names <= set(claim) or not isinstance(claim["hosts"], dict):
+        raise ClaimError(
+            f"{path} on {host} names no fleet: it is damaged. Read it, and remove it if it is of no use: "
+            f"sudo rm {path}  (on {host})"
+        )
+    return dict(claim)
 
 
 def refusal(
@@ -186,18 +168,14 @@ def main() -> None:
     params = module.params
     path, state = params["path"], params["state"]
     try:
-        before = ""
-        if os.path.exists(path):
-            with open(path) as file:
-                before = file.read()
+        before = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
         claim = parse(before, path, params["host"])
-        wanted = merge(claim, params)
     except (OSError, ClaimError) as error:
         module.fail_json(msg=str(error))
+    wanted = merge(claim, params)
     refused = refusal(claim, params["fleet_id"], wanted["hosts"], params["host"], params["partial"])
     after = {"claimed": json.dumps(wanted, indent=2) + "\n", "checked": before, "absent": ""}[state]
-    if refused:
-        after = before
+    after = before if refused else after
     if after != before and not module.check_mode:
         try:
             write_whole(path, after) if after else os.unlink(path)

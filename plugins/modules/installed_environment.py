@@ -46,7 +46,7 @@ def main() -> None:
         torch = importlib.metadata.version("torch")
     except ImportError as error:
         module.fail_json(
-            msg=f"The environment {sys.prefix} is not complete: {error}. Type: ansible-playbook setup.yml"
+            msg=f"The environment {sys.prefix} is not complete: {error}. Fix: ansible-playbook setup.yml"
         )
     installed = {
         "environment": os.path.basename(os.path.realpath(sys.prefix)),

@@ -88,7 +88,7 @@ def test_a_held_port_is_named_with_its_process(site: Site) -> None:
     said, typed = lines[at].strip(), lines[at + 1].strip()
     assert said.startswith(f"NF220  {site.names[COORDINATOR - 1]}")
     assert "unit squatter.service" in said
-    assert typed.startswith("Type: sudo systemctl stop squatter.service")
+    assert typed.startswith("Fix: sudo systemctl stop squatter.service")
     site.note("the store's port is held", seconds, f"{said} {typed}", "refused, nothing was started")
 
 

@@ -68,7 +68,7 @@ def test_packets_dropped_since_the_last_good_look(site: Site) -> None:
     finally:
         site.inside(WORKER, DROP.format("D", peer))
     assert f"{site.names[1]} has another firewall since the last good report" in text
-    assert f"Type: sudo iptables -D INPUT -s {peer}/32 -j DROP" in text
+    assert f"Fix: sudo iptables -D INPUT -s {peer}/32 -j DROP" in text
 
 
 def test_bfloat16_where_it_is_emulated(site: Site, tmp_path: Path) -> None:

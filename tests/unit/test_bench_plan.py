@@ -62,7 +62,7 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
 
     def measured(**other: Any) -> list[str]:
         file.write_text(json.dumps({**told, **other}))
-        return list(filters.bench_measured([stage], [file]))
+        return list(filters.measured([stage], [file]))
 
     assert measured() == ["solo-4096"]
     assert measured(steps=6) == ["solo-4096"]
@@ -70,8 +70,8 @@ def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: P
     for other in (*others, {"depth": 2}, {"sequence_len": 512}, {"device_batch_size": 1}):
         assert measured(**other) == []
     file.write_text('{"schema":')
-    assert filters.bench_measured([stage], [file]) == []
-    assert filters.bench_measured([stage], []) == []
+    assert filters.measured([stage], [file]) == []
+    assert filters.measured([stage], []) == []
 
 
 def test_a_stage_is_read_from_its_name() -> None:

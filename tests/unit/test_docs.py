@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from fleet.__main__ import parser as fleet_parser
-from scripts import docs_reference
+from scripts import docs_messages, docs_reference
 from trainer.__main__ import make_parser
 from trainer.config import RunConfig
 
@@ -25,6 +25,7 @@ TOP = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "
 PAGES = [*TOP, *sorted(DOCS.rglob("*.md"))]
 TYPED = [page for page in PAGES if docs_reference.MARK not in page.read_text()]
 FENCE = re.compile(r"^ *```(\w*)[^\n]*\n(.*?)^ *```", re.MULTILINE | re.DOTALL)
+TASKS = sorted([*ROOT.glob("roles/*/tasks/*.yml"), *ROOT.glob("playbooks/*.yml")])
 SPEED = re.compile(r"\d\.\d+x\b|\d\.\d+ times one host|\d s a step|\d tok/s")
 
 
@@ -222,26 +223,48 @@ def test_commands_are_found_in_blocks_and_in_sentences() -> None:
 # -- reference ---------------------------------------------------------------------------------------------
 
 
-def test_every_finding_has_one_code_and_stands_in_the_reference() -> None:
-    """A code is written once, as the first argument of the call that makes the finding."""
+def test_every_message_has_one_code_and_stands_in_the_reference() -> None:
+    """A code is written once: as the first argument of the call that makes the finding, or in YAML."""
     made = [
         node.args[0]
         for path in ROOT.glob("plugins/**/*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in docs_reference.FINDING_MAKERS
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in docs_messages.FINDING_MAKERS
         if path.name != "findings.py"
     ]
-    codes = [code for node in made for code in docs_reference.text_of(node, {})]
+    codes = [code for node in made for code in docs_messages.text_of(node, {})]
     assert len(made) > 50
-    assert all(docs_reference.text_of(node, {}) for node in made)
-    assert all(re.fullmatch(r"NF[0-5][0-9]{2}", code) for code in codes)
-    assert len(codes) == len(set(codes)), "each belongs to one call"
+    assert all(docs_messages.text_of(node, {}) for node in made)
+    in_yaml = [message.code for path in TASKS for message in docs_messages.messages_in_yaml(path)]
+    assert len(in_yaml) > 30
+    codes += in_yaml
+    assert all(re.fullmatch(r"NF[0-7][0-9]{2}", code) for code in codes)
+    assert len(codes) == len(set(codes)), sorted(code for code in set(codes) if codes.count(code) > 1)
     page = docs_reference.messages_page()
     assert [code for code in codes if f"| {code} |" not in page] == []
 
 
-@pytest.mark.parametrize("script", ["docs_reference", "docs_diagrams", "docs_figures"])
-def test_generated_pages_and_pictures_are_current(script: str) -> None:
+def failures(value: object) -> Iterator[str]:
+    """The message of every task of a YAML document that fails: `fail_msg` of assert, `msg` of fail."""
+    if isinstance(value, list):
+        for inner in value:
+            yield from failures(inner)
+    elif isinstance(value, dict):
+        yield from (str(task["msg"]) for key, task in value.items() if key == "ansible.builtin.fail")
+        yield from (text for key, text in value.items() if key == "fail_msg")
+        for inner in value.values():
+            yield from failures(inner)
+
+
+@pytest.mark.parametrize("path", TASKS, ids=name_of)
+def test_a_task_that_fails_has_a_message_with_a_code(path: Path) -> None:
+    """The messages of a loop have their codes in its items."""
+    for message in failures(yaml.safe_load(path.read_text())):
+        assert re.match(r"NF\d{3}: |\{\{ item\.", message), message
+
+
+@pytest.mark.parametrize("script", ["docs_reference", "docs_figures"])
+def test_generated_pages_are_current(script: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"scripts.{script}", "--check"],
         cwd=ROOT,

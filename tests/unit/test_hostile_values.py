@@ -17,14 +17,9 @@ from ansible.template import Templar
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
 from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check
 
-from trainer.config import RunConfig
-
 ROOT = Path(__file__).resolve().parents[2]
 ROLES = ROOT / "roles"
 PREFLIGHT = ROLES / "preflight"
-KNOWN = settings_check.known_names(
-    ROLES, ROOT / "playbooks" / "group_vars" / "all.yml", PREFLIGHT / "vars" / "declared_settings.yml"
-)
 MEAN = [
     "x; touch MARK",
     "$(touch MARK)",
@@ -67,16 +62,14 @@ def rendered(role: str, what: str, **given: Any) -> str:
 @pytest.mark.parametrize("name", REACH_A_SHELL_OR_A_UNIT)
 def test_every_host_s_value_is_checked(name: str, value: str) -> None:
     inventory = {"tower": {}, "laptop": {name: value}}
-    found = [
-        f for f in settings_check.check({}, inventory, KNOWN, RunConfig) if "differs" not in f["problem"]
-    ]
+    found = [f for f in settings_check.check({}, inventory) if "differs" not in f["problem"]]
     assert [f["host"] for f in found] == [f"inventory {name} of laptop"]
     assert found[0]["problem"].startswith(f"{name} is ")
 
 
 def test_one_value_that_all_hosts_have_is_one_finding() -> None:
     inventory = {host: {"fleet_memory": "plenty"} for host in ("tower", "laptop")}
-    [found] = settings_check.check({}, inventory, KNOWN, RunConfig)
+    [found] = settings_check.check({}, inventory)
     assert found["host"] == "inventory fleet_memory"
 
 
@@ -84,12 +77,12 @@ def test_one_value_that_all_hosts_have_is_one_finding() -> None:
 def test_a_setting_of_the_whole_fleet_has_one_value(name: str) -> None:
     values = {"run_id": ("a", "b"), "shares": ("1,1", "2,2")}.get(name, ("4096", "8192"))
     inventory = {host: {name: value} for host, value in zip(("tower", "laptop"), values, strict=True)}
-    [found] = [f for f in settings_check.check({}, inventory, KNOWN, RunConfig) if "differs" in f["problem"]]
+    [found] = [f for f in settings_check.check({}, inventory) if "differs" in f["problem"]]
     assert found["problem"] == (
         f"{name} differs between the hosts ({values[0]} on tower, {values[1]} on laptop); "
         "all of them need the same value."
     )
-    assert settings_check.check({name: values[0]}, inventory, KNOWN, RunConfig) == []
+    assert settings_check.check({name: values[0]}, inventory) == []
 
 
 @pytest.mark.parametrize("name", ['lap"top', "lap top", "$(x)", "-oProxyCommand=x", "a\nb"])

@@ -186,7 +186,7 @@ def test_a_name_server_that_does_not_answer_is_named() -> None:
     there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
     (found,) = network.choose("tower", ONE, there)["findings"]
     assert "Looking up tower takes seconds" in found["problem"]
-    assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Type: {found['remedy']}"]
+    assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Fix: {found['remedy']}"]
 
 
 def published(address: str, listen: str, networks: list[str]) -> dict[str, object]:

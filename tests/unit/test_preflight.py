@@ -14,18 +14,11 @@ from trainer.config import RunConfig
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
 
-
-KNOWN = settings_check.known_names(
-    ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml", ROLE / "vars" / "declared_settings.yml"
-)
-INTERNAL = (
-    settings_check.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml").keys()
-    - KNOWN.keys()
-)
+KNOWN = settings_check.known_names()
 
 
 def check(asked: dict[str, Any], inventory: dict[str, Any] | None = None) -> list[tuple[str, str, str]]:
-    found = settings_check.check(asked, {"tower": inventory or {}}, KNOWN, RunConfig, INTERNAL)
+    found = settings_check.check(asked, {"tower": inventory or {}})
     return [(f["host"], f["problem"], f["remedy"]) for f in found]
 
 
@@ -86,7 +79,7 @@ def test_every_setting_of_a_role_is_documented_for_a_person() -> None:
     text = "\n".join(page.read_text() for page in (sample / "hosts.yml", sample / "group_vars" / "fleet.yml"))
     one_command = ("lab_", "reset_")  # with -e alone; their roles' READMEs list them
     assert [name for name in settings if not name.startswith(one_command) and f"{name}:" not in text] == []
-    defined = settings_check.role_names(ROOT / "roles", ROOT / "playbooks" / "group_vars" / "all.yml")
+    defined = settings_check.role_names()
     assert [name for name in settings if name not in defined] == []
 
 

@@ -35,7 +35,7 @@ def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
 
 def test_other_processors_are_refused() -> None:
     [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
-    assert problem == "Its processor is riscv64; torch is at hand for x86_64 and aarch64."
+    assert problem == "Its processor is riscv64; torch is available for x86_64 and aarch64."
 
 
 def test_a_full_disk_is_said_once_a_mount() -> None:
@@ -161,15 +161,15 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
     lines = findings.table(found).splitlines()
     assert lines[0] == "3 findings; nothing was changed."
     assert [line[:13] for line in lines[1::2]] == ["NF101  a     ", "NF107  laptop", "NF111  laptop"]
-    assert all(line.strip().startswith("Type: ") for line in lines[2::2])
+    assert all(line.strip().startswith("Fix: ") for line in lines[2::2])
 
 
 def test_warnings_follow_what_stops() -> None:
     found = told(put(AWAKE, machine="riscv64"))
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
-        "               Type: remove laptop from the inventory",
-        "NF121  laptop  It falls asleep when its lid is closed; a run holds that back while it computes, "
+        "               Fix: remove laptop from the inventory",
+        "NF121  laptop  It falls asleep when its lid is closed; a run prevents that while it computes, "
         "but not between two attempts.",
     ]
     assert findings.refusals(found) == found[:1]

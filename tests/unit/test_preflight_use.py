@@ -23,15 +23,15 @@ def test_a_lid_that_puts_it_to_sleep() -> None:
     [found] = told(AWAKE)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "It falls asleep when its lid is closed; a run holds that back while it computes, "
+        "It falls asleep when its lid is closed; a run prevents that while it computes, "
         "but not between two attempts."
     )
     assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
     assert "IdleAction" not in found["remedy"]
     [(problem, _)] = host(AWAKE, variables={"ansible_become": False})
-    assert problem.endswith("and a run without root cannot hold that back.")
+    assert problem.endswith("and a run without root cannot prevent that.")
     [(problem, _)] = host(AWAKE, holds_sleep=False)
-    assert problem.endswith("and no run holds that back.")
+    assert problem.endswith("and no run prevents that.")
 
 
 @pytest.mark.parametrize(

@@ -102,7 +102,7 @@ def test_an_active_run_on_a_host_out_of_reach_of_stop_yml_is_left_to_the_reset(
 ) -> None:
     hostvars = {host: {**HOSTVARS[host], "run_remove_active": ["d8"]}}
     lines = " ".join(reset.report([host], hostvars, False, [], fleet=["tower", "laptop"]))
-    assert "so it would be refused" in lines
+    assert "so the reset would be refused" in lines
     assert "-e reset_force=true" in lines
     assert ("stop.yml" in lines) is stops
 

@@ -23,24 +23,26 @@ def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
         "tower: would remove unit nanofleet-d8.service",
         "tower: would remove /opt/nanofleet",
         "tower: would keep, for root: /var/lib/nanofleet/runs",
-        "tower: left alone, not made by setup.yml: /opt/nanofleet/notes",
+        "tower: not removed, not made by setup.yml: /opt/nanofleet/notes",
         "laptop: nothing of setup.yml is left.",
     ]
     assert "reset_checkpoints=true" in lines[5]
-    assert lines[-2].startswith("Nothing was changed;")
+    assert lines[-2].startswith("Nothing was changed.")
     assert lines[-1] == "To do it, type the same with -e reset_confirm=true"
 
 
 def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
     hostvars = {host: {**HOSTVARS["tower"], "run_remove_active": ["d8"]} for host in ("tower", "laptop")}
     lines = reset.report(["tower", "laptop"], hostvars, False, [])
-    assert lines[-3] == (
-        "A run is active on tower, laptop (d8), so it would be refused. "
-        "First, which saves: ansible-playbook stop.yml -e run_id=d8"
-    )
+    assert lines[-4:-2] == [
+        "A run is active on tower, laptop (d8), so the reset would be refused.",
+        "To save and stop it first: ansible-playbook stop.yml -e run_id=d8",
+    ]
     assert "-e reset_force=true" in lines[-2]
     forced = reset.report(["tower", "laptop"], hostvars, False, [], True)
-    assert forced[-2] == "A run is active on tower, laptop (d8): it would be ended, and nothing of it saved."
+    assert (
+        forced[-2] == "A run is active on tower, laptop (d8): the reset would end it and save nothing of it."
+    )
     assert not any("would be refused" in line for line in reset.report(["tower"], hostvars, True, []))
 
 

@@ -148,7 +148,7 @@ def test_a_line_without_a_pin_or_a_hash_is_refused(tmp_path: Path, line: str) ->
     path = tmp_path / "hashes.txt"
     path.write_text(line + "\n")
     with pytest.raises(
-        ValueError, match=r"with hashes\. The file is out of date or was edited\. Type: make lock"
+        ValueError, match=r"with hashes\. The file is out of date or was edited\. Fix: make lock"
     ):
         hashes.read_hashes(path, pins.markers_of("3.11", "x86_64"))
 

@@ -126,7 +126,7 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
             )
         if damage:
             problem = (
-                f"{damage} This process cannot pack them again. Type: python -m trainer prepare --rows "
+                f"{damage} This process cannot pack them again. Fix: python -m trainer prepare --rows "
                 f"--data-dir {data_dir} --sequence-len {sequence_len} (the playbooks setup.yml and train.yml "
                 f"do it too). {problem}"
             )
