@@ -1,4 +1,4 @@
-"""Who measures what, and when a fleet is to be looked at again."""
+"""What the doctor measures on which host, and when a check of the fleet is due."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from measured_fleet import DROP, UFW, fleet, shut
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_rounds_hold_every_pair_once_and_no_host_twice_in_one(count: int) -> None:
-    found = doctor.rounds(list(range(count)))
+    found = doctor.pairs_in_rounds(range(count))
     pairs = [frozenset(pair) for each in found for pair in each]
     assert sorted(map(sorted, pairs)) == sorted(map(list, itertools.combinations(range(count), 2)))
     for each in found:
@@ -26,21 +26,21 @@ def test_rounds_hold_every_pair_once_and_no_host_twice_in_one(count: int) -> Non
     assert len(found) <= count
 
 
-def test_the_end_that_gets_through_calls_and_nobody_across_a_black_hole() -> None:
-    measured = fleet("tower", "laptop")
-    assert doctor.calls([["tower", "laptop"]], measured) == {"tower": "laptop"}
+def test_the_host_that_reaches_its_partner_connects_and_none_across_a_black_hole() -> None:
+    measured, names = fleet("tower", "laptop"), ["tower", "laptop"]
+    assert doctor.rate_rounds(names, measured) == [{"tower": "laptop"}]
     for role in ("gloo", "store"):
         shut(measured, "tower", "laptop", "filtered", role)
-    assert doctor.calls([["tower", "laptop"]], measured) == {"laptop": "tower"}
+    assert doctor.rate_rounds(names, measured) == [{"laptop": "tower"}]
     measured["laptop"]["paths"]["tower"]["mtu"]["swallowed"] = True
-    assert doctor.calls([["tower", "laptop"]], measured) == {}
+    assert doctor.rate_rounds(names, measured) == [{}]
 
 
-def test_only_hosts_at_the_ends_of_a_broken_way_are_looked_at_as_root() -> None:
+def test_firewalls_are_read_as_root_at_the_ends_of_a_broken_path_only() -> None:
     measured = fleet("tower", "laptop", "attic")
-    assert doctor.turned_away(measured) == []
+    assert doctor.blocked_hosts(measured) == []
     shut(measured, "tower", "laptop", "filtered")
-    assert doctor.turned_away(measured) == ["laptop", "tower"]
+    assert doctor.blocked_hosts(measured) == ["laptop", "tower"]
 
 
 def test_who_rehearses_with_whom() -> None:
@@ -51,8 +51,8 @@ def test_who_rehearses_with_whom() -> None:
     found = doctor.can_rehearse(names, measured, 16)
     assert found["hosts"] == ["tower", "laptop"]
     assert "attic" in found["why"]
-    assert doctor.part(names, measured, "attic", 16, 29500, 0.4)["hosts"] == ["attic"]
-    part = doctor.part(names, measured, "laptop", 16, 29500, 0.4)
+    assert doctor.rehearsal_part(names, measured, "attic", 16, 29500)["hosts"] == ["attic"]
+    part = doctor.rehearsal_part(names, measured, "laptop", 16, 29500)
     assert (part["rank"], part["master"], part["rounds"]) == (1, "10.0.0.1", [[[0, 1]]])
     assert "add -f 3" in doctor.can_rehearse(names, fleet(*names), 2)["why"]
     without_store = doctor.can_rehearse(names[1:], fleet(*names), 16)
@@ -86,7 +86,7 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
             "__doctor_probed": {"peers": {"laptop": {"ports": []}}},
             "__doctor_rates": [{"peers": {"laptop": {"sent_mbit": 1.0}}}, {"skipped": True}],
             "__doctor_installed": {"installed": {"torch": "2.13"}},
-            "__doctor_rehearsed": {"failed": True, "msg": "x"},
+            "__doctor_rehearsed": {"skipped": True},
         },
         "laptop": {"__doctor_held": {"unreachable": True, "msg": "timed out"}},
     }  # fmt: skip
@@ -99,6 +99,16 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
     assert measured["tower"]["rehearsal"] is None
     assert measured["tower"]["facts"]["skew_s"] == 0
     assert (measured["laptop"]["reachable"], measured["laptop"]["why"]) == (False, "timed out")
+    for result, rehearsal in (
+        ({"rc": 0, "stdout": '{"error": ""}'}, {"error": ""}),
+        (
+            {"rc": 1, "stdout": "", "stderr": "Traceback\nOSError: libtorch.so"},
+            {"error": "OSError: libtorch.so"},
+        ),
+        ({"rc": 137, "stdout": "", "stderr": ""}, {"error": "it did not end in time"}),
+    ):
+        hostvars["tower"]["__doctor_rehearsed"] = result
+        assert doctor.measured(["tower"], hostvars)["tower"]["rehearsal"] == rehearsal
     hostvars["tower"]["__doctor_holders"] = {"listeners": [{"port": 29500, "pid": 42}]}  # read as root
     assert doctor.measured(["tower"], hostvars)["tower"]["held"][0]["pid"] == 42
 

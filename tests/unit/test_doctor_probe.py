@@ -270,19 +270,12 @@ def test_links_have_addresses_and_a_kind() -> None:
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
-REHEARSAL = """
-import json, sys
-from ansible_collections.nanofleet.fleet.plugins.module_utils.rehearsal import rehearse_in_child
-print(json.dumps(rehearse_in_child(json.loads(sys.argv[1]))))
-"""
-
-
 def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the module doctor_rehearsal returns for each part, all of them at the same time."""
+    """What trainer.bench.rehearsal prints for each part, all of them at the same time."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", REHEARSAL, json.dumps(part)], stdout=subprocess.PIPE, text=True,
-            env={**with_collection(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "trainer.bench.rehearsal", json.dumps(part)], stdout=subprocess.PIPE, text=True,
+            cwd=ROLE.parents[1], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
         for part in parts
     ]  # fmt: skip
@@ -296,7 +289,6 @@ def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
         port = unused.getsockname()[1]
     common = {
         "hosts": ["tower", "laptop"], "master": "127.0.0.1", "port": port, "rounds": [[[0, 1]]],
-        "seconds": 0.05, "join_timeout": 30, "timeout": 10, "limit": 60,
     }  # fmt: skip
     for said in rehearse({**common, "rank": 0}, {**common, "rank": 1}):
         assert said["error"] == ""
