@@ -80,7 +80,10 @@ def main() -> None:
     p = module.params
     if p["state"] == "absent":
         module.exit_json(changed=False, found=stop(p["token"]))
-    listener = Listener(p["host"], p["token"], p["limit"])
+    try:
+        listener = Listener(p["host"], p["token"], p["limit"])
+    except OSError as error:
+        module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
     wanted = [(0, "gloo", p["address"]), *((port, "gloo", p["address"]) for port in p["ports"])]
     if p["store_port"]:
         # torch's store listens on all addresses.
@@ -92,11 +95,7 @@ def main() -> None:
         except OSError as error:
             reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
             held.append({"port": port, "role": role, "reason": reason})
-    try:
-        listener.open_control()
-        pid = detach(listener, p["limit"])
-    except OSError as error:
-        module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
+    pid = detach(listener, p["limit"])
     module.exit_json(
         changed=False, ports=opened, held=held, pid=pid, address=p["address"], interface=p["interface"]
     )

@@ -30,7 +30,6 @@ def served() -> Iterator[tuple[Any, int]]:
     """A listener called laptop in a thread, and the port it has."""
     listener = listening.Listener("laptop", TOKEN, limit=20)
     port = listener.open("127.0.0.1", 0)
-    listener.open_control()
     thread = threading.Thread(target=listener.serve)
     thread.start()
     yield listener, port
@@ -40,7 +39,7 @@ def served() -> Iterator[tuple[Any, int]]:
 
 
 def path(peer: str = "laptop", token: str = TOKEN, seconds: float = 0.5) -> Any:
-    return probing.PeerPath("tower", peer, "127.0.0.1", token, connect_seconds=seconds)
+    return probing.PeerPath(peer, "127.0.0.1", token, connect_seconds=seconds)
 
 
 # -- one port ----------------------------------------------------------------------------------------------
@@ -175,7 +174,6 @@ DETACHED = """
 from ansible_collections.nanofleet.fleet.plugins.module_utils import peer_listener as n
 listener = n.Listener("laptop", {token!r}, limit={limit}, idle={idle})
 port = listener.open("127.0.0.1", 0)
-listener.open_control()
 print(port, n.detach(listener, {limit}), flush=True)
 """
 
@@ -274,8 +272,9 @@ def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
     """What trainer.bench.rehearsal prints for each part, all of them at the same time."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-m", "trainer.bench.rehearsal", json.dumps(part)], stdout=subprocess.PIPE, text=True,
-            cwd=ROLE.parents[1], env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "trainer.bench.rehearsal", json.dumps(part)],
+            stdout=subprocess.PIPE, text=True, cwd=ROLE.parents[1],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
         for part in parts
     ]  # fmt: skip
