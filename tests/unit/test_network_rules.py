@@ -127,27 +127,27 @@ def test_addresses_are_written_as_ufw_writes_them(source: str, written: str) -> 
 @pytest.mark.parametrize(
     ("lines", "port", "verdict"),
     [
-        (["allow OpenSSH"], 22, "allow"),
-        (["limit 22/tcp"], 22, "allow"),
-        (["allow 2222"], 2222, "allow"),
-        (["allow 80,2000:3000/tcp"], 2222, "allow"),
+        (["allow OpenSSH"], 22, "accept"),
+        (["limit 22/tcp"], 22, "accept"),
+        (["allow 2222"], 2222, "accept"),
+        (["allow 80,2000:3000/tcp"], 2222, "accept"),
         (["allow OpenSSH"], 2222, ""),
         (["allow 22/udp"], 22, ""),
-        (["deny 22/tcp", "allow OpenSSH"], 22, "deny"),
-        (["allow from 10.0.0.0/24 to any port 22 proto tcp"], 22, "allow"),
-        (["allow from 10.0.0.0/24 to any app OpenSSH"], 22, "allow"),
+        (["deny 22/tcp", "allow OpenSSH"], 22, "drop"),
+        (["allow from 10.0.0.0/24 to any port 22 proto tcp"], 22, "accept"),
+        (["allow from 10.0.0.0/24 to any app OpenSSH"], 22, "accept"),
         (["allow from 10.0.1.0/24 to any port 22 proto tcp"], 22, ""),
-        (["allow from 10.0.0.9"], 22, "allow"),
-        (["reject from 10.0.0.0/8", "allow OpenSSH"], 22, "deny"),
+        (["allow from 10.0.0.9"], 22, "accept"),
+        (["reject from 10.0.0.0/8", "allow OpenSSH"], 22, "drop"),
         (["allow in on wlan0 to any port 22"], 22, ""),
-        (["deny in on wlan0 to any port 22"], 22, "deny"),
+        (["deny in on wlan0 to any port 22"], 22, "drop"),
         (["allow to 10.0.0.10 port 22"], 22, ""),
-        (["deny out 22", "allow log 22/tcp"], 22, "allow"),
+        (["deny out 22", "allow log 22/tcp"], 22, "accept"),
         (["route allow in on eth0 out on eth1"], 22, ""),
         (["allow 'Nginx Full'"], 22, ""),
     ],
 )
-def test_the_first_rule_that_speaks_of_the_controllers_ssh_decides(
+def test_the_first_rule_about_the_controllers_ssh_decides(
     lines: list[str], port: int, verdict: str
 ) -> None:
     assert firewall.ssh_verdict(lines, "10.0.0.9", port) == verdict
