@@ -1,4 +1,4 @@
-"""Decisions of the doctor on the controller: who calls whom, what is measured, whether a check is due.
+"""Decisions of the doctor on the controller: which hosts connect, what is measured, whether a check is due.
 
 Pure functions of the results that tasks registered. `measured`, which most filters take, is a dict by host:
     reachable, why           whether the host answered; if not, what SSH printed
@@ -10,7 +10,7 @@ Pure functions of the results that tasks registered. `measured`, which most filt
     paths, rates             of the module doctor_peers, by peer
     firewall                 rules of the module firewall_rules; None if they were not read
     installed, data          of installed_environment and of the role dataset's comparison; None if not read
-    rehearsal                of the module doctor_rehearsal; None if it did not run
+    rehearsal                of trainer.bench.rehearsal; None if it did not run
 """
 
 from __future__ import annotations
@@ -23,11 +23,13 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import holds_address
 
+Measured = Mapping[str, Mapping[str, Any]]
 PORTS = ("store_port", "port_low", "port_high")
-TURNED_AWAY = ("filtered", "refused", "unreachable")
+BLOCKED = ("filtered", "refused", "unreachable")
+CHANGES = {"boot": "was started", "interface": "has another interface", "address": "has another address"}
 
 
-def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
+def pairs_in_rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
     """All pairs of hosts in rounds; in a round each host has at most one partner (circle method)."""
     circle: list[Any] = [*hosts, *([None] if len(hosts) % 2 else [])]
     half, found = len(circle) // 2, []
@@ -36,6 +38,25 @@ def rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
         found.append([[a, b] for a, b in pairs if a is not None and b is not None])
         circle = [circle[0], circle[-1], *circle[1:-1]]
     return [each for each in found if each]
+
+
+def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]]:
+    """Rounds in which rates are measured: {the host that connects: its partner} for each round.
+
+    A host connects if it reaches an open port of its partner. A pair is left out if neither host does, or if
+    large packets between them are lost.
+    """
+    rounds = []
+    for pairs in pairs_in_rounds(hosts):
+        connecting: dict[str, str] = {}
+        for a, b in pairs:
+            ends = [
+                (one, other) for one, other in ((a, b), (b, a)) if "open" in _states(measured, one, other)
+            ]
+            if ends and not loses_packets(measured, a, b):
+                connecting.update(ends[:1])
+        rounds.append(connecting)
+    return rounds
 
 
 def peers(
@@ -48,69 +69,42 @@ def peers(
     found = []
     for host in hosts:
         variables = hostvars[host]
-        answers = variables.get(listening) or {}
-        address = (
-            answers.get("address") or variables.get("network_address") or _inventory_address(variables, host)
-        )
+        names = ("network_address", "fleet_address", "ansible_host")
+        address = next(filter(None, map(variables.get, names)), host)
+        ports = (variables.get(listening) or {}).get("ports") or []
+        ssh_port = variables.get("ansible_port") or variables.get("ansible_ssh_port") or 22
         if host != me:
-            port = variables.get("ansible_port") or variables.get("ansible_ssh_port") or 22
-            found.append(
-                {
-                    "host": host,
-                    "address": address,
-                    "ports": answers.get("ports") or [],
-                    "ssh_port": int(port),
-                }
-            )
+            found.append({"host": host, "address": str(address), "ports": ports, "ssh_port": int(ssh_port)})
     return found
 
 
-def _inventory_address(variables: Mapping[str, Any], host: str) -> str:
-    return str(variables.get("fleet_address") or variables.get("ansible_host") or host)
+def _states(measured: Measured, host: str, peer: str) -> set[str]:
+    """States of the ports of `peer` that `host` probed."""
+    path = measured[host]["paths"].get(peer) or {}
+    return {port["state"] for port in path.get("ports") or []}
 
 
-def calls(pairs: Sequence[Sequence[str]], measured: Mapping[str, Any]) -> dict[str, str]:
-    """{caller: called} for the pairs of a round in which rates are measured.
-
-    The caller is an end of the pair that reaches an open port of the other end. A pair is left out if neither
-    end does, or if large packets between them are lost.
-    """
-    found = {}
-    for a, b in pairs:
-        for caller, called in ((a, b), (b, a)):
-            if open_ports(measured, caller, called) and not swallows(measured, a, b):
-                found[caller] = called
-                break
-    return found
-
-
-def open_ports(measured: Mapping[str, Any], caller: str, called: str) -> list[dict[str, Any]]:
-    """Ports of `called` that `caller` could connect to: dicts of the module doctor_peers."""
-    path = measured[caller]["paths"].get(called) or {}
-    return [port for port in path.get("ports") or [] if port["state"] == "open"]
-
-
-def swallows(measured: Mapping[str, Any], a: str, b: str) -> bool:
+def loses_packets(measured: Measured, a: str, b: str) -> bool:
     """Whether large packets between the hosts a and b are lost without an error, in either direction."""
     paths = (measured[a]["paths"].get(b) or {}, measured[b]["paths"].get(a) or {})
     return any((path.get("mtu") or {}).get("swallowed") for path in paths)
 
 
-def turned_away(measured: Mapping[str, Any]) -> list[str]:
-    """Hosts at the ends of paths with a closed port or with lost large packets.
+def blocked_hosts(measured: Measured) -> list[str]:
+    """Hosts at the ends of paths with a blocked port or with lost large packets.
 
-    The role doctor reads the firewalls of these hosts.
+    The roles doctor and network read the firewalls of these hosts.
     """
     found = set()
     for host, of_host in measured.items():
         for peer, path in of_host["paths"].items():
-            shut = any(port["state"] in TURNED_AWAY for port in path.get("ports") or [])
-            if shut or (path.get("mtu") or {}).get("swallowed"):
+            lost = (path.get("mtu") or {}).get("swallowed")
+            if lost or _states(measured, host, peer) & {*BLOCKED}:
                 found |= {host, peer}
     return sorted(found)
 
 
-def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) -> dict[str, Any]:
+def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[str, Any]:
     """{"hosts", "why"}: the hosts that can rehearse an all-reduce together; why other hosts cannot.
 
     hosts is [] if fewer than two can, or more than `forks`. The first host serves the rendezvous store. A
@@ -121,24 +115,22 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
     why = []
     for host in hosts:
         of_host = measured[host]
+        paths = [path for other in joined for path in ((host, other), (other, host))]
         if not of_host["reachable"]:
             why.append(f"{host} does not answer")
         elif not (of_host["installed"] or {}).get("torch"):
             bare.append(host)
         elif any(held["role"] == "store" for held in of_host["held"]):
             why.append(f"the store's port on {host} is held")
-        elif any(
-            not _is_whole(measured, a, b) for other in joined for a, b in ((host, other), (other, host))
-        ):
+        elif any(_states(measured, a, b) != {"open"} or loses_packets(measured, a, b) for a, b in paths):
             why.append(f"a path to or from {host} is broken")
         else:
             joined.append(host)
     if bare:
         why.append(f"no environment yet on {', '.join(bare)} (ansible-playbook setup.yml)")
     if len(joined) > forks:
-        why.append(
-            f"{len(joined)} hosts must start together and Ansible runs {forks} at once: add -f {len(joined)}"
-        )
+        count = len(joined)
+        why.append(f"{count} hosts must start together and Ansible runs {forks} at once: add -f {count}")
         joined = []
     # Elsewhere the store's port is not open.
     with_store = bool(joined) and any(port["role"] == "store" for port in measured[joined[0]]["ports"])
@@ -147,30 +139,19 @@ def can_rehearse(hosts: Sequence[str], measured: Mapping[str, Any], forks: int) 
     return {"hosts": joined if with_store and len(joined) > 1 else [], "why": "; ".join(why)}
 
 
-def part(
-    hosts: Sequence[str], measured: Mapping[str, Any], me: str, forks: int, port: int, seconds: float
+def rehearsal_part(
+    hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int
 ) -> dict[str, Any]:
-    """Options of the module doctor_rehearsal on the host `me`, alone if it cannot rehearse with others."""
+    """Argument of trainer.bench.rehearsal on the host `me`, which measures alone if it cannot join others."""
     together = can_rehearse(hosts, measured, forks)["hosts"]
-    company = together if me in together else [me]
+    joined = together if me in together else [me]
     return {
-        "hosts": company,
-        "rank": company.index(me),
-        "master": measured[company[0]]["address"],
+        "hosts": joined,
+        "rank": joined.index(me),
+        "master": measured[joined[0]]["address"],
         "port": port,
-        "rounds": rounds(list(range(len(company)))),
-        "seconds": seconds,
-        "join_timeout": 20,
-        # Gloo gives up connecting after five times this.
-        "timeout": 4,
-        "limit": 50,
+        "rounds": pairs_in_rounds(range(len(joined))),
     }
-
-
-def _is_whole(measured: Mapping[str, Any], a: str, b: str) -> bool:
-    path = measured[a]["paths"].get(b) or {}
-    ports = path.get("ports") or []
-    return bool(ports) and all(port["state"] == "open" for port in ports) and not swallows(measured, a, b)
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,34 +160,41 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, Any
 
 
 def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
-    def result(name: str) -> Mapping[str, Any]:
-        return variables.get(name) or {}
+    def result(name: str) -> Any:
+        return variables.get(f"__doctor_{name}") or {}
 
-    host, listening, probed = (result(f"__doctor_{name}") for name in ("host", "listening", "probed"))
-    running, rates = result("__doctor_held"), variables.get("__doctor_rates") or []
-    holders = result("__doctor_holders")  # read as root, where the store's port is held
-    answers = [each for each in (running, host) if each]
-    lost = next((each for each in answers if each.get("unreachable")), None)
-    later = next((each for each in (listening, probed) if each.get("unreachable")), None)
+    host, listening, probed, running = map(result, ("host", "listening", "probed", "held"))
+    holders = result("holders")  # read as root, where the store's port is held
+    first = [each for each in (running, host) if each]
+    lost = next((each for each in (*first, listening, probed) if each.get("unreachable")), None)
     failed = host if "facts" not in host else {}
     return {
-        "reachable": bool(answers) and lost is None and later is None,
-        "why": str((lost or later or failed).get("msg") or failed.get("module_stderr") or "").strip(),
+        "reachable": bool(first) and lost is None,
+        "why": str((lost or failed).get("msg") or failed.get("module_stderr") or "").strip(),
         "facts": _facts(host, variables.get("__doctor_answered")),
         "marks": dict(host.get("marks") or {}),
         "problem": str(variables.get("__doctor_network_problem") or ""),
-        "address": listening.get("address") or variables.get("network_address") or "",
-        "interface": listening.get("interface") or variables.get("network_interface") or "",
+        "address": variables.get("network_address") or "",
+        "interface": variables.get("network_interface") or "",
         "ports": list(listening.get("ports") or []),
         "held": _held(listening, holders if "listeners" in holders else running),
         "active": list(running.get("active_units") or []),
         "paths": dict(probed.get("peers") or {}),
-        "rates": {peer: rate for each in rates for peer, rate in (each.get("peers") or {}).items()},
-        "firewall": result("__doctor_firewall").get("rules"),
-        "installed": result("__doctor_installed").get("installed"),
+        "rates": {peer: rate for each in result("rates") for peer, rate in (each.get("peers") or {}).items()},
+        "firewall": result("firewall").get("rules"),
+        "installed": result("installed").get("installed"),
         "data": variables.get("dataset_comparison"),
-        "rehearsal": result("__doctor_rehearsed").get("rehearsal"),
+        "rehearsal": _rehearsal(result("rehearsed")),
     }
+
+
+def _rehearsal(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """What the command trainer.bench.rehearsal printed; {"error"} if it printed nothing; None if not run."""
+    if result.get("stdout"):
+        return dict(json.loads(result["stdout"]))
+    if not result.get("rc") or "stderr" not in result:
+        return None
+    return {"error": (result["stderr"].strip().splitlines() or ["it did not end in time"])[-1][:300]}
 
 
 def _facts(result: Mapping[str, Any], answered: float | None) -> dict[str, Any]:
@@ -229,7 +217,7 @@ def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict
 
 
 def fleet_state(
-    measured: Mapping[str, Any], options: Mapping[str, Any], hostvars: Mapping[str, Any]
+    measured: Measured, options: Mapping[str, Any], hostvars: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The state of the fleet for which a report holds: while it is unchanged, no new check is due.
 
@@ -282,11 +270,6 @@ def due(state: Mapping[str, Any], kept: str, when: str) -> str:
         if changed == ["firewall"] and "firewall" not in known:
             return f"the last good report has not read the firewall of {host}"
         if changed:
-            what = {
-                "boot": "was started",
-                "interface": "has another interface",
-                "address": "has another address",
-            }
-            change = what.get(changed[0], f"has another {changed[0]}")
+            change = CHANGES.get(changed[0], f"has another {changed[0]}")
             return f"{host} {change} since the last good report"
     return ""

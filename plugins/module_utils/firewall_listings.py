@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import shlex
 from collections.abc import Callable, Mapping
 
 Rule = dict[str, str]
@@ -30,27 +31,35 @@ def make_rule(firewall: str, chain: str, verdict: str, text: str, **more: str) -
 # -- ufw -----------------------------------------------------------------------------------------------------
 
 
+UFW_ACTIONS = {"allow": "accept", "limit": "accept", "deny": "drop", "reject": "drop"}
+SSH_NAMES = ("ssh", "SSH", "OpenSSH")
+"""Names for port 22 in ufw: the service and the profiles."""
+
+
 def ufw_rules(run: Run, _interface: str) -> list[Rule]:
     if "Status: active" not in run("ufw status"):
         return []
-    found = [make_rule("ufw", "INPUT", "policy", "ufw")]
-    for line in run("ufw show added").splitlines():
-        words = line.strip().split(" comment ")[0].split()
-        verbs = set(words[1:4]) & {"allow", "limit", "deny", "reject"}
-        if words[:1] != ["ufw"] or not verbs:
-            continue
-        after = dict(itertools.pairwise(words))
-        outgoing = "out" in words
-        port, _slash, protocol = after.get("port", words[-1] if len(words) == 3 else "").partition("/")
-        found.append(
-            make_rule(
-                "ufw", "OUTPUT" if outgoing else "INPUT", "accept" if verbs & {"allow", "limit"} else "drop",
-                " ".join(words), remedy=f"sudo ufw delete {' '.join(words[1:])}",
-                protocol=after.get("proto", protocol), source=after.get("to" if outgoing else "from", ""),
-                ports=port,
-            )
-        )  # fmt: skip
-    return found
+    rules = map(ufw_rule, run("ufw show added").splitlines())
+    return [make_rule("ufw", "INPUT", "policy", "ufw"), *(rule for rule in rules if rule)]
+
+
+def ufw_rule(line: str) -> Rule | None:
+    """One line of `ufw show added` as a rule; None for other lines and for rules about routed packets."""
+    line = line.strip().partition(" comment ")[0]
+    words = shlex.split(line) if line.startswith("ufw ") else []
+    if len(words) < 3 or words[1] not in UFW_ACTIONS:
+        return None
+    # `ufw allow [in|out] [log] PORT`, or pairs of a word and its value.
+    rest = [word for word in words[2:] if word not in ("in", "out", "log", "log-all")]
+    after = dict(itertools.pairwise(words))
+    outgoing = words[2] == "out"
+    port = rest[0] if len(rest) == 1 else after.get("port") or after.get("app", "")
+    port, _slash, protocol = port.partition("/")
+    return make_rule(
+        "ufw", "OUTPUT" if outgoing else "INPUT", UFW_ACTIONS[words[1]], line,
+        remedy=f"sudo {line.replace('ufw', 'ufw delete', 1)}", protocol=after.get("proto", protocol),
+        source=after.get("to" if outgoing else "from", ""), ports="22" if port in SSH_NAMES else port,
+    )  # fmt: skip
 
 
 # -- firewalld -----------------------------------------------------------------------------------------------

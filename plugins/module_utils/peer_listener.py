@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""The listener on a host whose network is probed: it names its host, echoes and streams.
+"""The listener on a host whose network is probed: it names its host, echoes, counts and sends bytes.
 
 A connection begins with one JSON line of the caller, {"token", "do", ...}. The answer is one JSON line,
 {"host", "token", "seen"}: the listener's host, and the caller's address as seen there. Then, by `do`:
 
     hello   nothing more
     echo    the listener sends every byte back
-    take    the caller sends the line {"bytes"} and then so many bytes; the listener returns the line
     sink    the caller sends bytes until end of file; the listener answers {"bytes", "seconds"}
     source  the listener sends bytes for `seconds` seconds
 
@@ -19,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
+import select
 import signal
 import socket
 import sys
@@ -32,7 +31,7 @@ LINE_LIMIT = 4096
 IDLE_SECONDS = 10.0
 """Seconds that one connection may be silent."""
 IDLE_LIMIT = 30.0
-"""Seconds without any caller after which the listener ends: its playbook was interrupted."""
+"""Seconds without a caller after which the listener ends, because its playbook was interrupted."""
 
 
 def read_line(connection: socket.socket) -> dict[str, Any]:
@@ -44,15 +43,16 @@ def read_line(connection: socket.socket) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) > LINE_LIMIT:
-            raise ValueError("no line came")
+            raise ValueError("the connection sent no line of JSON")
         line += byte
     value = json.loads(line)
     if not isinstance(value, dict):
-        raise ValueError("the line is no object")
+        raise ValueError("the line holds no JSON object")
     return value
 
 
 def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
+    """Send an object as one line of JSON."""
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
@@ -71,12 +71,17 @@ def control_name(token: str) -> str:
 
 
 class Listener:
-    """Sockets on which one host answers the others. limit, idle: seconds until it ends, see `serve`."""
+    """Sockets on which one host answers the others. limit, idle: seconds until it ends, see `serve`.
+
+    Raises OSError if a listener with the same token runs on this host.
+    """
 
     def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
         self.host, self.token = host, token
         self.ends, self.idle = time.monotonic() + limit, idle
-        self.sockets: list[socket.socket] = []
+        self.control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.control.bind(control_name(token))
+        self.sockets = [self.control]
 
     def open(self, address: str, port: int) -> int:
         """Listen on a port (0: the kernel chooses one) of an address ("": all); returns the port.
@@ -85,56 +90,26 @@ class Listener:
         """
         everywhere = address == "" and socket.has_dualstack_ipv6()
         family = socket.AF_INET6 if everywhere else family_of(address)
-        opened = socket.socket(family, socket.SOCK_STREAM)
-        try:
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if everywhere:
-                opened.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            opened.bind((address, port))
-            opened.listen(64)
-        except OSError:
-            opened.close()
-            raise
+        opened = socket.create_server((address, port), family=family, backlog=64, dualstack_ipv6=everywhere)
         opened.setblocking(False)
         self.sockets.append(opened)
         return opened.getsockname()[1]
-
-    def open_control(self) -> None:
-        control = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        control.bind(control_name(self.token))
-        control.listen(4)
-        control.setblocking(False)
-        self.sockets.append(control)
 
     def serve(self) -> None:
         """Answer until stopped, until `idle` seconds pass without a caller, or until the limit."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
-            ready = closing.enter_context(selectors.DefaultSelector())
-            for opened in self.sockets:
-                ready.register(closing.enter_context(opened), selectors.EVENT_READ, opened)
+            for each in self.sockets:
+                closing.enter_context(each)
             while time.monotonic() < min(self.ends, called + self.idle):
-                for key, _events in ready.select(timeout=0.5):
+                for ready in select.select(self.sockets, [], [], 0.5)[0]:
                     called = time.monotonic()
+                    if ready is self.control:
+                        if ready.recv(LINE_LIMIT) == self.token.encode():
+                            return
+                        continue
                     with contextlib.suppress(BlockingIOError):
-                        opened = key.data
-                        connection, peer = opened.accept()
-                        if opened.family == socket.AF_UNIX:
-                            if self._is_stopped(connection):
-                                return
-                        else:
-                            threading.Thread(
-                                target=self._answer, args=(connection, peer), daemon=True
-                            ).start()
-
-    def _is_stopped(self, connection: socket.socket) -> bool:
-        connection.settimeout(2.0)
-        with connection, contextlib.suppress(OSError, ValueError):
-            request = read_line(connection)
-            if request.get("token") == self.token and request.get("do") == "stop":
-                send_line(connection, {"pid": os.getpid()})
-                return True
-        return False
+                        threading.Thread(target=self._answer, args=ready.accept(), daemon=True).start()
 
     def _answer(self, connection: socket.socket, peer: Any) -> None:
         connection.settimeout(IDLE_SECONDS)
@@ -144,7 +119,7 @@ class Listener:
             if asked.get("token") != self.token:
                 return
             send_line(connection, {"host": self.host, "token": self.token, "seen": plain(peer[0])})
-            serve = {"echo": echo, "take": take, "sink": sink, "source": source}.get(str(asked.get("do")))
+            serve = {"echo": echo, "sink": sink, "source": source}.get(str(asked.get("do")))
             if serve:
                 serve(connection, asked)
 
@@ -155,16 +130,6 @@ def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
         if not data:
             return
         connection.sendall(data)
-
-
-def take(connection: socket.socket, _asked: dict[str, Any]) -> None:
-    wanted = missing = int(read_line(connection)["bytes"])
-    while missing > 0:
-        data = connection.recv(min(missing, CHUNK))
-        if not data:
-            return
-        missing -= len(data)
-    send_line(connection, {"bytes": wanted})
 
 
 def drain(connection: socket.socket) -> tuple[int, float]:
@@ -201,29 +166,11 @@ def detach(listener: Listener, limit: float) -> int:
     """Start a process that serves for at most `limit` + 1 seconds and outlives this one; returns its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
-    reader, writer = os.pipe()
-    child = os.fork()
-    if not child:
-        _serve_apart(listener, limit, reader, writer)
-    os.close(writer)
-    os.waitpid(child, 0)
-    with os.fdopen(reader) as written:
-        return int(written.read() or 0)
-
-
-def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> None:
-    """In the forked child: fork the server into a session of its own, and write its pid to `writer`.
-
-    Neither process returns from this function.
-    """
+    server = os.fork()
+    if server:
+        return server
     try:
-        os.close(reader)
         os.setsid()
-        server = os.fork()
-        if server:
-            os.write(writer, str(server).encode())
-            return
-        os.close(writer)
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(limit) + 1)
         os.chdir("/")
@@ -237,13 +184,9 @@ def _serve_apart(listener: Listener, limit: float, reader: int, writer: int) -> 
 
 def stop(token: str) -> bool:
     """Stop the listener with this token on this host; returns whether there was one."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as control:
-        control.settimeout(3.0)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as control:
         try:
-            control.connect(control_name(token))
+            control.sendto(token.encode(), control_name(token))
         except OSError:
             return False
-        with contextlib.suppress(OSError, ValueError):
-            send_line(control, {"token": token, "do": "stop"})
-            read_line(control)
     return True

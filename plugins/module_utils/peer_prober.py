@@ -13,9 +13,10 @@ import statistics
 import struct
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import route_get
 from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
     drain,
     family_of,
@@ -35,14 +36,14 @@ PACKETS = (8000, 4000, 1500, 1492, 1480, 1450, 1420, 1400, 1380, 1340, 1300, 128
 UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM, errno.ENONET)
 
 
+@dataclass(frozen=True)
 class PeerPath:
-    """The path from this host (`me`) to the listener of the peer `host` at `address`."""
+    """The path from this host to the listener of the peer `host` at `address`."""
 
-    def __init__(
-        self, me: str, host: str, address: str, token: str, connect_seconds: float = CONNECT_SECONDS
-    ) -> None:
-        self.me, self.host, self.address, self.token = me, host, address, token
-        self.connect_seconds = connect_seconds
+    host: str
+    address: str
+    token: str
+    connect_seconds: float = CONNECT_SECONDS
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
         """Connect to a port of the peer's listener; returns (socket, its answer).
@@ -58,7 +59,7 @@ class PeerPath:
             connection.connect((self.address, port))
             connection.settimeout(ANSWER_SECONDS)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            send_line(connection, {"token": self.token, "from": self.me, **asked})
+            send_line(connection, {"token": self.token, **asked})
             answer = read_line(connection)
             if answer.get("token") != self.token:
                 raise ValueError("another program")
@@ -119,14 +120,14 @@ class PeerPath:
 
         packet: bound of its size in bytes; 0 leaves the size to the interface and the path.
         """
-        connection, _answer = self.call(port, packet=packet, do="take")
+        connection, _answer = self.call(port, packet=packet, do="sink")
         with connection:
             overhead = options(connection) + headers(self.address)
             segment = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG)
             connection.settimeout(SEGMENT_SECONDS)
-            send_line(connection, {"bytes": segment})
             try:
                 connection.sendall(bytes(segment))
+                connection.shutdown(socket.SHUT_WR)
                 arrived = read_line(connection).get("bytes") == segment
             except (OSError, ValueError):
                 arrived = False
@@ -190,18 +191,16 @@ def options(connection: socket.socket) -> int:
 
 def route_to(address: str) -> dict[str, Any]:
     """The interface and source address that the kernel takes to reach an address."""
-    answer = (ask_ip("route", "get", address)[0] or [{}])[0]
-    return {"interface": answer.get("dev", ""), "source": answer.get("prefsrc", "")}
+    route = route_get(address)
+    return {"interface": route["dev"], "source": route["prefsrc"]}
 
 
 def is_up(address: str, port: int) -> bool:
     """Whether a host answers at this address: its SSH port accepts or refuses a connection."""
     try:
         socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
 
 
@@ -210,22 +209,13 @@ def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[st
 
     ports: the listeners of the peer, [{"port", "role"}]. ssh_port: tried if none of them is open.
     """
-    found: dict[str, Any] = {
-        "route": route_to(path.address),
-        "ports": [],
-        "rtt_ms": None,
-        "mtu": None,
-        "up": None,
-    }
-    if ports:
-        with ThreadPoolExecutor(len(ports)) as pool:
-            results = list(pool.map(lambda each: path.reach(each["port"]), ports))
-        found["ports"] = [dict(each, **result) for each, result in zip(ports, results, strict=True)]
-    good = [each["port"] for each in found["ports"] if each["state"] == "open"]
+    with ThreadPoolExecutor(max(1, len(ports))) as pool:
+        probed = list(pool.map(lambda each: {**each, **path.reach(each["port"])}, ports))
+    good = [each["port"] for each in probed if each["state"] == "open"]
+    found: dict[str, Any] = {"route": route_to(path.address), "ports": probed, "rtt_ms": None, "mtu": None}
+    found["up"] = bool(good) or is_up(path.address, ssh_port)
     if not good:
-        found["up"] = is_up(path.address, ssh_port)
         return found
-    found["up"] = True
     try:
         found["rtt_ms"] = path.round_trip(good[0])
         found["mtu"] = path.path_mtu(good[0])

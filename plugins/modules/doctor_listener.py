@@ -26,7 +26,6 @@ options:
   host: {description: Name of this host in the listener's answers., type: str, required: true}
   token: {description: "Secret of this examination, the same on all hosts.", type: str, required: true}
   address: {description: Address of the chosen interface., type: str, default: ""}
-  interface: {description: "The chosen interface, only returned.", type: str, default: ""}
   store_port: {description: The rendezvous store's port; 0 for none., type: int, default: 0}
   ports: {description: Further ports of Gloo's range to listen on., type: list, elements: int, default: []}
   limit: {description: Seconds after which the listener ends in any case., type: int, default: 120}
@@ -58,8 +57,6 @@ held:
   returned: when started
 pid: {description: Process id of the listener., type: int, returned: when started}
 found: {description: Whether a listener was stopped., type: bool, returned: when absent}
-address: {description: O(address)., type: str, returned: when started}
-interface: {description: O(interface)., type: str, returned: when started}
 """
 
 
@@ -70,7 +67,6 @@ def main() -> None:
             "host": {"type": "str", "required": True},
             "token": {"type": "str", "required": True, "no_log": True},
             "address": {"type": "str", "default": ""},
-            "interface": {"type": "str", "default": ""},
             "store_port": {"type": "int", "default": 0},
             "ports": {"type": "list", "elements": "int", "default": []},
             "limit": {"type": "int", "default": 120},
@@ -80,7 +76,10 @@ def main() -> None:
     p = module.params
     if p["state"] == "absent":
         module.exit_json(changed=False, found=stop(p["token"]))
-    listener = Listener(p["host"], p["token"], p["limit"])
+    try:
+        listener = Listener(p["host"], p["token"], p["limit"])
+    except OSError as error:
+        module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
     wanted = [(0, "gloo", p["address"]), *((port, "gloo", p["address"]) for port in p["ports"])]
     if p["store_port"]:
         # torch's store listens on all addresses.
@@ -92,14 +91,8 @@ def main() -> None:
         except OSError as error:
             reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
             held.append({"port": port, "role": role, "reason": reason})
-    try:
-        listener.open_control()
-        pid = detach(listener, p["limit"])
-    except OSError as error:
-        module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
-    module.exit_json(
-        changed=False, ports=opened, held=held, pid=pid, address=p["address"], interface=p["interface"]
-    )
+    pid = detach(listener, p["limit"])
+    module.exit_json(changed=False, ports=opened, held=held, pid=pid)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,9 @@ description:
   - With O(measure=paths) probes all peers at once - route, each port, round-trip time, path MTU.
   - With O(measure=rates) sends a stream to each peer and receives one from it, one peer after the other.
 options:
-  host: {description: This host's name., type: str, required: true}
   token: {description: "Secret of this check, the same on all hosts.", type: str, required: true}
   measure: {description: What to measure., type: str, choices: [paths, rates], default: paths}
   seconds: {description: Seconds to stream in each direction., type: float, default: 0.8}
-  connect_seconds: {description: Seconds that opening a connection may take., type: float, default: 3.5}
   peers:
     description: The peers to probe.
     type: list
@@ -44,7 +42,6 @@ author: the nanofleet authors
 EXAMPLES = r"""
 - name: Probe the paths to the peers
   nanofleet.fleet.doctor_peers:
-    host: tower
     token: 6f1c0c3d
     peers:
       - {host: laptop, address: 192.168.1.11, ports: [{port: 20311, role: gloo}]}
@@ -60,51 +57,37 @@ peers:
 """
 
 
-def rates(path: PeerPath, ports: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    try:
-        return path.stream(ports[0]["port"], seconds)
-    except (OSError, ValueError, KeyError) as error:
-        return {"error": str(error)}
-
-
 def main() -> None:
+    peer_spec = {
+        "host": {"type": "str", "required": True},
+        "address": {"type": "str", "required": True},
+        "ports": {"type": "list", "elements": "dict", "required": True},
+        "ssh_port": {"type": "int", "default": 22},
+    }
     module = AnsibleModule(
         argument_spec={
-            "host": {"type": "str", "required": True},
             "token": {"type": "str", "required": True, "no_log": True},
             "measure": {"type": "str", "choices": ["paths", "rates"], "default": "paths"},
             "seconds": {"type": "float", "default": 0.8},
-            "connect_seconds": {"type": "float", "default": 3.5},
-            "peers": {
-                "type": "list",
-                "elements": "dict",
-                "required": True,
-                "options": {
-                    "host": {"type": "str", "required": True},
-                    "address": {"type": "str", "required": True},
-                    "ports": {"type": "list", "elements": "dict", "required": True},
-                    "ssh_port": {"type": "int", "default": 22},
-                },
-            },
+            "peers": {"type": "list", "elements": "dict", "required": True, "options": peer_spec},
         },
         supports_check_mode=True,
     )
     p = module.params
 
-    def path_to(peer: dict[str, Any]) -> PeerPath:
-        return PeerPath(p["host"], peer["host"], peer["address"], p["token"], p["connect_seconds"])
+    def measure(peer: dict[str, Any]) -> dict[str, Any]:
+        path = PeerPath(peer["host"], peer["address"], p["token"])
+        if p["measure"] == "paths":
+            return probe(path, peer["ports"], peer["ssh_port"])
+        try:
+            return path.stream(peer["ports"][0]["port"], p["seconds"])
+        except (OSError, ValueError, KeyError) as error:
+            return {"error": str(error)}
 
-    peers = p["peers"]
-    if p["measure"] == "rates":
-        results = [rates(path_to(peer), peer["ports"], p["seconds"]) for peer in peers]
-    else:
-        with ThreadPoolExecutor(max(1, len(peers))) as pool:
-            results = list(
-                pool.map(lambda peer: probe(path_to(peer), peer["ports"], peer["ssh_port"]), peers)
-            )
-    module.exit_json(
-        changed=False, peers={peer["host"]: found for peer, found in zip(peers, results, strict=True)}
-    )
+    with ThreadPoolExecutor(max(1, len(p["peers"])) if p["measure"] == "paths" else 1) as pool:
+        results = list(pool.map(measure, p["peers"]))
+    names = [peer["host"] for peer in p["peers"]]
+    module.exit_json(changed=False, peers=dict(zip(names, results, strict=True)))
 
 
 if __name__ == "__main__":

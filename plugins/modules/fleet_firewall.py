@@ -8,6 +8,8 @@ import re
 import shlex
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import ufw_rule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import matching
 
 DOCUMENTATION = r"""
 module: fleet_firewall
@@ -33,30 +35,18 @@ options:
     elements: dict
     default: []
     suboptions:
-      source:
-        description: Address or network that may connect.
-        type: str
-        required: true
-      port:
-        description: A port, or a range as LOW:HIGH.
-        type: str
-        required: true
+      source: {description: Address or network that may connect., type: str, required: true}
+      port: {description: "A port, or a range as LOW:HIGH.", type: str, required: true}
   comment:
     description: The comment of the fleet's rules, which begins with the word C(nanofleet).
     type: str
     default: nanofleet
-  enable:
-    description: Enable ufw if it is inactive.
-    type: bool
-    default: false
+  enable: {description: Enable ufw if it is inactive., type: bool, default: false}
   controller:
     description: The controller's address as this host's SSH server sees it; empty if unknown.
     type: str
     default: ""
-  ssh_port:
-    description: The port of the SSH server.
-    type: int
-    default: 22
+  ssh_port: {description: The port of the SSH server., type: int, default: 22}
   rollback_seconds:
     description: Seconds after which the timer disables ufw again, unless it is stopped.
     type: int
@@ -81,8 +71,6 @@ timer: {description: "Timer that disables ufw unless it is stopped, or empty.", 
 
 TIMER = "nanofleet-ufw-rollback"
 RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
-SERVICES = {"ssh": 22, "SSH": 22, "OpenSSH": 22}
-"""Names for the SSH port in ufw: the service and the profiles."""
 
 
 def parse_added(text: str) -> dict[str, str]:
@@ -109,12 +97,12 @@ def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list
     """
 
     def lacks(rule: str) -> bool:
-        its = present.get(rule)
-        return its is None or (is_ours(its) and its != comment)
+        found = present.get(rule)
+        return found is None or (is_ours(found) and found != comment)
 
     add = [rule for rule in dict.fromkeys(wanted) if lacks(rule)]
     delete = [
-        rule for rule, its in present.items() if is_ours(its) and not of_ssh(its) and rule not in wanted
+        rule for rule, found in present.items() if is_ours(found) and not of_ssh(found) and rule not in wanted
     ]
     return add, delete
 
@@ -129,58 +117,20 @@ def of_ssh(comment: str) -> bool:
     return is_ours(comment) and comment.endswith(" ssh")
 
 
-def ports_hold(text: str, port: int) -> bool:
-    """Whether the ports of a rule (`22`, `22/tcp`, `20:30,2222/tcp` or a profile) include this TCP port."""
-    text, _, protocol = text.partition("/")
-    if protocol not in ("", "tcp"):
-        return False
-    if text in SERVICES:
-        return SERVICES[text] == port
-    for part in text.split(","):
-        low, _, high = part.partition(":")
-        if low.isdigit() and int(low) <= port <= int(high or low):
-            return True
-    return False
-
-
 def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
-    """What the first rule about the controller's SSH connection does: allow, deny, or "" without one.
+    """Verdict of the first rule about the controller's SSH connection: accept, drop, or "" without one.
 
-    A rule for one interface or one destination counts only if it denies.
+    A rule for one interface or one destination counts only if it drops. Any source matches an unknown
+    controller ("").
     """
-    for rule in rules:
-        words = shlex.split(rule)
-        action = {"limit": "allow", "reject": "deny"}.get(words[0], words[0])
-        words = [word for word in words[1:] if word not in ("in", "log", "log-all")]
-        if action not in ("allow", "deny") or "out" in words[:1]:
+    for line in rules:
+        rule = ufw_rule(f"ufw {line}")
+        if rule is None or (rule["verdict"] == "accept" and re.search(r" on | to (?!any\b)", line)):
             continue
-        sure, source, wanted = True, "any", "any"
-        if len(words) == 1:
-            wanted = words[0]
-        else:
-            for name, value in zip(words[::2], words[1::2], strict=False):
-                if name == "from":
-                    source = value
-                elif name in ("port", "app"):
-                    wanted = value
-                elif name == "proto":
-                    wanted = wanted if value in ("tcp", "any") else "0"
-                elif name in ("on", "to") and value != "any":
-                    sure = False
-        speaks = (wanted == "any" or ports_hold(wanted, port)) and comes_from(controller, source)
-        if speaks and (sure or action == "deny"):
-            return action
+        source = rule["source"] if controller else ""
+        if matching([{**rule, "source": source}], rule["verdict"], "INPUT", controller, [(port, port)]):
+            return rule["verdict"]
     return ""
-
-
-def comes_from(address: str, source: str) -> bool:
-    """Whether an address matches a rule's source. An unknown address or source counts as a match."""
-    if source == "any" or not address:
-        return True
-    try:
-        return ipaddress.ip_address(address) in ipaddress.ip_network(source, strict=False)
-    except ValueError:
-        return True
 
 
 def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
@@ -191,7 +141,7 @@ def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
     verdict = ssh_verdict(rules, controller, port)
     narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]
     candidates = narrow if verdict and controller else [f"allow {port}/tcp", f"allow {port}"]
-    return next((rule for rule in candidates if rule not in rules), candidates[0]), verdict == "deny"
+    return next((rule for rule in candidates if rule not in rules), candidates[0]), verdict == "drop"
 
 
 def main() -> None:
@@ -219,7 +169,7 @@ def main() -> None:
             printed = (error or out).strip()
             if "IPv6 support not enabled" in printed:
                 printed += (
-                    ". Type there: sudo sed -i s/^IPV6=.*/IPV6=yes/ /etc/default/ufw && sudo ufw reload"
+                    ". Type on it: sudo sed -i s/^IPV6=.*/IPV6=yes/ /etc/default/ufw && sudo ufw reload"
                 )
             module.fail_json(msg=f"{shlex.join(command)} failed: {printed}")
         return out
@@ -227,8 +177,8 @@ def main() -> None:
     present = parse_added(run(ufw, "show", "added"))
     active = "Status: active" in run(ufw, "status")
     was = "active" if active else "inactive"
-    before = [rule for rule, its in present.items() if is_ours(its)]
-    enabled_here = any(of_ssh(its) for its in present.values())
+    before = [rule for rule, found in present.items() if is_ours(found)]
+    enabled_here = any(of_ssh(found) for found in present.values())
     removing = params["state"] == "absent"
     if removing:
         add, delete = list[str](), before

@@ -9,10 +9,14 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from functools import partial
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
+from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import (
+    ask_ip,
+    is_wireless,
+    route_get,
+)
 
 DOCUMENTATION = r"""
 module: network_links
@@ -25,10 +29,6 @@ options:
     type: list
     elements: str
     required: true
-  lookup_limit:
-    description: Seconds after which the lookup of a name counts as slow; the module waits no longer.
-    type: float
-    default: 3.0
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors
@@ -48,16 +48,27 @@ routes:
   returned: always
 wireless: {description: Names of the interfaces that are WiFi., type: list, elements: str, returned: always}
 slow_names:
-  description: Names and addresses whose lookup took longer than O(lookup_limit).
+  description: Names and addresses whose lookup took longer than 3 s; the module waits no longer.
   type: list
   elements: str
   returned: always
 """
 
 
+LOOKUP_SECONDS = 3.0
+
+
 def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> list[str]:
     """The names whose function still runs after `limit` seconds. lookups: {name: function}."""
-    threads = {name: threading.Thread(target=call, daemon=True) for name, call in lookups.items()}
+
+    def attempt(look_up: Callable[[], object]) -> None:
+        with contextlib.suppress(OSError):
+            look_up()
+
+    threads = {
+        name: threading.Thread(target=attempt, args=[look_up], daemon=True)
+        for name, look_up in lookups.items()
+    }
     for thread in threads.values():
         thread.start()
     deadline = time.monotonic() + limit
@@ -66,42 +77,24 @@ def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> lis
     return [name for name, thread in threads.items() if thread.is_alive()]
 
 
-def quietly(call: Callable[..., object], *arguments: Any) -> Callable[[], None]:
-    """A function that calls `call` and ignores OSError: only the time until an answer counts."""
-
-    def attempt() -> None:
-        with contextlib.suppress(OSError):
-            call(*arguments)
-
-    return attempt
-
-
 def main() -> None:
     module = AnsibleModule(
-        argument_spec={
-            "targets": {"type": "list", "elements": "str", "required": True},
-            "lookup_limit": {"type": "float", "default": 3.0},
-        },
+        argument_spec={"targets": {"type": "list", "elements": "str", "required": True}},
         supports_check_mode=True,
     )
     if module.get_bin_path("ip", opt_dirs=["/usr/sbin", "/sbin"]) is None:
         module.fail_json(msg="The command ip is missing. Type on this host: sudo apt install iproute2")
     links = [link for link in ask_ip("-details", "address", "show", "up")[0] if link.get("ifname")]
-    routes = {}
-    for target in module.params["targets"]:
-        found, error = ask_ip("route", "get", target)
-        route = found[0] if found else {}
-        routes[target] = {"dev": route.get("dev", ""), "prefsrc": route.get("prefsrc", ""), "error": error}
-    # torchrun looks up this host's name when it starts, and each rank the names of those it talks to.
-    lookups = {socket.gethostname(): quietly(socket.getfqdn)}
+    # torchrun looks up the name of this host at its start, and each rank the names of its peers.
+    lookups: dict[str, Callable[[], object]] = {socket.gethostname(): socket.getfqdn}
     for target in module.params["targets"][:1]:
-        lookups[target] = quietly(socket.getnameinfo, (target, 0), 0)
+        lookups[target] = partial(socket.getnameinfo, (target, 0), 0)
     module.exit_json(
         changed=False,
         links=links,
-        routes=routes,
+        routes={target: route_get(target) for target in module.params["targets"]},
         wireless=[link["ifname"] for link in links if is_wireless(link["ifname"])],
-        slow_names=slow_names(lookups, module.params["lookup_limit"]),
+        slow_names=slow_names(lookups, LOOKUP_SECONDS),
     )
 
 

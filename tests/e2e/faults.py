@@ -158,7 +158,7 @@ FAULTS = (
         "podman exec {name} ip link set eth0 down && podman pause {name}",
         "podman unpause {name} && podman exec {name} ip link set eth0 up"
         " && podman exec {name} ip route add default via {gateway}",
-        "NF101", ("Cannot be reached", "Nor does it answer"), remedy="ssh", outside=True,
+        "NF101", ("Cannot be reached", "either: it is off, asleep"), remedy="ssh", outside=True,
     ),
 )  # fmt: skip
 
@@ -233,7 +233,7 @@ def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: 
     outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **knobs)
     seconds = time.monotonic() - started
     assert outcome.changed() == 0, outcome.stdout
-    text = next(iter(outcome.results("Report what was found").values()))["msg"]
+    text = next(iter(outcome.results("Print the report").values()))["msg"]
     return Said(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
 
 

@@ -1,4 +1,4 @@
-"""Who measures what, and when a fleet is to be looked at again."""
+"""What the doctor measures on which host, and when a check of the fleet is due."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
-from measured_fleet import DROP, UFW, fleet, shut
+from measured_fleet import DROP, UFW, close_ports, fleet
 
 # -- who does what -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_rounds_hold_every_pair_once_and_no_host_twice_in_one(count: int) -> None:
-    found = doctor.rounds(list(range(count)))
+    found = doctor.pairs_in_rounds(range(count))
     pairs = [frozenset(pair) for each in found for pair in each]
     assert sorted(map(sorted, pairs)) == sorted(map(list, itertools.combinations(range(count), 2)))
     for each in found:
@@ -26,33 +26,33 @@ def test_rounds_hold_every_pair_once_and_no_host_twice_in_one(count: int) -> Non
     assert len(found) <= count
 
 
-def test_the_end_that_gets_through_calls_and_nobody_across_a_black_hole() -> None:
-    measured = fleet("tower", "laptop")
-    assert doctor.calls([["tower", "laptop"]], measured) == {"tower": "laptop"}
+def test_the_host_that_reaches_its_partner_connects_and_none_across_a_black_hole() -> None:
+    measured, names = fleet("tower", "laptop"), ["tower", "laptop"]
+    assert doctor.rate_rounds(names, measured) == [{"tower": "laptop"}]
     for role in ("gloo", "store"):
-        shut(measured, "tower", "laptop", "filtered", role)
-    assert doctor.calls([["tower", "laptop"]], measured) == {"laptop": "tower"}
+        close_ports(measured, "tower", "laptop", "filtered", role)
+    assert doctor.rate_rounds(names, measured) == [{"laptop": "tower"}]
     measured["laptop"]["paths"]["tower"]["mtu"]["swallowed"] = True
-    assert doctor.calls([["tower", "laptop"]], measured) == {}
+    assert doctor.rate_rounds(names, measured) == [{}]
 
 
-def test_only_hosts_at_the_ends_of_a_broken_way_are_looked_at_as_root() -> None:
+def test_firewalls_are_read_as_root_at_the_ends_of_a_broken_path_only() -> None:
     measured = fleet("tower", "laptop", "attic")
-    assert doctor.turned_away(measured) == []
-    shut(measured, "tower", "laptop", "filtered")
-    assert doctor.turned_away(measured) == ["laptop", "tower"]
+    assert doctor.blocked_hosts(measured) == []
+    close_ports(measured, "tower", "laptop", "filtered")
+    assert doctor.blocked_hosts(measured) == ["laptop", "tower"]
 
 
 def test_who_rehearses_with_whom() -> None:
     measured = fleet("tower", "laptop", "attic")
     names = list(measured)
     assert doctor.can_rehearse(names, measured, 16) == {"hosts": names, "why": ""}
-    shut(measured, "laptop", "attic", "filtered")
+    close_ports(measured, "laptop", "attic", "filtered")
     found = doctor.can_rehearse(names, measured, 16)
     assert found["hosts"] == ["tower", "laptop"]
     assert "attic" in found["why"]
-    assert doctor.part(names, measured, "attic", 16, 29500, 0.4)["hosts"] == ["attic"]
-    part = doctor.part(names, measured, "laptop", 16, 29500, 0.4)
+    assert doctor.rehearsal_part(names, measured, "attic", 16, 29500)["hosts"] == ["attic"]
+    part = doctor.rehearsal_part(names, measured, "laptop", 16, 29500)
     assert (part["rank"], part["master"], part["rounds"]) == (1, "10.0.0.1", [[[0, 1]]])
     assert "add -f 3" in doctor.can_rehearse(names, fleet(*names), 2)["why"]
     without_store = doctor.can_rehearse(names[1:], fleet(*names), 16)
@@ -61,10 +61,13 @@ def test_who_rehearses_with_whom() -> None:
     assert doctor.can_rehearse(names, measured, 16)["hosts"] == []
 
 
-def test_peers_are_taken_from_what_the_listeners_said_else_from_the_inventory() -> None:
+def test_addresses_of_peers_are_those_published_else_those_of_the_inventory() -> None:
     hostvars = {
         "tower": {},
-        "laptop": {"__doctor_listening": {"address": "10.0.0.2", "ports": [{"port": 1, "role": "gloo"}]}},
+        "laptop": {
+            "network_address": "10.0.0.2",
+            "__doctor_listening": {"ports": [{"port": 1, "role": "gloo"}]},
+        },
         "attic": {"ansible_host": "10.0.0.3", "ansible_port": 2222},
     }
     assert doctor.peers(list(hostvars), hostvars, "tower") == [
@@ -80,13 +83,13 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
             "__doctor_host": {"facts": {"sent": 1.0, "time": 1.5}, "marks": {"boot": "b"}},
             "__doctor_answered": 2.0,
             "__doctor_listening": {
-                "address": "10.0.0.1", "interface": "eth0", "ports": [],
+                "ports": [],
                 "held": [{"port": 29500, "role": "store", "reason": "held"}],
             },
             "__doctor_probed": {"peers": {"laptop": {"ports": []}}},
             "__doctor_rates": [{"peers": {"laptop": {"sent_mbit": 1.0}}}, {"skipped": True}],
             "__doctor_installed": {"installed": {"torch": "2.13"}},
-            "__doctor_rehearsed": {"failed": True, "msg": "x"},
+            "__doctor_rehearsed": {"skipped": True},
         },
         "laptop": {"__doctor_held": {"unreachable": True, "msg": "timed out"}},
     }  # fmt: skip
@@ -99,6 +102,16 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
     assert measured["tower"]["rehearsal"] is None
     assert measured["tower"]["facts"]["skew_s"] == 0
     assert (measured["laptop"]["reachable"], measured["laptop"]["why"]) == (False, "timed out")
+    for result, rehearsal in (
+        ({"rc": 0, "stdout": '{"error": ""}'}, {"error": ""}),
+        (
+            {"rc": 1, "stdout": "", "stderr": "Traceback\nOSError: libtorch.so"},
+            {"error": "OSError: libtorch.so"},
+        ),
+        ({"rc": 137, "stdout": "", "stderr": ""}, {"error": "it did not end in time"}),
+    ):
+        hostvars["tower"]["__doctor_rehearsed"] = result
+        assert doctor.measured(["tower"], hostvars)["tower"]["rehearsal"] == rehearsal
     hostvars["tower"]["__doctor_holders"] = {"listeners": [{"port": 29500, "pid": 42}]}  # read as root
     assert doctor.measured(["tower"], hostvars)["tower"]["held"][0]["pid"] == 42
 

@@ -30,7 +30,6 @@ def served() -> Iterator[tuple[Any, int]]:
     """A listener called laptop in a thread, and the port it has."""
     listener = listening.Listener("laptop", TOKEN, limit=20)
     port = listener.open("127.0.0.1", 0)
-    listener.open_control()
     thread = threading.Thread(target=listener.serve)
     thread.start()
     yield listener, port
@@ -40,7 +39,7 @@ def served() -> Iterator[tuple[Any, int]]:
 
 
 def path(peer: str = "laptop", token: str = TOKEN, seconds: float = 0.5) -> Any:
-    return probing.PeerPath("tower", peer, "127.0.0.1", token, connect_seconds=seconds)
+    return probing.PeerPath(peer, "127.0.0.1", token, connect_seconds=seconds)
 
 
 # -- one port ----------------------------------------------------------------------------------------------
@@ -57,7 +56,7 @@ def test_another_hosts_answer_is_misrouted_and_names_it(served: tuple[Any, int])
     assert (found["state"], found["detail"]) == ("misrouted", "laptop")
 
 
-def test_a_stranger_without_the_token_gets_no_answer(served: tuple[Any, int]) -> None:
+def test_a_caller_without_the_token_gets_no_answer(served: tuple[Any, int]) -> None:
     with socket.create_connection(("127.0.0.1", served[1]), timeout=3) as connection:
         connection.sendall(b'{"token": "guess", "do": "hello"}\n')
         assert connection.recv(100) == b""
@@ -89,7 +88,7 @@ def test_accepted_and_then_silence_is_neither_open_nor_filtered(monkeypatch: pyt
         assert path(seconds=2).reach(mute.getsockname()[1])["state"] == "silent"
 
 
-def test_another_program_is_told_from_a_listener() -> None:
+def test_another_program_is_distinguished_from_a_listener() -> None:
     with socket.socket() as web:
         web.bind(("127.0.0.1", 0))
         web.listen(4)
@@ -147,11 +146,11 @@ def test_the_largest_packet_that_arrives_is_found(
     assert (found["swallowed"], found["passes"]) == (True, 1420)
 
 
-def test_a_peer_is_looked_at_as_a_whole(served: tuple[Any, int]) -> None:
+def test_a_probe_returns_ports_round_trip_and_mtu(served: tuple[Any, int]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        shut = unused.getsockname()[1]
-        ports = [{"port": shut, "role": "store"}, {"port": served[1], "role": "gloo"}]
+        closed = unused.getsockname()[1]
+        ports = [{"port": closed, "role": "store"}, {"port": served[1], "role": "gloo"}]
         found = probing.probe(path(), ports, ssh_port=22)
     assert [port["state"] for port in found["ports"]] == ["refused", "open"]
     assert [port["role"] for port in found["ports"]] == ["store", "gloo"]
@@ -160,7 +159,7 @@ def test_a_peer_is_looked_at_as_a_whole(served: tuple[Any, int]) -> None:
     assert found["mtu"]["swallowed"] is False
 
 
-def test_a_connection_that_breaks_off_is_told(
+def test_a_connection_that_breaks_off_is_reported(
     served: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "echo", lambda connection, asked: connection.close())
@@ -175,7 +174,6 @@ DETACHED = """
 from ansible_collections.nanofleet.fleet.plugins.module_utils import peer_listener as n
 listener = n.Listener("laptop", {token!r}, limit={limit}, idle={idle})
 port = listener.open("127.0.0.1", 0)
-listener.open_control()
 print(port, n.detach(listener, {limit}), flush=True)
 """
 
@@ -209,7 +207,7 @@ def wait_for_end(pid: int, seconds: float) -> bool:
     return not is_alive(pid)
 
 
-def test_a_detached_listener_outlives_its_parent_and_ends_when_told() -> None:
+def test_a_detached_listener_outlives_its_parent_and_ends_on_request() -> None:
     token = secrets.token_hex(16)
     port, pid = detached(token, limit=30, idle=30)
     try:
@@ -270,19 +268,13 @@ def test_links_have_addresses_and_a_kind() -> None:
 # -- the rehearsal -------------------------------------------------------------------------------------------
 
 
-REHEARSAL = """
-import json, sys
-from ansible_collections.nanofleet.fleet.plugins.module_utils.rehearsal import rehearse_in_child
-print(json.dumps(rehearse_in_child(json.loads(sys.argv[1]))))
-"""
-
-
 def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What the module doctor_rehearsal returns for each part, all of them at the same time."""
+    """What trainer.bench.rehearsal prints for each part, all of them at the same time."""
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", REHEARSAL, json.dumps(part)], stdout=subprocess.PIPE, text=True,
-            env={**with_collection(), "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
+            [sys.executable, "-m", "trainer.bench.rehearsal", json.dumps(part)],
+            stdout=subprocess.PIPE, text=True, cwd=ROLE.parents[1],
+            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"},
         )
         for part in parts
     ]  # fmt: skip
@@ -296,7 +288,6 @@ def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
         port = unused.getsockname()[1]
     common = {
         "hosts": ["tower", "laptop"], "master": "127.0.0.1", "port": port, "rounds": [[[0, 1]]],
-        "seconds": 0.05, "join_timeout": 30, "timeout": 10, "limit": 60,
     }  # fmt: skip
     for said in rehearse({**common, "rank": 0}, {**common, "rank": 1}):
         assert said["error"] == ""

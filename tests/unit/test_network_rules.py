@@ -78,7 +78,7 @@ def test_rules_are_read_with_their_comments() -> None:
     assert firewall.parse_added("Added user rules (see 'ufw status' for running firewall):\n(None)\n") == {}
 
 
-def test_only_our_rules_leave_and_other_peoples_rules_are_left_as_they_are() -> None:
+def test_only_rules_of_the_fleet_are_deleted() -> None:
     wanted = [
         firewall.as_rule(source, port)
         for source, port in (
@@ -127,29 +127,27 @@ def test_addresses_are_written_as_ufw_writes_them(source: str, written: str) -> 
 @pytest.mark.parametrize(
     ("lines", "port", "verdict"),
     [
-        (["allow OpenSSH"], 22, "allow"),
-        (["limit 22/tcp"], 22, "allow"),
-        (["allow 2222"], 2222, "allow"),
-        (["allow 80,2000:3000/tcp"], 2222, "allow"),
+        (["allow OpenSSH"], 22, "accept"),
+        (["limit 22/tcp"], 22, "accept"),
+        (["allow 2222"], 2222, "accept"),
+        (["allow 80,2000:3000/tcp"], 2222, "accept"),
         (["allow OpenSSH"], 2222, ""),
         (["allow 22/udp"], 22, ""),
-        (["deny 22/tcp", "allow OpenSSH"], 22, "deny"),
-        (["allow from 10.0.0.0/24 to any port 22 proto tcp"], 22, "allow"),
-        (["allow from 10.0.0.0/24 to any app OpenSSH"], 22, "allow"),
+        (["deny 22/tcp", "allow OpenSSH"], 22, "drop"),
+        (["allow from 10.0.0.0/24 to any port 22 proto tcp"], 22, "accept"),
+        (["allow from 10.0.0.0/24 to any app OpenSSH"], 22, "accept"),
         (["allow from 10.0.1.0/24 to any port 22 proto tcp"], 22, ""),
-        (["allow from 10.0.0.9"], 22, "allow"),
-        (["reject from 10.0.0.0/8", "allow OpenSSH"], 22, "deny"),
+        (["allow from 10.0.0.9"], 22, "accept"),
+        (["reject from 10.0.0.0/8", "allow OpenSSH"], 22, "drop"),
         (["allow in on wlan0 to any port 22"], 22, ""),
-        (["deny in on wlan0 to any port 22"], 22, "deny"),
+        (["deny in on wlan0 to any port 22"], 22, "drop"),
         (["allow to 10.0.0.10 port 22"], 22, ""),
-        (["deny out 22", "allow log 22/tcp"], 22, "allow"),
+        (["deny out 22", "allow log 22/tcp"], 22, "accept"),
         (["route allow in on eth0 out on eth1"], 22, ""),
         (["allow 'Nginx Full'"], 22, ""),
     ],
 )
-def test_the_first_rule_that_speaks_of_the_controllers_ssh_decides(
-    lines: list[str], port: int, verdict: str
-) -> None:
+def test_the_first_rule_about_the_controllers_ssh_decides(lines: list[str], port: int, verdict: str) -> None:
     assert firewall.ssh_verdict(lines, "10.0.0.9", port) == verdict
 
 
@@ -216,7 +214,7 @@ def test_listeners_in_the_range_are_read_but_not_those_on_loopback() -> None:
     assert ports.listeners([tcp, tcp6], 20000, 20999) == [(20001, 1000), (20004, 7)]
 
 
-def test_what_stands_in_the_ranges_way_is_said_in_sentences() -> None:
+def test_problems_of_the_port_range_are_reported() -> None:
     state = {
         "changed": True,
         "before": "40000 50000",
@@ -230,7 +228,7 @@ def test_what_stands_in_the_ranges_way_is_said_in_sentences() -> None:
         "/etc/sysctl.d/99-c.conf (1024 65535) sets another",
         "was 40000-50000",
         "leaves 7 ports",
-        "20001 in 20000-20999 is served by postgres",
+        "postgres listens on port 20001, which is in 20000-20999",
     ]
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
@@ -295,7 +293,9 @@ def tried(state: str, listed: list[dict[str, str]]) -> dict[str, list[dict[str, 
         hostvars[me] = {
             "__network_filter": {"stdout": "closed"},
             "__network_ports": QUIET,
-            "__network_listening": {"ports": PORTS, "address": address, "interface": "eth0"},
+            "network_address": address,
+            "network_interface": "eth0",
+            "__network_listening": {"ports": PORTS},
             "__network_tried": {"peers": {peer: {"ports": ports, "up": True, "rtt_ms": {"min": 900}}}},
             "__network_listed": {"rules": listed if me == "tower" else [], "active": []},
         }
