@@ -35,20 +35,17 @@ class Wheel(NamedTuple):
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}  # {self.file} {self.bytes}"
 
 
-def normal(name: str) -> str:
-    """The normalised name of a project (PEP 503), in which indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wheel_of(path: Path) -> Wheel:
-    """The Wheel for a file: name and version from the file's name, size and sha256 from its content."""
+    """The Wheel for a file: normalised name and version from the file's name, size and sha256."""
     name, version = path.name.split("-")[:2]
-    return Wheel(normal(name), version, sha256_of(path), path.name, path.stat().st_size)
+    return Wheel(
+        re.sub(r"[-_.]+", "-", name).lower(), version, sha256_of(path), path.name, path.stat().st_size
+    )
 
 
 def write_lock(path: Path, wheels: list[Wheel]) -> None:
@@ -78,14 +75,9 @@ def parse_lock(text: str, name: str) -> list[Wheel]:
     return wheels
 
 
-def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
-    """A phrase for each missing or altered wheel in a wheelhouse; it begins with the file's name.
-
-    wheels: the wheels that must be there; None for those in the locks of `folder`.
-    """
+def faults(folder: Path, wheels: list[Wheel]) -> list[str]:
+    """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name."""
     found = []
-    if wheels is None:
-        wheels = read_lock(folder / REQUIREMENTS) + read_lock(folder / TOOLS)
     for wheel in wheels:
         path = folder / wheel.file
         if not path.is_file():
