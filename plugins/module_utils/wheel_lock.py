@@ -15,8 +15,7 @@ import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
-REQUIREMENTS = "requirements.lock"  # the packages of a venv
-TOOLS = "tools.lock"  # the tool that makes the venv: uv
+REQUIREMENTS = "requirements.lock"  # the packages of an environment, and uv, which installs them
 
 _LINE = re.compile(
     r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})"

@@ -21,7 +21,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
     REQUIREMENTS,
-    TOOLS,
     Wheel,
     faults,
     read_lock,
@@ -90,7 +89,6 @@ bytes: {description: Size of all wheels., type: int, returned: always}
 unverified: {description: Wheels without a committed hash., type: list, elements: str, returned: always}
 """
 
-TOOL = "uv"
 PROJECT = "nanofleet"
 
 
@@ -141,13 +139,13 @@ class Wheelhouse:
                 )
 
     def update(self, check_mode: bool) -> bool:
-        """Make the missing wheels in a folder beside the wheelhouse, then move them in and write the locks.
+        """Make the missing wheels in a folder beside the wheelhouse, then move them in and write the lock.
 
         Returns whether anything differs. check_mode: download and move nothing. Raises ValueError for an
         altered wheel, which is never replaced silently.
         """
-        locks = [self.dest / REQUIREMENTS, self.dest / TOOLS]
-        old = [wheel for path in locks if path.is_file() for wheel in read_lock(path)]
+        lock = self.dest / REQUIREMENTS
+        old = read_lock(lock) if lock.is_file() else []
         altered = [fault for fault in faults(self.dest, old) if not fault.endswith("is missing")]
         if altered:
             raise WheelhouseError(
@@ -279,9 +277,8 @@ class Wheelhouse:
             )
 
     def _move(self, scratch: Path, wheels: list[Wheel]) -> None:
-        """Move the new wheels into the wheelhouse, then the new locks, and remove what these do not name."""
-        write_lock(scratch / REQUIREMENTS, [wheel for wheel in wheels if wheel.name != TOOL])
-        write_lock(scratch / TOOLS, [wheel for wheel in wheels if wheel.name == TOOL])
+        """Move the new wheels into the wheelhouse, then the new lock, and remove all other wheels."""
+        write_lock(scratch / REQUIREMENTS, wheels)
         self.dest.mkdir(exist_ok=True)
         for path in sorted(scratch.iterdir(), key=lambda path: path.suffix == ".lock"):
             path.replace(self.dest / path.name)

@@ -21,7 +21,6 @@ def sent(wheels: Path) -> dict[str, Any]:
     return {
         "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
         "requirements": (wheels / locks.REQUIREMENTS).read_text(),
-        "tools": (wheels / locks.TOOLS).read_text(),
     }
 
 
@@ -34,11 +33,9 @@ def host(tmp_path: Path) -> dict[str, Any]:
     wheels.mkdir()
     make_wheel(wheels, "alpha", "1.0", body="x = 1\n")
     make_wheel(wheels, "beta", "2.0")
-    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
-    tool = wheels / "uv-0.1-py3-none-any.whl"
-    with zipfile.ZipFile(tool, "w") as archive:
+    with zipfile.ZipFile(wheels / "uv-0.1-py3-none-any.whl", "w") as archive:
         archive.write(uv, "uv-0.1.data/scripts/uv")
-    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
     return {
         "wheelhouse": str(wheels),
         **sent(wheels),
@@ -71,7 +68,7 @@ def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, An
     wheels = Path(host["wheelhouse"])
     next(wheels.glob("beta-*")).unlink()
     make_wheel(wheels, "beta", "2.1")
-    found = [locks.wheel_of(path) for path in wheels.glob("*.whl") if not path.name.startswith("uv-")]
+    found = [locks.wheel_of(path) for path in wheels.glob("*.whl")]
     locks.write_lock(wheels / locks.REQUIREMENTS, found)
     new = locked_venv.run({**host, **sent(wheels)}, False)
     assert new["removed"] == [old["path"]]
@@ -95,7 +92,7 @@ def test_a_program_and_a_lock_that_the_login_user_exchanged_are_not_run(
     tool = wheels / "uv-0.1-py3-none-any.whl"
     with zipfile.ZipFile(tool, "w") as archive:
         archive.writestr("uv-0.1.data/scripts/uv", f"#!/bin/sh\ntouch {ran}\n")
-    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
     with pytest.raises(locked_venv.VenvError, match=r"uv-0\.1-py3-none-any\.whl (has|was altered)"):
         locked_venv.run(host, False)
     assert not ran.exists()
@@ -115,7 +112,7 @@ def test_what_is_run_and_installed_are_copies_that_were_checked(
 
     monkeypatch.setattr(locked_venv, "command", replace_first)
     assert locked_venv.run(host, False)["versions"] == {"alpha": "1.0", "beta": "2.0"}
-    assert len(commands) == 3
+    assert len(commands) == 4
     assert not [each for each in commands if any(host["wheelhouse"] in argument for argument in each)]
     assert not list(Path(host["venvs"]).glob(".*")), "the copies are removed"
 
@@ -164,7 +161,7 @@ def test_a_file_that_was_cut_off_is_named_and_mended(host: dict[str, Any], empty
     if empty:
         module.touch()
     seen = locked_venv.run(host, True)
-    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is gone or cut off"])
+    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is missing or cut off"])
     assert locked_venv.run(host, False)["installed"] == first["installed"]
     assert module.read_text() == "x = 1\n"
 
@@ -234,3 +231,13 @@ def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
     bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
     assert not list(filters.runtime_findings(["a"], bare))
     assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."
+
+
+def test_a_package_that_lacks_another_is_reported(host: dict[str, Any]) -> None:
+    """As with pins of one's own, under which a package may need more than the committed resolution has."""
+    wheels = Path(host["wheelhouse"])
+    make_wheel(wheels, "beta", "2.0", requires=("gamma>=3",))
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
+    with pytest.raises(locked_venv.VenvError, match=r"do not fit together: .*beta.*gamma>=3"):
+        locked_venv.run({**host, **sent(wheels)}, False)
+    assert not Path(host["link"]).exists()
