@@ -195,12 +195,12 @@ class Wheelhouse:
             return
         if self.p["offline"]:
             lacks = ", ".join(f"{name}=={self.wanted[name]}" for name in sorted(self._missing()))
-            kind = f"--python {self.p['python_version']} --machine {self.p['architecture']}"
-            kind += " --torch cuda" if self.cuda else ""
+            kind = f"-e wheelhouse_python={self.p['python_version']}"
+            kind += f" -e wheelhouse_machine={self.p['architecture']} -e runtime_torch={self.p['torch']}"
             raise WheelhouseError(
                 f"{self.dest} lacks {lacks}, and wheelhouse_offline forbids downloads. On a machine with a "
-                f"network, in the same checkout, type: python scripts/wheelhouse.py {kind}  Then copy its "
-                "folder to this controller."
+                f"network, in the same checkout, type: ansible-playbook wheelhouse.yml {kind}  Then copy its "
+                "folder .wheelhouse to this controller."
             )
         wanted = [f"{name}=={self.wanted[name]}" for name in sorted(names)]
         indexes = [""]

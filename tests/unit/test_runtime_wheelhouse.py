@@ -10,9 +10,9 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pip as pip
 from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
-from wheels import ROLE, names
+from wheels import ROLE, ROOT, names
 
-from scripts.wheelhouse import CPU_INDEX
+from scripts.lock import CPU_INDEX
 
 
 def test_packages_follow_the_hosts_markers_and_the_extra(house: dict[str, Any]) -> None:
@@ -106,7 +106,10 @@ def test_without_a_network_every_missing_wheel_is_named_with_how_to_make_it(hous
     with pytest.raises(wheelhouse.WheelhouseError) as refused:
         wheelhouse.run(offline, False)
     assert "lacks alpha==1.0, beta==2.0, old==0.1, speed==3.0, uv==0.1, and" in str(refused.value)
-    assert "scripts/wheelhouse.py --python 3.11 --machine x86_64  Then copy" in str(refused.value)
+    assert (
+        "wheelhouse.yml -e wheelhouse_python=3.11 -e wheelhouse_machine=x86_64 -e runtime_torch=cpu  Then"
+        in str(refused.value)
+    )
     assert house["asked"] == []
 
     wheelhouse.run(house, False)
@@ -134,6 +137,6 @@ def test_an_index_is_a_url_or_a_folder(tmp_path: Path) -> None:
     assert pip.asked_at(str(tmp_path)) == [f"--find-links {tmp_path}"]
 
 
-def test_the_wheelhouse_script_asks_the_index_that_setup_asks() -> None:
-    defaults = (ROLE / "defaults" / "main.yml").read_text()
-    assert f"'{CPU_INDEX}'" in defaults
+@pytest.mark.parametrize("path", [ROLE / "defaults" / "main.yml", ROOT / "playbooks" / "wheelhouse.yml"])
+def test_setup_and_the_wheelhouse_playbook_ask_the_index_of_make_lock(path: Path) -> None:
+    assert f"'{CPU_INDEX}'" in path.read_text()
