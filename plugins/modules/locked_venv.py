@@ -62,7 +62,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 ready: {description: Whether the environment was complete before the call., type: bool, returned: always}
-flaws: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
+problems: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
 path: {description: Folder of the environment., type: str, returned: always}
 digest: {description: "sha256 of the lock of the environment.", type: str, returned: always}
 installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
@@ -124,7 +124,7 @@ def read_marker(venv: Path) -> dict[str, Any]:
     return marker if isinstance(marker, dict) else {}
 
 
-def flaws(venv: Path, digest: str, python: str) -> list[str]:
+def problems_of(venv: Path, digest: str, python: str) -> list[str]:
     """Why the environment for this lock has to be made again; [] if it is complete.
 
     It is missing, unfinished, built on another Python, or was changed.
@@ -230,7 +230,7 @@ def build(p: dict[str, Any], venv: Path) -> None:
 
 def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     venv, link = Path(p["venvs"]) / p["digest"][:12], Path(p["link"])
-    found = flaws(venv, p["digest"], p["python"])
+    found = problems_of(venv, p["digest"], p["python"])
     ready = not found and link.is_symlink() and link.resolve() == venv.resolve()
     removed: list[Path] = []
     before = read_marker(link).get("versions", {})
@@ -247,7 +247,7 @@ def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     return {
         "changed": not ready,
         "ready": ready,
-        "flaws": found if read_marker(venv) else [],
+        "problems": found if read_marker(venv) else [],
         "path": str(venv),
         "digest": marker.get("digest", ""),
         "installed": marker.get("installed", ""),

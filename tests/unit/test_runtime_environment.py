@@ -155,13 +155,13 @@ def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None
 def test_a_file_that_was_cut_off_is_named_and_mended(host: dict[str, Any], empty: bool) -> None:
     """A power cut leaves files without their bytes; the recorded digests alone would not see it."""
     first = locked_venv.run(host, False)
-    assert locked_venv.run(host, True)["flaws"] == []
+    assert locked_venv.run(host, True)["problems"] == []
     module = next(Path(host["link"]).glob("lib/python*/site-packages/alpha.py"))
     module.unlink()
     if empty:
         module.touch()
     seen = locked_venv.run(host, True)
-    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is missing or cut off"])
+    assert (seen["ready"], seen["problems"]) == (False, [f"{module.resolve()} is missing or cut off"])
     assert locked_venv.run(host, False)["installed"] == first["installed"]
     assert module.read_text() == "x = 1\n"
 
@@ -174,7 +174,7 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
         seen = {"python": python, "machine": "x86_64"}
         found[name] = {
             "runtime_kind": filters.runtime_kind(seen, torch or "cpu", index),
-            "__runtime_asked": {
+            "__runtime_checked": {
                 "ready": True,
                 "installed": installed,
                 "versions": versions,
@@ -196,7 +196,7 @@ def test_the_odd_host_is_named() -> None:
         "3.12-x86_64",
     ]
     odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
-    odd["d"]["__runtime_asked"]["project"] = "q" * 64
+    odd["d"]["__runtime_checked"]["project"] = "q" * 64
     found = list(filters.runtime_findings(["a", "b", "c", "d"], odd))
     assert [(each["host"], each["code"]) for each in found] == [
         ("d", "NF301"),
@@ -228,7 +228,7 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
 
 def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
     bare = hostvars(a=("3.11", "", {}))
-    bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
+    bare["a"]["__runtime_checked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
     assert not list(filters.runtime_findings(["a"], bare))
     assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."
 

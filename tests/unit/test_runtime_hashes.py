@@ -228,3 +228,49 @@ def test_the_scripts_put_no_index_on_a_command_line_either(
     subprocess.run(["sh", "scripts/bootstrap.sh", "venv"], cwd=checkout, env=settings, check=True)
     assert "secret" not in calls.read_text()
     assert f"--extra-index-url {SECRET}" in Path(f"{calls}.files").read_text().splitlines()
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """{requirement lines: what `uv pip compile` resolves them to} for a small project; make lock runs in it."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "nanofleet"\ndependencies = ["alpha"]\n'
+        '[project.optional-dependencies]\ntrain = ["torch", "beta"]\ndev = ["beta"]\n'
+    )
+    digest = f" --hash=sha256:{'a' * 64}\n"
+    answers = {
+        "alpha": f"alpha==1.0{digest}gone==1 ; sys_platform == 'win32'{digest}",
+        "torch\nbeta": f"torch==2.0{digest}triton==3.0 ; sys_platform == 'linux'{digest}"
+        f"beta==1.0 ; python_version < '3.12'{digest}uv==1.0{digest}",
+        "beta": f"beta==1.0{digest}",
+        "torch==2.0+cpu\n": "",
+    }
+    monkeypatch.setattr(lock, "ROOT", tmp_path)
+    monkeypatch.setattr(lock, "CONSTRAINTS", tmp_path / "constraints.txt")
+    monkeypatch.setattr(lock, "HASHES", tmp_path / "hashes.txt")
+    monkeypatch.setattr(lock, "compile_hashes", lambda lines, *options, **_: answers[lines])
+    for name in ("TORCH_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    lock.CONSTRAINTS.write_text("alpha==1.0\nbeta==1.0\ntorch==2.0\ntriton==3.0\nuv==1.0\n")
+    return answers
+
+
+def test_make_lock_writes_which_hosts_and_sets_need_a_package(resolved: dict[str, str]) -> None:
+    assert lock.main() == 0
+    expected = {
+        ("3.11", "train"): {"beta", "torch", "uv"},
+        ("3.12", "train"): {"torch", "uv"},
+        ("3.12", "dev"): {"beta", "uv"},
+        ("3.12", "train-cuda"): {"triton", "uv"},
+        ("3.13", ""): {"alpha", "uv"},
+    }
+    for (python, extra), names in expected.items():
+        found = pins.read_hashes(lock.HASHES, pins.markers_of(python, "aarch64"), [extra])
+        assert {name for name, _ in found} == names, (python, extra)
+    assert "#   Python 3.13 on aarch64\n" in lock.HASHES.read_text(), "no hash of torch's CPU build"
+
+
+def test_make_lock_refuses_a_package_that_is_not_pinned(resolved: dict[str, str]) -> None:
+    lock.CONSTRAINTS.write_text(lock.CONSTRAINTS.read_text().replace("triton==3.0\n", ""))
+    with pytest.raises(lock.LockError, match=r"extra 'train' needs triton 3\.0, which \S+ does not pin"):
+        lock.main()
