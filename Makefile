@@ -67,7 +67,7 @@ test-faults: lab-tools venv ## plant faults in running trainings on a lab; messa
 	NANOFLEET_FAULTS_PAGE=1 pytest -m faults
 
 .PHONY: lock
-lock: venv ## the hashes of what constraints.txt pins, to requirements/hashes.txt (after constraints.txt has changed)
+lock: venv ## the packages of every extra and their hashes, to requirements/hashes.txt (after constraints.txt or pyproject.toml has changed)
 	@python scripts/lock.py
 
 .PHONY: bench

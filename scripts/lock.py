@@ -1,34 +1,46 @@
-"""Write requirements/hashes.txt: the sha256 of every file of each package that constraints.txt pins.
+"""Write requirements/hashes.txt: the packages of each extra of pyproject.toml, with their hashes and markers.
 
-    make lock                                       after constraints.txt has changed
+    make lock                                       after constraints.txt or pyproject.toml has changed
     TORCH_INDEX_URL=FOLDER_OR_URL make lock         where torch's CPU build comes from elsewhere
 
-uv reads the hashes from the configured package index and downloads nothing if the index publishes them. Only
-PyTorch's own index has the CPU build of torch: its hashes, for each Python and machine with a wheel, come
-from TORCH_INDEX_URL, else from the folder PIP_FIND_LINKS, else from PyTorch's index. Builds without a hash
-are printed and listed in the file; setup.yml trusts their first download, with a warning.
+uv resolves each extra for every supported Python, in the versions of constraints.txt, and reads the hashes
+from the package index; it downloads nothing if the index publishes them. Only PyTorch's own index has the CPU
+build of torch: its hashes, for each Python and machine with a wheel, come from TORCH_INDEX_URL, else from the
+folder PIP_FIND_LINKS, else from PyTorch's index. Builds without a hash are printed and listed in the file;
+setup.yml trusts their first download, with a warning.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import sha256_of
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pins import (
+    holds,
+    markers_of,
+    read_entries,
+    read_pins,
+)
 
 ROOT = Path(__file__).resolve().parents[1]
 CONSTRAINTS = ROOT / "constraints.txt"
 HASHES = ROOT / "requirements" / "hashes.txt"
 PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = ("x86_64", "aarch64")
+KINDS = [(python, machine) for machine in MACHINES for python in PYTHONS]
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
+CUDA_ONLY = ("nvidia-", "cuda-", "triton")  # how the names of packages begin that only the CUDA build needs
 HEADER = """\
 # Written by: make lock
-# The sha256 of every file of each version in constraints.txt, as the package index lists them; a wheelhouse
-# takes no other file. torch==VERSION is the CUDA build; torch==VERSION+cpu the CPU build, one entry for each
-# Python and machine, from an index or of a wheel that was at hand.
+# The packages of each extra of pyproject.toml (extra == "" for the base dependencies), with the sha256 of
+# every file of their version, as the package index lists them; a wheelhouse takes no other file.
+# torch==VERSION is the CUDA build, which alone needs the packages of EXTRA-cuda; torch==VERSION+cpu is the
+# CPU build, one entry for each Python and machine, from an index or of a wheel that was at hand.
 """
 
 
@@ -37,23 +49,12 @@ class LockError(Exception):
 
 
 def compile_hashes(requirements: str, *options: str, **environment: str) -> str:
-    """Run `uv pip compile` on requirement lines, without dependencies; returns them with their hashes.
+    """Run `uv pip compile` on requirement lines; returns the pinned packages with their hashes.
 
     options: more options of uv; environment: more variables for it. Raises LockError.
     """
-    command = [
-        sys.executable,
-        "-m",
-        "uv",
-        "pip",
-        "compile",
-        "-",
-        "--quiet",
-        "--no-deps",
-        "--generate-hashes",
-        "--no-header",
-    ]
-    command += ["--no-annotate", "--no-emit-index-url", "--no-emit-find-links", *options]
+    command = [sys.executable, "-m", "uv", "pip", "compile", "-", "--quiet", "--generate-hashes"]
+    command += ["--no-header", "--no-annotate", "--no-emit-index-url", "--no-emit-find-links", *options]
     merged = {**os.environ, **environment}
     done = subprocess.run(command, input=requirements, capture_output=True, text=True, env=merged)
     if "No module named uv" in done.stderr:
@@ -70,8 +71,8 @@ def torch_hashes(version: str, index: str, python: str, machine: str) -> list[st
     """
     if Path(index).is_dir():
         name = f"torch-{version}+cpu-cp{python.replace('.', '')}-*_{machine}.whl"
-        return [hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(Path(index).glob(name))]
-    kind = ["--python-version", python, "--python-platform", f"{machine}-manylinux_2_34"]
+        return [sha256_of(path) for path in sorted(Path(index).glob(name))]
+    kind = ["--no-deps", "--python-version", python, "--python-platform", f"{machine}-manylinux_2_34"]
     try:
         text = compile_hashes(f"torch=={version}+cpu\n", *kind, UV_INDEX=index)
     except LockError:
@@ -79,46 +80,73 @@ def torch_hashes(version: str, index: str, python: str, machine: str) -> list[st
     return re.findall(r"--hash=sha256:([0-9a-f]{64})", text)
 
 
-def torch_builds(version: str, index: str) -> tuple[str, list[str]]:
-    """Returns (lines of hashes.txt for torch's CPU build, each Python and machine that has no wheel)."""
-    entries, missing = "", []
-    for machine in MACHINES:
-        for python in PYTHONS:
-            hashes = torch_hashes(version, index, python, machine)
-            if not hashes:
-                missing.append(f"Python {python} on {machine}")
-                continue
-            marker = f'python_version == "{python}" and platform_machine == "{machine}"'
-            lines = [f"torch=={version}+cpu ; {marker}", *(f"    --hash=sha256:{each}" for each in hashes)]
-            entries += " \\\n".join(lines) + "\n"
-    return entries, missing
-
-
 def torch_index() -> str:
     return os.environ.get("TORCH_INDEX_URL") or os.environ.get("PIP_FIND_LINKS") or CPU_INDEX
 
 
+def entry(pin: str, conditions: list[str], hashes: list[str]) -> str:
+    marker = f" ; {' or '.join(conditions)}" if conditions else ""
+    return " \\\n".join([pin + marker, *(f"    --hash=sha256:{each}" for each in hashes)]) + "\n"
+
+
+def resolve(pins: dict[str, str]) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Resolve all extras. Returns ({name: markers under which it is needed}, {name: sha256 of its files}).
+
+    Packages that no supported Linux host needs are left out. Raises LockError.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    conditions: dict[str, list[str]] = {}
+    hashes: dict[str, list[str]] = {}
+    options = ["--universal", "--python-version", PYTHONS[0], "--constraint", str(CONSTRAINTS)]
+    for extra, lines in {"": project["dependencies"], **project["optional-dependencies"]}.items():
+        text = compile_hashes("\n".join(lines), *options)
+        for requirement, version, found in read_entries(text, f"uv pip compile of extra {extra!r}"):
+            name = requirement.name
+            needed = [holds(requirement, markers_of(*kind)) for kind in KINDS]
+            if not any(needed):
+                continue
+            if pins.get(name) != str(version):
+                raise LockError(
+                    f"extra {extra!r} needs {name} {version}, which {CONSTRAINTS} does not pin. Write that "
+                    "file again as its first lines describe."
+                )
+            condition = f'extra == "{extra}{"-cuda" if name.startswith(CUDA_ONLY) else ""}"'
+            if not all(needed):
+                condition = f"({requirement.marker}) and {condition}"
+            conditions.setdefault(name, []).append(condition)
+            hashes[name] = sorted(found)
+    return conditions, hashes
+
+
 def main() -> int:
-    pins = CONSTRAINTS.read_text(encoding="utf-8")
-    torch = re.search(r"(?m)^torch==(\S+)$", pins)
-    if torch is None:
-        raise LockError(f"{CONSTRAINTS} pins no torch. Write it again as its first lines describe.")
-    locked = compile_hashes(pins, "--universal", "--python-version", PYTHONS[0])
-    entries, missing = torch_builds(torch[1], torch_index())
-    note = f"# No hash of torch=={torch[1]}+cpu is known for:\n" if missing else ""
-    note += "".join(f"#   {kind}\n" for kind in missing)
-    HASHES.parent.mkdir(exist_ok=True)
+    pins = read_pins(CONSTRAINTS)
+    conditions, hashes = resolve(pins)
+    of_torch = " or ".join(conditions["torch"])
+    conditions["uv"] = []  # every wheelhouse has it: it installs the others
+    entries = "".join(
+        entry(f"{name}=={pins[name]}", conditions[name], hashes[name]) for name in sorted(hashes)
+    )
+    note = ""
+    for python, machine in KINDS:
+        found = torch_hashes(pins["torch"], torch_index(), python, machine)
+        if found:
+            marker = f'python_version == "{python}" and platform_machine == "{machine}" and ({of_torch})'
+            entries += entry(f"torch=={pins['torch']}+cpu", [marker], found)
+        else:
+            note += f"#   Python {python} on {machine}\n"
+    if note:
+        note = f"# No hash of torch=={pins['torch']}+cpu is known for:\n{note}"
     partial = HASHES.with_name(f"{HASHES.name}.partial")
-    partial.write_text(HEADER + note + locked + entries, encoding="utf-8")
+    partial.write_text(HEADER + note + entries, encoding="utf-8")
     partial.replace(HASHES)
-    print(f"{HASHES.relative_to(ROOT)}: {len(set(re.findall(r'(?m)^[a-z0-9.-]+==', locked)))} packages")
-    if missing:
-        print(f"No hash of torch's CPU build for {', '.join(missing)}: setup.yml trusts the first download.")
+    print(f"{HASHES.relative_to(ROOT)}: {len(hashes)} packages")
+    if note:
+        print(note.replace("#", "").rstrip() + "\nsetup.yml trusts the first download of these builds.")
     return 0
 
 
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except LockError as error:
+    except (LockError, ValueError) as error:
         sys.exit(f"lock: {error}")

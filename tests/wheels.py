@@ -27,7 +27,7 @@ def make_wheel(folder: Path, name: str, version: str, requires: tuple[str, ...] 
     record += f"{info}/RECORD,,\n"
     with zipfile.ZipFile(path, "w") as archive:
         for each, text in {**files, f"{info}/RECORD": record}.items():
-            archive.writestr(each, text)
+            archive.writestr(zipfile.ZipInfo(each), text)
     return path
 
 
@@ -36,43 +36,56 @@ def record_hash(text: str) -> str:
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).decode().rstrip("=")
 
 
+# name: version, and the marker under which the extra train of the project's tree below needs it
 INDEX = {
-    "alpha": ("1.0", ("beta[fast]>=1", "gone; sys_platform == 'darwin'", "old; python_version < '3.12'")),
-    "beta": ("2.0", ("speed; extra == 'fast'", "slow; extra == 'slow'")),
-    "old": ("0.1", ()),
-    "speed": ("3.0", ()),
-    "uv": ("0.1", ()),
+    "alpha": ("1.0", ' ; extra == "train"'),
+    "beta": ("2.0", ' ; extra == "train"'),
+    "old": ("0.1", ' ; python_version < "3.12" and extra == "train"'),
+    "slow": ("4.0", ' ; extra == "dev"'),
+    "speed": ("3.0", ' ; extra == "train" or extra == "dev"'),
+    "uv": ("0.1", ""),
 }
+
+
+def write_hashes(path: Path) -> None:
+    """Write a file as `make lock` does, with the packages of INDEX and the hashes of their wheels."""
+    lines = ["# Written by: make lock\n"]
+    for name, (version, marker) in INDEX.items():
+        wheel = make_wheel(path.parent, name, version)
+        digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+        wheel.unlink()
+        lines.append(f"{name}=={version}{marker} \\\n    --hash=sha256:{digest}\n")
+    path.write_text("".join(lines))
 
 
 @pytest.fixture
 def house(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Parameters of a wheelhouse in a small tree; what pip is asked for is in asked."""
+    """Parameters of a wheelhouse in a small tree; `asked` has the requirements that pip is called with."""
     tree = tmp_path / "tree"
     (tree / "trainer").mkdir(parents=True)
     (tree / "trainer" / "a.py").write_text("x = 1\n")
     (tree / "pyproject.toml").write_text(
-        '[project]\nname = "nanofleet"\n[project.optional-dependencies]\ntrain = ["alpha"]\n'
+        '[project]\nname = "nanofleet"\n[project.optional-dependencies]\ntrain = ["alpha", "beta>=1"]\n'
     )
     (tree / "constraints.txt").write_text("# pins\n" + "".join(f"{n}=={v}\n" for n, (v, _) in INDEX.items()))
+    write_hashes(tree / "hashes.txt")
     asked: list[str] = []
 
-    def pip(self: Any, wanted: list[str], staging: Path, index: str = "") -> None:
+    def download(wanted: list[str], folder: Path, python: str, machine: str, index: str) -> None:
         asked.extend(wanted)
         for each in wanted:
-            name, version = each.split(",")[0].split("==")
-            make_wheel(staging, name, version, INDEX[name][1])
+            make_wheel(folder, *each.split("=="))
 
-    def build(self: Any, staging: Path) -> None:
-        make_wheel(staging, "nanofleet", "0.1.0", body=(tree / "trainer" / "a.py").read_text())
+    def build(self: Any, folder: Path) -> None:
+        make_wheel(folder, "nanofleet", "0.1.0", body=(tree / "trainer" / "a.py").read_text())
 
-    monkeypatch.setattr(wheelhouse.Wheelhouse, "_pip", pip)
+    monkeypatch.setattr(wheelhouse, "download", download)
     monkeypatch.setattr(wheelhouse.Wheelhouse, "_build", build)
     return {
         "source": str(tree),
         "dest": str(tmp_path / "wheels" / "3.11-x86_64" / "train"),
         "constraints": str(tree / "constraints.txt"),
-        "hashes": "",
+        "hashes": str(tree / "hashes.txt"),
         "require_hashes": False,
         "extra": "train",
         "project": True,

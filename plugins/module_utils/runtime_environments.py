@@ -24,15 +24,16 @@ def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, s
     return {"name": name, "python": host["python"], "machine": host["machine"], "torch": torch}
 
 
-def environment(hostvars: Mapping[str, Any], host: str) -> Mapping[str, Any]:
-    """The last result of locked_venv on a host: of the installation, or of the check if it did nothing."""
-    asked = hostvars[host]["__runtime_asked"]
-    return asked if asked["ready"] else hostvars[host].get("__runtime_installed", asked)
-
-
 def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """{host: result of locked_venv} of hosts with an environment; {} in a dry run before the first setup."""
-    found = {host: environment(hostvars, host) for host in hosts}
+    """{host: last result of locked_venv} of the hosts with an environment.
+
+    The last result is that of the installation, or of the check if nothing was installed. Before the first
+    setup no host has an environment.
+    """
+    found = {}
+    for host in hosts:
+        checked = hostvars[host]["__runtime_checked"]
+        found[host] = checked if checked["ready"] else hostvars[host].get("__runtime_installed", checked)
     return {host: each for host, each in found.items() if each.get("installed")}
 
 

@@ -13,15 +13,9 @@ import re
 import shutil
 import stat
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-REQUIREMENTS = "requirements.lock"  # the packages of a venv
-TOOLS = "tools.lock"  # the tool that makes the venv: uv
-
-_LINE = re.compile(
-    r"^(?P<name>[A-Za-z0-9._-]+)==(?P<version>\S+) --hash=sha256:(?P<sha256>[0-9a-f]{64})"
-    r"  # (?P<file>[^/\s]+\.whl) (?P<bytes>\d+)$"
-)
+REQUIREMENTS = "requirements.lock"  # the packages of an environment, and uv, which installs them
 
 
 class Wheel(NamedTuple):
@@ -35,20 +29,16 @@ class Wheel(NamedTuple):
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}  # {self.file} {self.bytes}"
 
 
-def normal(name: str) -> str:
-    """The normalised name of a project (PEP 503), in which indexes compare names."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
 def sha256_of(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def wheel_of(path: Path) -> Wheel:
-    """The Wheel for a file: name and version from the file's name, size and sha256 from its content."""
+    """The Wheel for a file: normalised name and version from the file's name, size and sha256."""
     name, version = path.name.split("-")[:2]
-    return Wheel(normal(name), version, sha256_of(path), path.name, path.stat().st_size)
+    name = re.sub(r"[-_.]+", "-", name).lower()
+    return Wheel(name, version, sha256_of(path), path.name, path.stat().st_size)
 
 
 def write_lock(path: Path, wheels: list[Wheel]) -> None:
@@ -56,36 +46,35 @@ def write_lock(path: Path, wheels: list[Wheel]) -> None:
 
 
 def read_lock(path: Path) -> list[Wheel]:
-    """The wheels in a lock file. Raises ValueError for an invalid line, or if the file cannot be read."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} cannot be read: {error}") from None
-    return parse_lock(text, str(path))
+    """The wheels in a lock file. Raises ValueError for an invalid line, OSError if it cannot be read."""
+    return parse_lock(path.read_text(encoding="utf-8"), str(path))
 
 
-def parse_lock(text: str, name: str) -> list[Wheel]:
-    """The wheels in the text of a lock. name: the file, for messages. Raises ValueError."""
+def parse_lock(text: str, source: str) -> list[Wheel]:
+    """The wheels in the text of a lock. source: the file, for messages. Raises ValueError."""
     wheels = []
     for number, line in enumerate(text.splitlines(), 1):
-        match = _LINE.match(line)
-        if match is None:
-            raise ValueError(f"{name}, line {number}, is not a locked wheel: {line[:80]!r}")
-        named: dict[str, Any] = match.groupdict()
-        wheels.append(Wheel(**{**named, "bytes": int(match["bytes"])}))
+        try:
+            pin, sha256, _, file, size = line.split()
+            name, version = pin.split("==")
+            wheels.append(Wheel(name, version, sha256.removeprefix("--hash=sha256:"), file, int(size)))
+        except ValueError:
+            file = ""
+        if "/" in file or not file.endswith(".whl"):
+            raise ValueError(
+                f"{source}, line {number}, is not a locked wheel: {line[:80]!r}. The file was edited or cut "
+                "off. Remove its folder on the controller and run the playbook again."
+            )
     if not wheels:
-        raise ValueError(f"{name} is empty")
+        raise ValueError(
+            f"{source} is empty. Remove its folder on the controller and run the playbook again."
+        )
     return wheels
 
 
-def faults(folder: Path, wheels: list[Wheel] | None = None) -> list[str]:
-    """A phrase for each missing or altered wheel in a wheelhouse; it begins with the file's name.
-
-    wheels: the wheels that must be there; None for those in the locks of `folder`.
-    """
+def faults(folder: Path, wheels: list[Wheel]) -> list[str]:
+    """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name."""
     found = []
-    if wheels is None:
-        wheels = read_lock(folder / REQUIREMENTS) + read_lock(folder / TOOLS)
     for wheel in wheels:
         path = folder / wheel.file
         if not path.is_file():

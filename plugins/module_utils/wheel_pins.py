@@ -1,49 +1,41 @@
-"""Selects the pinned packages that a host needs, by the environment markers of the host.
+"""Reads the pinned packages of each kind of host: constraints.txt and requirements/hashes.txt.
 
-pip evaluates markers for the machine on which it runs, even if it downloads for another one: a controller on
-macOS or with another Python would select other packages. Every version is pinned, so following Requires-Dist
-needs no resolver.
+    numpy==2.4.6 ; extra == "" or extra == "train" \\
+        --hash=sha256:4f0c... \\
+        --hash=sha256:91ab...
+    torch==2.13.0+cpu ; python_version == "3.11" and platform_machine == "x86_64" and extra == "train" \\
+        --hash=sha256:c02d...
+
+scripts/lock.py writes requirements/hashes.txt. The marker of an entry names the hosts and the sets
+that need the package: `extra` is an extra of pyproject.toml, "" for the base dependencies, or EXTRA-cuda for
+the packages that only torch's CUDA build needs. An entry without a marker holds for every set and host.
 """
 
 from __future__ import annotations
 
-import zipfile
+import re
 from collections.abc import Iterable, Iterator
-from email.parser import Parser
 from pathlib import Path
-from typing import NamedTuple
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import normal
-from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
+Hashes = dict[tuple[str, Version], set[str]]
 
-class Need(NamedTuple):
-    """A package that a host needs: its name, the extras, and the specifier of its versions."""
-
-    name: str
-    extras: frozenset[str]
-    versions: str
-
-    def exact(self) -> str:
-        """The version in `==VERSION`; empty if the specifier has no exact version."""
-        only = [each for each in SpecifierSet(self.versions) if each.operator == "=="]
-        return only[0].version if only and not only[0].version.endswith(".*") else ""
-
-    def allows(self, version: str) -> bool:
-        return SpecifierSet(self.versions).contains(version, prereleases=True)
+_HASH = re.compile(r"--hash=sha256:([0-9a-f]{64})(?=\s|$)")
 
 
 def read_pins(path: Path) -> dict[str, str]:
     """{normalised name: version} of a file with `name==version` lines. Raises ValueError."""
-    pins = {}
+    pins: dict[str, str] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         line = line.split("#")[0].strip()
         if line:
             name, separator, version = line.partition("==")
             if not separator:
                 raise ValueError(f"{path}: {line!r} is not pinned; write name==version.")
-            pins[normal(name.strip())] = version.strip()
+            pins[canonicalize_name(name.strip())] = version.strip()
     return pins
 
 
@@ -64,17 +56,43 @@ def markers_of(python_version: str, architecture: str) -> dict[str, str]:
     }
 
 
-def needed(lines: Iterable[str], markers: dict[str, str], extras: Iterable[str] = ()) -> Iterator[Need]:
-    """The requirements in `lines` that hold for these markers and extras."""
-    for line in lines:
-        requirement = Requirement(line)
-        worlds = [{**markers, "extra": extra} for extra in ["", *extras]]
-        if requirement.marker is None or any(requirement.marker.evaluate(world) for world in worlds):
-            yield Need(normal(requirement.name), frozenset(requirement.extras), str(requirement.specifier))
+def holds(requirement: Requirement, markers: dict[str, str], extras: Iterable[str] = ("",)) -> bool:
+    """Whether the marker of a requirement holds for one of the extras; True without a marker."""
+    marker = requirement.marker
+    return marker is None or any(marker.evaluate({**markers, "extra": extra}) for extra in extras)
 
 
-def requires_of(wheel: Path) -> list[str]:
-    """The Requires-Dist lines in the metadata of a wheel."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.count("/") == 1 and n.endswith(".dist-info/METADATA"))
-        return Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+def read_entries(text: str, name: str) -> Iterator[tuple[Requirement, Version, set[str]]]:
+    """(requirement, its version, sha256 of each file) for each entry of a requirements file with hashes.
+
+    name: the file, for messages. Raises ValueError for a line that is not a pinned package with hashes.
+    """
+    text = re.sub(r"(?m)^\s*#.*$", "", text).replace("\\\n", " ")
+    for line in filter(None, map(str.strip, text.splitlines())):
+        head, hashes = _HASH.sub("", line).strip(), set(_HASH.findall(line))
+        try:
+            requirement = Requirement(head)
+            (pinned,) = requirement.specifier
+            version = Version(pinned.version)
+            hashes = hashes if pinned.operator == "==" else set()
+        except (InvalidRequirement, ValueError):
+            hashes = set()
+        if not hashes:
+            raise ValueError(
+                f"{name}: {head[:80]!r} is not a pinned package (NAME==VERSION) with hashes. The file is "
+                "out of date or was edited. Type: make lock"
+            )
+        yield requirement, version, hashes
+
+
+def read_hashes(path: Path, markers: dict[str, str], extras: Iterable[str]) -> Hashes:
+    """The packages of these sets on a host: {(normalised name, version): sha256 of each of its files}.
+
+    The CPU build of torch has an entry of its own beside that of its version. Raises ValueError for an
+    invalid file.
+    """
+    found: Hashes = {}
+    for requirement, version, hashes in read_entries(path.read_text(encoding="utf-8"), str(path)):
+        if holds(requirement, markers, extras):
+            found.setdefault((canonicalize_name(requirement.name), version), set()).update(hashes)
+    return found

@@ -10,27 +10,8 @@ from pathlib import Path
 OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
 
 
-class PipError(Exception):
+class PipError(ValueError):
     """An error whose text is a sentence for the person who ran the playbook."""
-
-
-def torch_request(version: str, build: str) -> str:
-    """The requirement with which pip finds a build of torch, cpu or cuda.
-
-    A bare version matches every build, and pip prefers builds with a label such as +cpu.
-    """
-    return f"torch=={version}+cpu" if build == "cpu" else f"torch=={version},!={version}+cpu"
-
-
-def is_build(version: str, wanted: str, build: str | None) -> bool:
-    """Whether `version` is the version `wanted`.
-
-    build: the build of torch, cpu or cuda, that `version` must have; None for other packages.
-    """
-    if build is None:
-        return version == wanted
-    release, _, label = version.partition("+")
-    return release == wanted and (label == "cpu") == (build == "cpu")
 
 
 def asked_at(index: str) -> list[str]:

@@ -27,6 +27,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import 
     copy_wheel,
     faults,
     parse_lock,
+    write_lock,
 )
 
 DOCUMENTATION = r"""
@@ -34,13 +35,12 @@ module: locked_venv
 short_description: Install a wheelhouse into a virtual environment of its own, with hashes
 description:
   - Copies every wheel to a folder that only root can write, and compares the copies with the controller's
-    locks in O(requirements) and O(tools). The wheelhouse's own uv installs the copies without a network.
+    lock in O(requirements). The wheelhouse's own uv installs the copies without a network.
   - Switches the link at the end and removes environments that no process uses.
 options:
   wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
   digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
   requirements: {description: Text of the requirements.lock., type: str, default: ""}
-  tools: {description: Text of the controller's tools.lock., type: str, default: ""}
   python: {description: Python of the environment., type: path, required: true}
   venvs: {description: Folder of the environments., type: path, required: true}
   link: {description: Link to the current environment., type: path, required: true}
@@ -54,7 +54,6 @@ EXAMPLES = r"""
     wheelhouse: /opt/nanofleet/wheelhouse/train
     digest: "{{ made.digest }}"
     requirements: "{{ lookup('ansible.builtin.file', 'requirements.lock', rstrip=false) }}"
-    tools: "{{ lookup('ansible.builtin.file', 'tools.lock', rstrip=false) }}"
     python: python3
     venvs: /opt/nanofleet/venvs
     link: /opt/nanofleet/venv
@@ -63,7 +62,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 ready: {description: Whether the environment was complete before the call., type: bool, returned: always}
-flaws: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
+problems: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
 path: {description: Folder of the environment., type: str, returned: always}
 digest: {description: "sha256 of the lock of the environment.", type: str, returned: always}
 installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
@@ -74,16 +73,14 @@ removed: {description: Environments that were removed., type: list, elements: st
 
 MARKER = "nanofleet-venv.json"
 PROJECT = "nanofleet"
+TOOL = "uv"
+RECORDS = "lib/python*/site-packages/*.dist-info/RECORD"
 SCRIPTS = "../../../bin/"
 UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 
 
-class VenvError(Exception):
+class VenvError(ValueError):
     """An error whose text is a sentence for the person who ran the playbook."""
-
-
-def records(venv: Path) -> list[Path]:
-    return sorted(venv.glob("lib/python*/site-packages/*.dist-info/RECORD"))
 
 
 def installed_digest(venv: Path) -> str:
@@ -94,7 +91,7 @@ def installed_digest(venv: Path) -> str:
     by host.
     """
     digest = hashlib.sha256()
-    found = records(venv)
+    found = sorted(venv.glob(RECORDS))
     for record in found:
         lines = [
             line
@@ -108,20 +105,15 @@ def installed_digest(venv: Path) -> str:
 def damaged(venv: Path) -> list[str]:
     """Installed files that are missing or have another size than recorded, as after a power cut."""
     found = []
-    for record in records(venv):
+    for record in sorted(venv.glob(RECORDS)):
         with record.open(encoding="utf-8", newline="") as lines:
             for name, _, size in csv.reader(lines):
-                if not name.endswith(".pyc") and not is_whole(f"{record.parent.parent}/{name}", size):
-                    found.append(os.path.normpath(f"{record.parent.parent}/{name}"))
+                path = f"{record.parent.parent}/{name}"
+                if not name.endswith(".pyc") and (
+                    not os.path.exists(path) or (size and os.path.getsize(path) != int(size))
+                ):
+                    found.append(os.path.normpath(path))
     return found
-
-
-def is_whole(path: str, size: str) -> bool:
-    try:
-        length = os.stat(path).st_size
-    except OSError:
-        return False
-    return not size or length == int(size)
 
 
 def read_marker(venv: Path) -> dict[str, Any]:
@@ -132,28 +124,22 @@ def read_marker(venv: Path) -> dict[str, Any]:
     return marker if isinstance(marker, dict) else {}
 
 
-def flaws(venv: Path, digest: str, python: str) -> list[str]:
+def problems_of(venv: Path, digest: str, python: str) -> list[str]:
     """Why the environment for this lock has to be made again; [] if it is complete.
 
     It is missing, unfinished, built on another Python, or was changed.
     """
     marker = read_marker(venv)
     if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():
-        return ["it was not finished" if venv.exists() else "it is not there"]
+        return ["its installation was not finished" if venv.exists() else "it is missing"]
     if marker.get("python") != os.path.realpath(python):
         return [f"it was made on {marker.get('python')}"]
     bad = damaged(venv)
     if bad:
-        return [f"{path} is gone or cut off" for path in bad[:3]] + [f"{len(bad) - 3} more are"] * (
-            len(bad) > 3
-        )
-    return (
-        [] if marker.get("installed") == installed_digest(venv) else ["its packages are not those installed"]
-    )
-
-
-def points_at(link: Path, venv: Path) -> bool:
-    return link.is_symlink() and os.path.realpath(link) == os.path.realpath(venv)
+        more = [f"and {len(bad) - 3} more files"] if len(bad) > 3 else []
+        return [f"{path} is missing or cut off" for path in bad[:3]] + more
+    same = marker.get("installed") == installed_digest(venv)
+    return [] if same else ["its packages are not those that were installed"]
 
 
 def switch(link: Path, venv: Path) -> None:
@@ -199,20 +185,20 @@ def build(p: dict[str, Any], venv: Path) -> None:
     if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
         raise VenvError("The lock that was sent is not the one the controller made: run the playbook again.")
     wheelhouse, locked = Path(p["wheelhouse"]), parse_lock(p["requirements"], REQUIREMENTS)
-    tools = parse_lock(p["tools"], "tools.lock")
+    packages = [wheel for wheel in locked if wheel.name != TOOL]
     if venv.exists():
         shutil.rmtree(venv)
     # uv and its cache lie beside the environments: one file system, so that it links instead of copying.
     with tempfile.TemporaryDirectory(prefix=".uv-", dir=venv.parent) as scratch:
         wheels, lock, uv = Path(scratch) / "wheels", Path(scratch) / REQUIREMENTS, Path(scratch) / "uv"
         wheels.mkdir()
-        for wheel in locked + tools:
+        for wheel in locked:
             copy_wheel(wheelhouse / wheel.file, wheels / wheel.file)
-        broken = faults(wheels, locked + tools)
+        broken = faults(wheels, locked)
         if broken:
             raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
-        lock.write_text(p["requirements"], encoding="utf-8")
-        with zipfile.ZipFile(wheels / tools[0].file) as archive:
+        write_lock(lock, packages)
+        with zipfile.ZipFile(next(wheels.glob(f"{TOOL}-*.whl"))) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".data/scripts/uv"))
             uv.write_bytes(archive.read(member))
         uv.chmod(0o700)
@@ -223,6 +209,8 @@ def build(p: dict[str, Any], venv: Path) -> None:
         install = [str(uv), "pip", "install", "--quiet", "--python", f"{venv}/bin/python", "--no-index"]
         install += ["--find-links", str(wheels), "--require-hashes", "--no-deps", "-r", str(lock)]
         command(install, "uv could not install the wheelhouse", scratch, **settings)
+        check = [str(uv), "pip", "check", "--quiet", "--python", f"{venv}/bin/python"]
+        command(check, "The locked packages do not fit together", scratch, **settings)
     for name in p["imports"] or []:
         # As root once, so that the bytecode is there for every later start; and a wheel that this CPU or
         # system cannot run is found now. Isolated, so that nothing but the environment is on the path.
@@ -232,23 +220,18 @@ def build(p: dict[str, Any], venv: Path) -> None:
         "digest": p["digest"],
         "installed": installed_digest(venv),
         "python": os.path.realpath(p["python"]),
-        "versions": {wheel.name: wheel.version for wheel in locked},
-        "project": "".join(wheel.sha256 for wheel in locked if wheel.name == PROJECT),
+        "versions": {wheel.name: wheel.version for wheel in packages},
+        "project": "".join(wheel.sha256 for wheel in packages if wheel.name == PROJECT),
     }
     partial = venv / f"{MARKER}.partial"
     partial.write_text(json.dumps(marker, indent=1), encoding="utf-8")
     os.replace(partial, venv / MARKER)
 
 
-def stale(p: dict[str, Any], venv: Path) -> list[Path]:
-    others = [path for path in Path(p["venvs"]).glob("*") if path.is_dir() and path != venv]
-    return [path for path in others if not in_use(path)]
-
-
 def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     venv, link = Path(p["venvs"]) / p["digest"][:12], Path(p["link"])
-    found = flaws(venv, p["digest"], p["python"])
-    ready = not found and points_at(link, venv)
+    found = problems_of(venv, p["digest"], p["python"])
+    ready = not found and link.is_symlink() and link.resolve() == venv.resolve()
     removed: list[Path] = []
     before = read_marker(link).get("versions", {})
     if not check_mode and not ready:
@@ -256,14 +239,15 @@ def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         if found:
             build(p, venv)
         switch(link, venv)
-        removed = stale(p, venv)
+        others = [path for path in venv.parent.iterdir() if path.is_dir() and path != venv]
+        removed = [path for path in others if not in_use(path)]
         for path in removed:
             shutil.rmtree(path)
     marker = read_marker(venv if p["digest"] else link)
     return {
         "changed": not ready,
         "ready": ready,
-        "flaws": found if read_marker(venv) else [],
+        "problems": found if read_marker(venv) else [],
         "path": str(venv),
         "digest": marker.get("digest", ""),
         "installed": marker.get("installed", ""),
@@ -284,7 +268,6 @@ def main() -> None:
             "wheelhouse": {"type": "path", "required": True},
             "digest": {"type": "str", "required": True},
             "requirements": {"type": "str", "default": ""},
-            "tools": {"type": "str", "default": ""},
             "python": {"type": "path", "required": True},
             "venvs": {"type": "path", "required": True},
             "link": {"type": "path", "required": True},
@@ -294,7 +277,7 @@ def main() -> None:
     )
     try:
         result = run(module.params, module.check_mode)
-    except (VenvError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(**result)
 

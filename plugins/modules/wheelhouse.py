@@ -1,50 +1,44 @@
 #!/usr/bin/python
 """Ansible module: make a wheelhouse: the wheels that an extra needs on one kind of Linux host, and a lock.
 
-Runs on the controller, which may be another system than the hosts (macOS, another Python). The pinned
-versions come from constraints.txt, requirements are evaluated with the markers of the host, and pip downloads
-only named wheels.
+Runs on the controller, which may be another system than the hosts (macOS, another Python). The packages come
+from requirements/hashes.txt, selected by the markers of the host, and pip downloads only named wheels.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import tomllib
+import zipfile
+from email.parser import Parser
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_hashes import judge, read_hashes
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
     REQUIREMENTS,
-    TOOLS,
     Wheel,
     faults,
-    normal,
     read_lock,
+    sha256_of,
     wheel_of,
     write_lock,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pins import (
-    Need,
+    Hashes,
+    holds,
     markers_of,
-    needed,
+    read_hashes,
     read_pins,
-    requires_of,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pip import (
-    PipError,
-    download,
-    is_build,
-    torch_request,
-)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pip import PipError, download
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
 
 DOCUMENTATION = r"""
 module: wheelhouse
@@ -54,12 +48,15 @@ description:
     C(requirements.lock).
   - Refuses a wheel whose sha256 differs from the committed ones. A wheel without a committed hash is accepted
     at its first download, with a warning, and refused if a later download differs.
-  - Changes nothing if pins, requirements and sources are unchanged. Verifies every wheel each time.
+  - Changes nothing if packages and sources are unchanged. Verifies every wheel each time.
 options:
   source: {description: The repository's root., type: path, required: true}
   dest: {description: The wheelhouse's folder., type: path, required: true}
-  constraints: {description: File with lines C(name==version)., type: path, required: true}
-  hashes: {description: "File with the committed hashes; empty for none.", type: path, default: ""}
+  constraints:
+    description: File with lines C(name==version). Its versions replace those of O(hashes).
+    type: path
+    required: true
+  hashes: {description: File with the packages of each extra and their hashes., type: path, required: true}
   require_hashes: {description: Refuse wheels without a committed hash., type: bool, default: false}
   extra: {description: "Extra of pyproject.toml; empty for none.", type: str, default: ""}
   project: {description: Include the project's own wheel and base dependencies., type: bool, default: true}
@@ -90,274 +87,233 @@ digest: {description: "sha256 of requirements.lock, or empty.", type: str, retur
 wheels: {description: Number of wheels., type: int, returned: always}
 bytes: {description: Size of all wheels., type: int, returned: always}
 unverified: {description: Wheels without a committed hash., type: list, elements: str, returned: always}
-fetched: {description: Wheels that were downloaded or built., type: list, elements: str, returned: always}
 """
 
-STAMP = "made-from.json"
-TOOL = "uv"
 PROJECT = "nanofleet"
-NOTHING_YET: dict[str, Any] = {
-    "changed": True, "digest": "", "wheels": 0, "bytes": 0, "unverified": [], "fetched": []
-}  # fmt: skip
-SOURCES = ("pyproject.toml", "LICENSE", "trainer", "fleet")
 
 
-class WheelhouseError(Exception):
+class WheelhouseError(ValueError):
     """An error whose text is a sentence for the person who ran the playbook."""
 
 
-def tree_digest(root: Path) -> str:
-    """sha256 over names and contents of the files from which the project's wheel is built."""
-    digest = hashlib.sha256()
-    for name in SOURCES:
-        paths = sorted((root / name).rglob("*")) if (root / name).is_dir() else [root / name]
-        for path in paths:
-            if path.is_file() and "__pycache__" not in path.parts:
-                content = hashlib.sha256(path.read_bytes()).hexdigest()
-                digest.update(f"{path.relative_to(root).as_posix()} {content}\n".encode())
-    return digest.hexdigest()
-
-
 class Wheelhouse:
-    """One wheelhouse folder, and the packages, sources and hashes that it is made from."""
+    """One wheelhouse folder, and the packages and sources that it is made from."""
 
     def __init__(self, params: dict[str, Any]) -> None:
         self.p = params
         self.source, self.dest = Path(params["source"]), Path(params["dest"])
-        self.pins = read_pins(Path(params["constraints"]))
+        self.cuda = params["torch"] == "cuda"
         self.markers = markers_of(params["python_version"], params["architecture"])
-        self.hashes = read_hashes(Path(params["hashes"]), self.markers) if params["hashes"] else {}
-        self.roots = self._roots()
-        self.unverified: list[Wheel] = []
-        self.versions: dict[str, str] = {}
-        self.fetched: list[str] = []
-        kind = [params[name] for name in ("python_version", "architecture", "torch", "torch_index", "extra")]
-        pins = sorted(self.pins.items())
-        self.stamp = {
-            "packages": hashlib.sha256(json.dumps([kind, pins, sorted(self.roots)]).encode()).hexdigest(),
-            "project": tree_digest(self.source) if params["project"] else "",
-        }
+        self.pins = read_pins(Path(params["constraints"]))
+        self.hashes = self._locked(self.cuda)
+        self.wanted = self._versions(self.hashes)
+        self.kept: dict[str, Wheel] = {}
+        self.unverified: list[str] = []
+        self._check_requirements()
 
-    def _roots(self) -> list[str]:
+    def _locked(self, cuda: bool) -> Hashes:
+        extra = self.p["extra"]
+        sets = [extra, *([""] if self.p["project"] else []), *([f"{extra}-cuda"] if cuda else [])]
+        return read_hashes(Path(self.p["hashes"]), self.markers, sets)
+
+    def _versions(self, locked: Hashes) -> dict[str, str]:
+        return {name: self.pins.get(name, version.public) for name, version in locked}
+
+    def _check_requirements(self) -> None:
+        """Raise WheelhouseError if pyproject.toml needs a package or a version that is not locked."""
         path = self.source / "pyproject.toml"
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         extras, extra = project.get("optional-dependencies", {}), self.p["extra"]
         if extra and extra not in extras:
             raise WheelhouseError(f"{path} has no extra {extra!r}; it has: {', '.join(sorted(extras))}.")
-        roots = [*extras.get(extra, []), *(project.get("dependencies", []) if self.p["project"] else [])]
-        if not roots:
-            raise WheelhouseError("There is nothing to install: name an extra, or take the project itself.")
-        return roots
+        lines = [*extras.get(extra, []), *(project.get("dependencies", []) if self.p["project"] else [])]
+        if not lines:
+            raise WheelhouseError("There is nothing to install: name an extra, or include the project.")
+        for name, needed in needs(lines, self.markers):
+            version = self.wanted.get(name, "")
+            if not allows(needed, version):
+                what = f"it is pinned to {version}" if version else f"{self.p['hashes']} does not have it"
+                raise WheelhouseError(
+                    f"{path} needs {needed}, but {what}. Pin a version that fits in "
+                    f"{self.p['constraints']}, then type: make lock"
+                )
 
-    def current(self) -> bool:
-        """Whether the wheelhouse is complete and made from the present packages and sources.
+    def update(self, check_mode: bool) -> bool:
+        """Make the missing wheels in a folder beside the wheelhouse, then move them in and write the lock.
 
-        Raises WheelhouseError for an altered wheel, which is never replaced silently.
+        Returns whether anything differs. check_mode: download and move nothing. Raises ValueError for an
+        altered wheel, which is never replaced silently.
         """
-        try:
-            stamp = json.loads((self.dest / STAMP).read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            return False
-        found = faults(self.dest)
-        broken = [fault for fault in found if not fault.endswith("is missing")]
-        if broken:
-            raise WheelhouseError(
-                f"{self.dest}: {'; '.join(broken)}. "
-                "Remove the named file there and run the playbook again: it is fetched again."
-            )
-        if not found:
-            self._check(read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS), self.dest)
-        return bool(stamp == self.stamp) and not found
-
-    def make(self) -> None:
-        """Make the new wheelhouse beside the old one, then replace the old one by renaming."""
-        parent = self.dest.parent
-        for leftover in parent.glob(f".{self.dest.name}.making-*"):
-            shutil.rmtree(leftover)
-        staging = Path(tempfile.mkdtemp(prefix=f".{self.dest.name}.making-", dir=parent))
-        try:
-            self._fill(staging)
-            staging.chmod(0o755)
-            old = parent / f".{self.dest.name}.old"
-            if self.dest.exists():
-                self.dest.rename(old)
-            staging.rename(self.dest)
-            shutil.rmtree(old, ignore_errors=True)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
-
-    def _fill(self, staging: Path) -> None:
-        kept = self._kept()
-        wheels: dict[str, Path] = {}
-        todo = set(needed([*self.roots, TOOL], self.markers))
-        seen = set(todo)
-        while todo:
-            for need in sorted(todo):
-                self._choose(need)
-            names = {need.name for need in todo} - wheels.keys()
-            again = {name for name in names & kept.keys() if self._is_wanted(name, kept[name].version)}
-            for name in again:
-                link_or_copy(self.dest / kept[name].file, staging / kept[name].file)
-            self._fetch(names - again, staging)
-            here = {normal(path.name.split("-")[0]): path for path in staging.glob("*.whl")}
-            wheels |= {name: here[name] for name in names}
-            todo = {
-                further
-                for need in todo
-                for further in needed(requires_of(wheels[need.name]), self.markers, need.extras)
-                if further not in seen
-            }
-            seen |= todo
-        if self.p["project"]:
-            self._build(staging)
-        locked = [wheel_of(path) for path in sorted(staging.glob("*.whl"))]
-        self._check(locked, staging)
-        self._compare_with_first(locked)
-        write_lock(staging / REQUIREMENTS, [wheel for wheel in locked if wheel.name != TOOL])
-        write_lock(staging / TOOLS, [wheel for wheel in locked if wheel.name == TOOL])
-        (staging / STAMP).write_text(json.dumps(self.stamp), encoding="utf-8")
-        for path in staging.iterdir():
-            path.chmod(0o644)
-
-    def _check(self, wheels: list[Wheel], folder: Path) -> None:
-        """Raise WheelhouseError if a wheel differs from the committed hashes; collect those without one."""
-        altered, self.unverified = judge([wheel for wheel in wheels if wheel.name != PROJECT], self.hashes)
+        lock = self.dest / REQUIREMENTS
+        old = read_lock(lock) if lock.is_file() else []
+        altered = [fault for fault in faults(self.dest, old) if not fault.endswith("is missing")]
         if altered:
-            names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
             raise WheelhouseError(
-                f"{names} in {folder} does not match {self.p['hashes']}. The index serves another "
-                "file, or the file was replaced. Remove it and find out which index pip took it from "
-                "(pip config list); if the new file is right, type: make lock"
+                f"{self.dest}: {'; '.join(altered)}. Remove the named file there and run the playbook again: "
+                "it is downloaded again."
             )
-        if self.unverified and self.p["require_hashes"]:
-            raise WheelhouseError(
-                f"{', '.join(wheel.file for wheel in self.unverified)} has no hash in {self.p['hashes']}, "
-                "and wheelhouse_require_hashes refuses such wheels. Where an index holds it, type: make lock"
-            )
-
-    def _compare_with_first(self, locked: list[Wheel]) -> None:
-        """Raise WheelhouseError if a wheel differs from the one that was downloaded first.
-
-        That one is in the old wheelhouse's lock. The project's own wheel may differ.
-        """
+        self.kept = {wheel.name: wheel for wheel in old if (self.dest / wheel.file).is_file()}
+        scratch = self.dest.with_name(f".{self.dest.name}.new")
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir()
         try:
-            first = {wheel.file: wheel.sha256 for wheel in read_lock(self.dest / REQUIREMENTS)}
-        except ValueError:
+            for only_torch in (True, False):
+                missing = {name for name in self._missing() if (name == "torch") == only_torch}
+                if missing and check_mode:
+                    return True
+                self._fetch(missing, scratch)
+                if only_torch and self.cuda and self.p["torch_index"] and "torch" in self.wanted:
+                    self._follow_torch(scratch)
+            if self.p["project"]:
+                self._build(scratch)
+            new = {wheel.name: wheel for wheel in map(wheel_of, scratch.iterdir())}
+            wheels = sorted([*new.values(), *(self.kept[name] for name in self.wanted.keys() - new.keys())])
+            self._check(wheels, old)
+            if wheels == sorted(old) and not faults(self.dest, wheels):
+                return False
+            if not check_mode:
+                self._move(scratch, wheels)
+            return True
+        finally:
+            shutil.rmtree(scratch)
+
+    def _missing(self) -> set[str]:
+        """The wanted packages of whose version and build the old wheelhouse has no wheel."""
+        missing = set(self.wanted)
+        for name, version in self.wanted.items():
+            found = Version(self.kept[name].version) if name in self.kept else None
+            if found and name == "torch":
+                is_cuda = found.local != "cpu"
+                missing -= {name} if found.public == version and is_cuda == self.cuda else set()
+            elif found == Version(version):
+                missing.remove(name)
+        return missing
+
+    def _fetch(self, names: set[str], folder: Path) -> None:
+        """Download the wheels of these packages: torch alone, or others."""
+        if not names:
             return
-        other = [
-            wheel.file
-            for wheel in locked
-            if wheel.name != PROJECT and first.get(wheel.file, wheel.sha256) != wheel.sha256
-        ]
-        if other:
+        if self.p["offline"]:
+            lacks = ", ".join(f"{name}=={self.wanted[name]}" for name in sorted(self._missing()))
+            kind = f"-e wheelhouse_python={self.p['python_version']}"
+            kind += f" -e wheelhouse_machine={self.p['architecture']} -e runtime_torch={self.p['torch']}"
             raise WheelhouseError(
-                f"{', '.join(other)} is not the file that was first downloaded: its sha256 is not that of "
-                f"{self.dest / REQUIREMENTS}. If the new file is right, remove {self.dest} and type the "
-                "same again."
+                f"{self.dest} lacks {lacks}, and wheelhouse_offline forbids downloads. On a machine with a "
+                f"network, in the same checkout, type: ansible-playbook wheelhouse.yml {kind}  Then copy its "
+                "folder .wheelhouse to this controller."
             )
+        wanted = [f"{name}=={self.wanted[name]}" for name in sorted(names)]
+        indexes = [""]
+        if names == {"torch"}:
+            # A bare version matches every build, and pip prefers builds with a label such as +cpu. PyTorch's
+            # index is asked for a CPU build only if pip's indexes have none.
+            wanted = [f"{wanted[0]},!={self.wanted['torch']}+cpu" if self.cuda else f"{wanted[0]}+cpu"]
+            indexes = [self.p["torch_index"]] if self.cuda else ["", self.p["torch_index"]]
+        for index in indexes:
+            try:
+                return download(wanted, folder, self.p["python_version"], self.p["architecture"], index)
+            except PipError:
+                if index == indexes[-1]:
+                    raise
 
-    def _choose(self, need: Need) -> None:
-        """Set the version of a needed package: the pinned one, else the one that its requirement fixes.
+    def _follow_torch(self, scratch: Path) -> None:
+        """Take the CUDA packages that the wheel of torch names, if its CUDA version is not the locked one.
 
-        A build of torch for another CUDA version requires exact versions of its own.
+        Such a build pins the packages that it needs. Raises WheelhouseError if it does not.
         """
-        chosen = self.versions.get(need.name, "")
-        known = chosen or self.pins.get(need.name, "")
-        version = known if known and need.allows(known) else "" if chosen else need.exact()
-        if not version:
-            what = f"pinned to {known} instead of {need.versions}" if known else "not pinned"
-            raise WheelhouseError(
-                f"{need.name} is needed ({self.p['extra'] or 'base'}) but {what} in {self.p['constraints']}: "
-                "renew that file as its first lines say."
-            )
-        self.versions[need.name] = version
-
-    def _is_wanted(self, name: str, version: str) -> bool:
-        return is_build(version, self.versions[name], self.p["torch"] if name == "torch" else None)
-
-    def _kept(self) -> dict[str, Wheel]:
-        """{name: wheel} of the intact wheels in the old wheelhouse, which need not be downloaded again."""
-        try:
-            old = read_lock(self.dest / REQUIREMENTS) + read_lock(self.dest / TOOLS)
-        except ValueError:
-            return {}
-        here = {wheel.name: wheel for wheel in old if (self.dest / wheel.file).is_file()}
-        return {name: wheel for name, wheel in here.items() if wheel_of(self.dest / wheel.file) == wheel}
-
-    def _fetch(self, names: set[str], staging: Path) -> None:
-        plain = [f"{name}=={self.versions[name]}" for name in sorted(names - {"torch"})]
-        torch = [torch_request(self.versions["torch"], self.p["torch"])] if "torch" in names else []
-        if (plain or torch) and self.p["offline"]:
-            kind = f"--python {self.p['python_version']} --machine {self.p['architecture']}"
-            kind += " --torch cuda" if self.p["torch"] == "cuda" else ""
-            raise WheelhouseError(
-                f"{self.dest} lacks {', '.join(plain + torch)} (and what only these need), and with "
-                "wheelhouse_offline no index is asked. On a machine with a network, in the same checkout: "
-                f"python scripts/wheelhouse.py {kind}, then bring its folder."
-            )
-        self._pip(plain, staging)
-        try:
-            # A CPU build is asked for by name, at torch's own index only where pip's own have none.
-            self._pip(torch, staging, "" if self.p["torch"] == "cpu" else self.p["torch_index"])
-        except WheelhouseError:
-            if self.p["torch"] != "cpu" or not self.p["torch_index"]:
-                raise
-            self._pip(torch, staging, self.p["torch_index"])
-        self.fetched += plain + torch
-
-    def _pip(self, wanted: list[str], staging: Path, index: str = "") -> None:
-        if not wanted:
+        wheel = next(scratch.glob("torch-*"), None) or self.dest / self.kept["torch"].file
+        with zipfile.ZipFile(wheel) as archive:
+            name = next(each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+            lines = Parser().parsestr(archive.read(name).decode()).get_all("Requires-Dist") or []
+        needed = needs(lines, self.markers)
+        if all(allows(need, self.wanted.get(name, "")) for name, need in needed):
             return
-        try:
-            download(wanted, staging, self.p["python_version"], self.p["architecture"], index)
-        except PipError as error:
-            raise WheelhouseError(str(error)) from None
+        self.wanted = self._versions(self._locked(cuda=False))
+        for name, need in needed:
+            exact = [each.version for each in need.specifier if each.operator == "=="]
+            self.wanted[name] = exact[0] if exact else self.pins.get(name, "")
+            if need.extras or not allows(need, self.wanted[name]):
+                raise WheelhouseError(
+                    f"{wheel.name} needs {need}, which {self.p['constraints']} does not pin. Set "
+                    "runtime_torch_index to an index whose CUDA version is that of the pinned packages."
+                )
 
-    def _build(self, staging: Path) -> None:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(staging)]
+    def _build(self, folder: Path) -> None:
+        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder)]
         environment = {**os.environ, "SOURCE_DATE_EPOCH": "1580601600"}
         result = subprocess.run(command, cwd=self.source, env=environment, capture_output=True, text=True)
         if result.returncode != 0:
             reason = (result.stderr.strip() or result.stdout.strip() or "no reason given").splitlines()[-1]
             raise WheelhouseError(f"The project's wheel could not be built from {self.source}: {reason}")
-        self.fetched.append("nanofleet")
+
+    def _check(self, wheels: list[Wheel], old: list[Wheel]) -> None:
+        """Raise WheelhouseError for a wheel that is not the committed one, or not the one downloaded first.
+
+        Collects the wheels without a committed hash in `unverified`.
+        """
+        wheels = [wheel for wheel in wheels if wheel.name != PROJECT]
+        known = {wheel: self.hashes.get((wheel.name, Version(wheel.version))) for wheel in wheels}
+        altered = [wheel for wheel, hashes in known.items() if hashes and wheel.sha256 not in hashes]
+        if altered:
+            names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
+            raise WheelhouseError(
+                f"{names} in {self.dest} does not match {self.p['hashes']}. The index serves another "
+                "file, or the file was replaced. Remove it and find out which index pip took it from "
+                "(pip config list); if the new file is right, type: make lock"
+            )
+        self.unverified = [wheel.file for wheel, hashes in known.items() if not hashes]
+        if self.unverified and self.p["require_hashes"]:
+            raise WheelhouseError(
+                f"{', '.join(self.unverified)} has no hash in {self.p['hashes']}, "
+                "and wheelhouse_require_hashes refuses such wheels. Where an index holds it, type: make lock"
+            )
+        first = {wheel.file: wheel.sha256 for wheel in old}
+        other = [wheel.file for wheel in wheels if first.get(wheel.file, wheel.sha256) != wheel.sha256]
+        if other:
+            raise WheelhouseError(
+                f"{', '.join(other)} is not the file that was first downloaded: its sha256 is not that in "
+                f"{self.dest / REQUIREMENTS}. If the new file is right, remove {self.dest} and run the "
+                "playbook again."
+            )
+
+    def _move(self, scratch: Path, wheels: list[Wheel]) -> None:
+        """Move the new wheels into the wheelhouse, then the new lock, and remove all other wheels."""
+        write_lock(scratch / REQUIREMENTS, wheels)
+        self.dest.mkdir(exist_ok=True)
+        for path in sorted(scratch.iterdir(), key=lambda path: path.suffix == ".lock"):
+            path.replace(self.dest / path.name)
+        for path in set(self.dest.glob("*.whl")) - {self.dest / wheel.file for wheel in wheels}:
+            path.unlink()
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    try:
-        os.link(source, target)
-    except OSError:
-        shutil.copy2(source, target)
+def needs(lines: list[str], markers: dict[str, str]) -> list[tuple[str, Requirement]]:
+    """(normalised name, requirement) for each requirement in `lines` that a host with these markers has."""
+    found = [(canonicalize_name(each.name), each) for each in map(Requirement, lines)]
+    return [(name, each) for name, each in found if holds(each, markers)]
+
+
+def allows(needed: Requirement, version: str) -> bool:
+    return bool(version) and needed.specifier.contains(version, prereleases=True)
 
 
 def run(params: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     house = Wheelhouse(params)
-    parent = house.dest.parent
-    if check_mode and not parent.is_dir():
-        return {**NOTHING_YET, "path": params["dest"]}
-    parent.mkdir(parents=True, exist_ok=True)
-    # Two playbooks may start at once on one controller; the second finds the first one's work done.
-    with (parent / f".{house.dest.name}.lock").open("w") as guard:
-        fcntl.flock(guard, fcntl.LOCK_EX)
-        old = parent / f".{house.dest.name}.old"
-        if old.is_dir() and not house.dest.exists():
-            old.rename(house.dest)
-        current = house.current()
-        if not current and not check_mode:
-            house.make()
-        elif not current:
-            return {**NOTHING_YET, "path": params["dest"]}
-        wheels = read_lock(house.dest / REQUIREMENTS)
-        digest = hashlib.sha256((house.dest / REQUIREMENTS).read_bytes()).hexdigest()
-    size = sum(wheel.bytes for wheel in wheels)
+    dest, wheels, changed = house.dest, [], True
+    if not check_mode:
+        dest.parent.mkdir(parents=True, exist_ok=True)
+    if dest.parent.is_dir():
+        # Two playbooks may start at once on one controller; the second finds the first one's work done.
+        with (dest.parent / f".{dest.name}.lock").open("w") as guard:
+            fcntl.flock(guard, fcntl.LOCK_EX)
+            changed = house.update(check_mode)
+            wheels = [] if changed and check_mode else read_lock(dest / REQUIREMENTS)
     return {
-        "changed": not current,
+        "changed": changed,
         "path": params["dest"],
-        "digest": digest,
+        "digest": sha256_of(dest / REQUIREMENTS) if wheels else "",
         "wheels": len(wheels),
-        "bytes": size,
-        "unverified": [wheel.file for wheel in house.unverified],
-        "fetched": house.fetched,
+        "bytes": sum(wheel.bytes for wheel in wheels),
+        "unverified": house.unverified if wheels else [],
     }
 
 
@@ -367,7 +323,7 @@ def main() -> None:
             "source": {"type": "path", "required": True},
             "dest": {"type": "path", "required": True},
             "constraints": {"type": "path", "required": True},
-            "hashes": {"type": "path", "default": ""},
+            "hashes": {"type": "path", "required": True},
             "require_hashes": {"type": "bool", "default": False},
             "extra": {"type": "str", "default": ""},
             "project": {"type": "bool", "default": True},
@@ -382,7 +338,7 @@ def main() -> None:
     )
     try:
         result = run(module.params, module.check_mode)
-    except (WheelhouseError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         module.fail_json(msg=str(error))
     if result["unverified"]:
         module.warn(

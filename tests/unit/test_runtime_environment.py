@@ -21,7 +21,6 @@ def sent(wheels: Path) -> dict[str, Any]:
     return {
         "digest": locks.sha256_of(wheels / locks.REQUIREMENTS),
         "requirements": (wheels / locks.REQUIREMENTS).read_text(),
-        "tools": (wheels / locks.TOOLS).read_text(),
     }
 
 
@@ -34,11 +33,9 @@ def host(tmp_path: Path) -> dict[str, Any]:
     wheels.mkdir()
     make_wheel(wheels, "alpha", "1.0", body="x = 1\n")
     make_wheel(wheels, "beta", "2.0")
-    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
-    tool = wheels / "uv-0.1-py3-none-any.whl"
-    with zipfile.ZipFile(tool, "w") as archive:
+    with zipfile.ZipFile(wheels / "uv-0.1-py3-none-any.whl", "w") as archive:
         archive.write(uv, "uv-0.1.data/scripts/uv")
-    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
     return {
         "wheelhouse": str(wheels),
         **sent(wheels),
@@ -71,7 +68,7 @@ def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, An
     wheels = Path(host["wheelhouse"])
     next(wheels.glob("beta-*")).unlink()
     make_wheel(wheels, "beta", "2.1")
-    found = [locks.wheel_of(path) for path in wheels.glob("*.whl") if not path.name.startswith("uv-")]
+    found = [locks.wheel_of(path) for path in wheels.glob("*.whl")]
     locks.write_lock(wheels / locks.REQUIREMENTS, found)
     new = locked_venv.run({**host, **sent(wheels)}, False)
     assert new["removed"] == [old["path"]]
@@ -95,7 +92,7 @@ def test_a_program_and_a_lock_that_the_login_user_exchanged_are_not_run(
     tool = wheels / "uv-0.1-py3-none-any.whl"
     with zipfile.ZipFile(tool, "w") as archive:
         archive.writestr("uv-0.1.data/scripts/uv", f"#!/bin/sh\ntouch {ran}\n")
-    locks.write_lock(wheels / locks.TOOLS, [locks.wheel_of(tool)])
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
     with pytest.raises(locked_venv.VenvError, match=r"uv-0\.1-py3-none-any\.whl (has|was altered)"):
         locked_venv.run(host, False)
     assert not ran.exists()
@@ -115,7 +112,7 @@ def test_what_is_run_and_installed_are_copies_that_were_checked(
 
     monkeypatch.setattr(locked_venv, "command", replace_first)
     assert locked_venv.run(host, False)["versions"] == {"alpha": "1.0", "beta": "2.0"}
-    assert len(commands) == 3
+    assert len(commands) == 4
     assert not [each for each in commands if any(host["wheelhouse"] in argument for argument in each)]
     assert not list(Path(host["venvs"]).glob(".*")), "the copies are removed"
 
@@ -158,13 +155,13 @@ def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None
 def test_a_file_that_was_cut_off_is_named_and_mended(host: dict[str, Any], empty: bool) -> None:
     """A power cut leaves files without their bytes; the recorded digests alone would not see it."""
     first = locked_venv.run(host, False)
-    assert locked_venv.run(host, True)["flaws"] == []
+    assert locked_venv.run(host, True)["problems"] == []
     module = next(Path(host["link"]).glob("lib/python*/site-packages/alpha.py"))
     module.unlink()
     if empty:
         module.touch()
     seen = locked_venv.run(host, True)
-    assert (seen["ready"], seen["flaws"]) == (False, [f"{module.resolve()} is gone or cut off"])
+    assert (seen["ready"], seen["problems"]) == (False, [f"{module.resolve()} is missing or cut off"])
     assert locked_venv.run(host, False)["installed"] == first["installed"]
     assert module.read_text() == "x = 1\n"
 
@@ -177,7 +174,7 @@ def hostvars(**hosts: tuple[str, str, dict[str, str]]) -> dict[str, Any]:
         seen = {"python": python, "machine": "x86_64"}
         found[name] = {
             "runtime_kind": filters.runtime_kind(seen, torch or "cpu", index),
-            "__runtime_asked": {
+            "__runtime_checked": {
                 "ready": True,
                 "installed": installed,
                 "versions": versions,
@@ -199,7 +196,7 @@ def test_the_odd_host_is_named() -> None:
         "3.12-x86_64",
     ]
     odd = {**same, **hostvars(d=("3.11", "y" * 64, {"torch": "1.9"}))}
-    odd["d"]["__runtime_asked"]["project"] = "q" * 64
+    odd["d"]["__runtime_checked"]["project"] = "q" * 64
     found = list(filters.runtime_findings(["a", "b", "c", "d"], odd))
     assert [(each["host"], each["code"]) for each in found] == [
         ("d", "NF301"),
@@ -231,6 +228,16 @@ def test_a_fleet_of_cpu_and_cuda_hosts_has_equal_versions_and_its_own_kinds() ->
 
 def test_a_dry_run_before_the_first_setup_has_nothing_to_compare() -> None:
     bare = hostvars(a=("3.11", "", {}))
-    bare["a"]["__runtime_asked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
+    bare["a"]["__runtime_checked"] = {"ready": False, "installed": "", "versions": {}, "project": ""}
     assert not list(filters.runtime_findings(["a"], bare))
     assert filters.runtime_summary(["a"], bare) == "No environment is installed yet."
+
+
+def test_a_package_that_lacks_another_is_reported(host: dict[str, Any]) -> None:
+    """As with pins of one's own, under which a package may need more than the committed resolution has."""
+    wheels = Path(host["wheelhouse"])
+    make_wheel(wheels, "beta", "2.0", requires=("gamma>=3",))
+    locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
+    with pytest.raises(locked_venv.VenvError, match=r"do not fit together: .*beta.*gamma>=3"):
+        locked_venv.run({**host, **sent(wheels)}, False)
+    assert not Path(host["link"]).exists()

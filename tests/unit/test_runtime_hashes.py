@@ -8,18 +8,16 @@ import re
 import stat
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as filters
-from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_hashes as hashes
-from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pins as pins
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pip as pip
 from ansible_collections.nanofleet.fleet.plugins.modules import runtime_host, wheelhouse
-from packaging.version import Version
 from role_files import call
 from wheels import INDEX, ROLE, ROOT, WHEELHOUSE, make_wheel
 
@@ -29,20 +27,35 @@ HASHES = ROOT / "requirements" / "hashes.txt"
 SECRET = "https://me:secret@index.example/simple"
 
 
-def committed(python: str = "3.11", machine: str = "x86_64") -> hashes.Hashes:
-    return hashes.read_hashes(HASHES, pins.markers_of(python, machine))
+def committed(python: str, machine: str, *extras: str) -> dict[str, set[str]]:
+    """{name: versions} of the committed packages of some sets on one kind of host."""
+    found: dict[str, set[str]] = {}
+    for name, version in pins.read_hashes(HASHES, pins.markers_of(python, machine), extras):
+        found.setdefault(name, set()).add(str(version))
+    return found
 
 
-def test_the_committed_hashes_are_those_of_the_pinned_versions() -> None:
-    pinned = {(name, Version(version)) for name, version in pins.read_pins(ROOT / "constraints.txt").items()}
-    torch = next(version for name, version in pinned if name == "torch")
-    cpu = ("torch", Version(f"{torch}+cpu"))
-    for python in ("3.11", "3.12", "3.13"):
-        for machine in ("x86_64", "aarch64"):
-            assert committed(python, machine).keys() - {cpu} == pinned, (
-                "constraints.txt has changed: make lock"
-            )
-    assert cpu in committed(), "the CPU build for the Python that most hosts have"
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+@pytest.mark.parametrize("python", ["3.11", "3.12", "3.13"])
+def test_the_committed_packages_are_the_pinned_ones_that_the_project_needs(python: str, machine: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    sets = {"": project["dependencies"], **project["optional-dependencies"]}
+    pinned = pins.read_pins(ROOT / "constraints.txt")
+    every = committed(python, machine, *sets, "train-cuda")
+    assert every.keys() == pinned.keys(), "constraints.txt or pyproject.toml has changed: make lock"
+    for name, versions in every.items():
+        assert versions - {f"{pinned[name]}+cpu"} == {pinned[name]}, "constraints.txt has changed: make lock"
+    for extra, lines in sets.items():
+        here = committed(python, machine, extra)
+        for name, needed in wheelhouse.needs(lines, pins.markers_of(python, machine)):
+            assert wheelhouse.allows(needed, pinned[name]), f"{needed} is pinned to {pinned[name]}"
+            assert name in here, f"extra {extra!r} of pyproject.toml has changed: make lock"
+    assert "uv" in committed(python, machine)
+    assert "torch" not in committed(python, machine, "", "tracker")
+
+
+def test_the_cpu_build_of_torch_has_a_committed_hash_for_the_python_of_most_hosts() -> None:
+    assert "2.13.0+cpu" in committed("3.11", "x86_64", "train")["torch"]
 
 
 def test_the_file_says_for_which_hosts_no_hash_of_torch_is_known() -> None:
@@ -58,27 +71,23 @@ def test_the_file_says_for_which_hosts_no_hash_of_torch_is_known() -> None:
 
 @pytest.fixture
 def locked(house: dict[str, Any]) -> dict[str, Any]:
-    """A wheelhouse whose wheels have committed hashes, all but `old`."""
-    path, folder = Path(house["source"]) / "hashes.txt", Path(house["source"]) / "wheels"
-    folder.mkdir()
-    made = [make_wheel(folder, name, *each) for name, each in INDEX.items() if name != "old"]
-    wheels = [locks.wheel_of(path) for path in made]
-    lines = [f"{each.name}=={each.version} \\\n    --hash=sha256:{each.sha256}\n" for each in wheels]
-    path.write_text("# written by make lock\n" + "".join(lines))
-    return {**house, "hashes": str(path)}
+    """A wheelhouse whose wheels have committed hashes, all but `old`, whose pin is not the locked version."""
+    path = Path(house["hashes"])
+    path.write_text(path.read_text().replace("old==0.1", "old==0.0"))
+    return house
 
 
 def another_index(monkeypatch: pytest.MonkeyPatch, *altered: str) -> None:
     """The index serves other files under these names."""
-    fetch = wheelhouse.Wheelhouse._pip
+    fetch = wheelhouse.download
 
-    def serve(self: Any, wanted: list[str], staging: Path, index: str = "") -> None:
-        fetch(self, wanted, staging, index)
+    def serve(wanted: list[str], folder: Path, *rest: str) -> None:
+        fetch(wanted, folder, *rest)
         for name in altered:
-            if list(staging.glob(f"{name}-*")):
-                make_wheel(staging, name, INDEX[name][0], INDEX[name][1], body="import os\n")
+            if list(folder.glob(f"{name}-*")):
+                make_wheel(folder, name, INDEX[name][0], body="import os\n")
 
-    monkeypatch.setattr(wheelhouse.Wheelhouse, "_pip", serve)
+    monkeypatch.setattr(wheelhouse, "download", serve)
 
 
 @pytest.mark.parametrize("name", ["speed", "uv"])
@@ -98,7 +107,9 @@ def test_a_wheelhouse_that_was_brought_is_checked_as_well(
 ) -> None:
     """Its own lock agrees with its wheels; only the committed hashes show that one is another."""
     another_index(monkeypatch, "beta")
-    wheelhouse.run({**locked, "hashes": ""}, False)
+    unknown = Path(locked["source"]) / "unknown.txt"
+    unknown.write_text(Path(locked["hashes"]).read_text().replace("beta==2.0", "beta==1.9"))
+    wheelhouse.run({**locked, "hashes": str(unknown)}, False)
     with pytest.raises(wheelhouse.WheelhouseError, match=r"beta-2\.0-py3-none-any\.whl .* does not match"):
         wheelhouse.run({**locked, "offline": True}, False)
 
@@ -131,14 +142,9 @@ def test_an_entry_with_a_marker_holds_for_such_hosts_alone(tmp_path: Path) -> No
         f'torch==2.13.0+cpu ; python_version == "3.11" and platform_machine == "x86_64" \\\n'
         f"    --hash=sha256:{'a' * 64} \\\n    --hash=sha256:{'b' * 64}\n"
     )
-    wheel = locks.Wheel("torch", "2.13.0+cpu", "c" * 64, "torch-2.13.0+cpu-cp311.whl", 1)
-    for python, machine, altered in (
-        ("3.11", "x86_64", [wheel]),
-        ("3.12", "x86_64", []),
-        ("3.11", "aarch64", []),
-    ):
-        found = hashes.judge([wheel], hashes.read_hashes(path, pins.markers_of(python, machine)))
-        assert found == (altered, [] if altered else [wheel])
+    for python, machine, known in (("3.11", "x86_64", 2), ("3.12", "x86_64", 0), ("3.11", "aarch64", 0)):
+        found = pins.read_hashes(path, pins.markers_of(python, machine), ["train"])
+        assert sum(map(len, found.values())) == known
 
 
 @pytest.mark.parametrize(
@@ -150,7 +156,7 @@ def test_a_line_without_a_pin_or_a_hash_is_refused(tmp_path: Path, line: str) ->
     with pytest.raises(
         ValueError, match=r"with hashes\. The file is out of date or was edited\. Fix: make lock"
     ):
-        hashes.read_hashes(path, pins.markers_of("3.11", "x86_64"))
+        pins.read_hashes(path, pins.markers_of("3.11", "x86_64"), ["train"])
 
 
 def test_an_index_with_a_password_is_on_no_command_line(
@@ -222,3 +228,49 @@ def test_the_scripts_put_no_index_on_a_command_line_either(
     subprocess.run(["sh", "scripts/bootstrap.sh", "venv"], cwd=checkout, env=settings, check=True)
     assert "secret" not in calls.read_text()
     assert f"--extra-index-url {SECRET}" in Path(f"{calls}.files").read_text().splitlines()
+
+
+@pytest.fixture
+def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
+    """{requirement lines: what `uv pip compile` resolves them to} for a small project; make lock runs in it."""
+    (tmp_path / "pyproject.toml").write_text(
+        '[project]\nname = "nanofleet"\ndependencies = ["alpha"]\n'
+        '[project.optional-dependencies]\ntrain = ["torch", "beta"]\ndev = ["beta"]\n'
+    )
+    digest = f" --hash=sha256:{'a' * 64}\n"
+    answers = {
+        "alpha": f"alpha==1.0{digest}gone==1 ; sys_platform == 'win32'{digest}",
+        "torch\nbeta": f"torch==2.0{digest}triton==3.0 ; sys_platform == 'linux'{digest}"
+        f"beta==1.0 ; python_version < '3.12'{digest}uv==1.0{digest}",
+        "beta": f"beta==1.0{digest}",
+        "torch==2.0+cpu\n": "",
+    }
+    monkeypatch.setattr(lock, "ROOT", tmp_path)
+    monkeypatch.setattr(lock, "CONSTRAINTS", tmp_path / "constraints.txt")
+    monkeypatch.setattr(lock, "HASHES", tmp_path / "hashes.txt")
+    monkeypatch.setattr(lock, "compile_hashes", lambda lines, *options, **_: answers[lines])
+    for name in ("TORCH_INDEX_URL", "PIP_FIND_LINKS"):
+        monkeypatch.delenv(name, raising=False)
+    lock.CONSTRAINTS.write_text("alpha==1.0\nbeta==1.0\ntorch==2.0\ntriton==3.0\nuv==1.0\n")
+    return answers
+
+
+def test_make_lock_writes_which_hosts_and_sets_need_a_package(resolved: dict[str, str]) -> None:
+    assert lock.main() == 0
+    expected = {
+        ("3.11", "train"): {"beta", "torch", "uv"},
+        ("3.12", "train"): {"torch", "uv"},
+        ("3.12", "dev"): {"beta", "uv"},
+        ("3.12", "train-cuda"): {"triton", "uv"},
+        ("3.13", ""): {"alpha", "uv"},
+    }
+    for (python, extra), names in expected.items():
+        found = pins.read_hashes(lock.HASHES, pins.markers_of(python, "aarch64"), [extra])
+        assert {name for name, _ in found} == names, (python, extra)
+    assert "#   Python 3.13 on aarch64\n" in lock.HASHES.read_text(), "no hash of torch's CPU build"
+
+
+def test_make_lock_refuses_a_package_that_is_not_pinned(resolved: dict[str, str]) -> None:
+    lock.CONSTRAINTS.write_text(lock.CONSTRAINTS.read_text().replace("triton==3.0\n", ""))
+    with pytest.raises(lock.LockError, match=r"extra 'train' needs triton 3\.0, which \S+ does not pin"):
+        lock.main()

@@ -11,65 +11,48 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_pins 
 from ansible_collections.nanofleet.fleet.plugins.modules import wheelhouse
 from wheels import ROOT, make_wheel
 
-# Requires-Dist of torch 2.13.0's CUDA build, as the index has it, and part of its cuda-toolkit's.
+# Part of Requires-Dist of torch 2.13.0's CUDA builds, as the indexes have it.
 TORCH_CUDA = (
     "filelock",
     "typing-extensions>=4.10.0",
-    "setuptools>=77.0.3",
-    "sympy>=1.13.3",
-    "networkx>=2.5.1",
-    "jinja2",
-    "fsspec>=0.8.5",
     "cuda-toolkit[cublas,cudart,nvjitlink]==13.0.3 ; sys_platform == 'linux'",
     "cuda-bindings>=13.0.3,<14 ; python_full_version < '3.15' and sys_platform == 'linux'",
     "nvidia-cudnn-cu13==9.20.0.48 ; sys_platform == 'linux'",
-    "nvidia-cusparselt-cu13==0.8.1 ; sys_platform == 'linux'",
-    "nvidia-nccl-cu13==2.29.7 ; sys_platform == 'linux'",
-    "nvidia-nvshmem-cu13==3.4.5 ; sys_platform == 'linux'",
     "triton==3.7.1 ; python_full_version < '3.15' and sys_platform == 'linux'",
     "pyyaml ; extra == 'pyyaml'",
 )
-ON_LINUX = (
-    "platform_machine == 'aarch64' and extra == '{0}' or platform_machine == 'x86_64' and extra == '{0}'"
-)
-TOOLKIT = tuple(
-    f"{what} ; {ON_LINUX.format(extra)}"
-    for what, extra in (
-        ("nvidia-cublas==13.1.1.3.*", "cublas"),
-        ("nvidia-cuda-runtime==13.0.96.*", "cudart"),
-        ("nvidia-nvjitlink>=13.0.88,<14", "nvjitlink"),
-        ("nvidia-npp==13.0.1.2.*", "npp"),
-    )
-)
-OTHER_CUDA = ("nvidia-cublas-cu12==12.6.4.1; platform_system == 'Linux'",)
+OTHER_CUDA = ("filelock", "nvidia-cublas-cu12==12.6.4.1; platform_system == 'Linux'", "triton==3.7.1")
 
 
 @pytest.fixture
 def cuda(house: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """A wheelhouse with the real pins whose project needs torch; `indexes` is where pip was sent for what."""
-    (Path(house["source"]) / "pyproject.toml").write_text(
-        '[project]\nname = "nanofleet"\n[project.optional-dependencies]\ntrain = ["torch>=2.9"]\n'
-    )
+    """A wheelhouse of the real project with the real pins; `indexes` is where pip was sent for what."""
+    (Path(house["source"]) / "pyproject.toml").write_bytes((ROOT / "pyproject.toml").read_bytes())
     indexes: dict[str, str] = {}
 
-    def pip(self: Any, wanted: list[str], staging: Path, index: str = "") -> None:
+    def download(wanted: list[str], folder: Path, python: str, machine: str, index: str) -> None:
         for each in wanted:
             indexes[each] = index
             name, version = each.split(",")[0].split("==")
-            requires = {"torch": OTHER_CUDA if index else TORCH_CUDA, "cuda-toolkit": TOOLKIT}.get(name, ())
             label = "+" + index.rstrip("/").rsplit("/", 1)[-1] if index else ""
-            make_wheel(staging, name.replace("-", "_"), version + label, requires)
+            requires = OTHER_CUDA if "cu126" in label else TORCH_CUDA
+            make_wheel(folder, name.replace("-", "_"), version + label, requires if name == "torch" else ())
 
-    monkeypatch.setattr(wheelhouse.Wheelhouse, "_pip", pip)
-    return {**house, "constraints": str(ROOT / "constraints.txt"), "torch": "cuda", "indexes": indexes}
+    monkeypatch.setattr(wheelhouse, "download", download)
+    monkeypatch.setattr(wheelhouse.Wheelhouse, "_check", lambda self, wheels, old: None)  # no real files
+    real = {"constraints": str(ROOT / "constraints.txt"), "hashes": str(ROOT / "requirements" / "hashes.txt")}
+    return {**house, **real, "torch": "cuda", "indexes": indexes}
+
+
+def locked(cuda: dict[str, Any]) -> dict[str, str]:
+    return {wheel.name: wheel.version for wheel in locks.read_lock(Path(cuda["dest"]) / locks.REQUIREMENTS)}
 
 
 def test_a_cuda_host_gets_every_pinned_package_of_the_cuda_build(cuda: dict[str, Any]) -> None:
     wheelhouse.run(cuda, False)
     pinned = pins.read_pins(ROOT / "constraints.txt")
-    lock = {wheel.name: wheel.version for wheel in locks.read_lock(Path(cuda["dest"]) / locks.REQUIREMENTS)}
+    lock = locked(cuda)
     assert {"nvidia-cublas", "nvidia-cuda-runtime", "nvidia-nvjitlink", "triton"} <= lock.keys()
-    assert "nvidia-npp" not in lock, "an extra that torch does not ask for"
     assert all(lock[name] == pinned[name] for name in lock if name != "nanofleet")
     # The configured indexes may hold a CPU build as well, and pip would prefer it for its label.
     assert f"torch=={pinned['torch']},!={pinned['torch']}+cpu" in cuda["indexes"]
@@ -81,12 +64,37 @@ def test_another_cuda_version_comes_from_its_index_with_the_packages_it_pins_its
 ) -> None:
     index = "https://download.pytorch.org/whl/cu126"
     wheelhouse.run({**cuda, "torch_index": index}, False)
-    lock = {wheel.name: wheel.version for wheel in locks.read_lock(Path(cuda["dest"]) / locks.REQUIREMENTS)}
+    lock = locked(cuda)
     assert lock["torch"].endswith("+cu126")
     assert lock["nvidia-cublas-cu12"] == "12.6.4.1"
+    assert lock["triton"] == "3.7.1"
+    assert not {"nvidia-cublas", "cuda-toolkit"} & lock.keys(), "packages of the locked CUDA version"
+    assert not wheelhouse.run({**cuda, "torch_index": index}, False)["changed"]
     assert [asked for asked, where in cuda["indexes"].items() if where] == [
         asked for asked in cuda["indexes"] if asked.startswith("torch==")
     ]
+
+
+def test_an_index_with_the_locked_cuda_version_serves_the_locked_packages(cuda: dict[str, Any]) -> None:
+    wheelhouse.run({**cuda, "torch_index": "https://download.pytorch.org/whl/cu130"}, False)
+    lock = locked(cuda)
+    assert lock["torch"].endswith("+cu130")
+    assert {"nvidia-cublas", "cuda-toolkit", "triton"} <= lock.keys()
+
+
+def test_a_build_that_leaves_a_package_open_is_refused(
+    cuda: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toolkit = ("cuda-toolkit[cublas]==12.8.1",)
+    monkeypatch.setitem(globals(), "OTHER_CUDA", toolkit)
+    with pytest.raises(wheelhouse.WheelhouseError, match=r"needs cuda-toolkit\[cublas\]==12.8.1, which"):
+        wheelhouse.run({**cuda, "torch_index": "https://download.pytorch.org/whl/cu126"}, False)
+
+
+def test_a_cpu_host_has_no_package_of_the_cuda_build(cuda: dict[str, Any]) -> None:
+    wheelhouse.run({**cuda, "torch": "cpu"}, False)
+    assert "torch" in locked(cuda)
+    assert not [name for name in locked(cuda) if name.startswith(("nvidia-", "cuda-", "triton"))]
 
 
 def test_a_cpu_host_names_its_build_and_asks_torchs_index_only_where_it_is_missing(
@@ -94,15 +102,14 @@ def test_a_cpu_host_names_its_build_and_asks_torchs_index_only_where_it_is_missi
 ) -> None:
     asked: list[tuple[str, str]] = []
 
-    def fetch(wanted: list[str], folder: Path, python: str, machine: str, index: str = "") -> None:
+    def download(wanted: list[str], folder: Path, python: str, machine: str, index: str) -> None:
         asked.append((wanted[0], index))
         if wanted[0].startswith("torch") and not index:
             raise wheelhouse.PipError("none there")
-        make_wheel(folder, *wanted[0].split("=="))
 
-    monkeypatch.undo()
-    monkeypatch.setattr(wheelhouse, "download", fetch)
-    made = wheelhouse.Wheelhouse({**house, "torch_index": "https://index", "extra": "train"})
-    made.versions = {"torch": "2.13.0", "beta": "2.0"}
-    made._fetch({"beta", "torch"}, Path(house["source"]))
-    assert asked == [("beta==2.0", ""), ("torch==2.13.0+cpu", ""), ("torch==2.13.0+cpu", "https://index")]
+    monkeypatch.setattr(wheelhouse, "download", download)
+    made = wheelhouse.Wheelhouse({**house, "torch_index": "https://index"})
+    made.wanted = {"torch": "2.13.0", "beta": "2.0"}
+    made._fetch({"torch"}, Path(house["source"]))
+    made._fetch({"beta"}, Path(house["source"]))
+    assert asked == [("torch==2.13.0+cpu", ""), ("torch==2.13.0+cpu", "https://index"), ("beta==2.0", "")]
