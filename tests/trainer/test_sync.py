@@ -28,7 +28,7 @@ from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
 from trainer.sync.buckets import assign_owners
 from trainer.sync.modes import make_sync
-from trainer.sync.payload import predicted_bytes
+from counted_bytes import predicted_bytes
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact"])
