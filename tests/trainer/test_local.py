@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import RATES, Start
+from counted_bytes import predicted_bytes
 from torch import Tensor
 
 from trainer.checkpoint.rank_state import load_rank_state, save_rank_state
@@ -23,7 +24,6 @@ from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import ParameterState, build_optimizer
 from trainer.run_plan import describe_plan, make_plan
 from trainer.sync.local import Local, Outer
-from trainer.sync.payload import predicted_bytes
 from trainer.sync.quantize import BLOCK, Quantizer
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)

@@ -6,12 +6,12 @@ from statistics import mean
 
 import pytest
 import torch
+from counted_bytes import predicted_bytes
 
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.placement.cost_model import CostModel, StepWork, payload
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.local import Outer
-from trainer.sync.payload import predicted_bytes
 
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)
 # Different tokens among two times 2,048 of English, of which 2,048 have about 1,200; code has fewer.

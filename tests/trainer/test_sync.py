@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import OLD_CPU, RATES, TINY, Start, free_port, losses, train_here
+from counted_bytes import predicted_bytes
 
 from trainer.config import RunConfig
 from trainer.data.dataset import Dataset
@@ -28,7 +29,6 @@ from trainer.optim.muon_adamw import build_optimizer
 from trainer.outcome import Final, Retryable
 from trainer.sync.buckets import assign_owners
 from trainer.sync.modes import make_sync
-from trainer.sync.payload import predicted_bytes
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact"])

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench import SCHEMA
-from trainer.bench.text import markdown, percent
+from trainer.bench.text import Columns, Result, percent, table
 from trainer.config import number_from_zero
 from trainer.data.files import write_json, write_whole
 from trainer.formatting import counted
 
-Result = dict[str, Any]
 Row = dict[str, Any]
+LOGGED = ("tok_per_s", "step_seconds", "ratio", "bound", "share_of_bound", "payload", "reduce_seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,82 +81,87 @@ def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
 
     link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
     """
-    return [_row(name, result, list(results.values()), link_mbit) for name, result in results.items()]
+    rows = []
+    for name, result in results.items():
+        row = _row(name, result)
+        if result["world_size"] > 1:
+            row |= _transfers(result, link_mbit)
+            singles = [one for one in results.values() if one["world_size"] == 1 and _comparable(one, result)]
+            row |= _against_baseline(row, result, singles)
+        rows.append(row)
+    return rows
 
 
-def _row(name: str, result: Result, results: Sequence[Result], link_mbit: float) -> Row:
+def _row(name: str, result: Result) -> Row:
     ranks = result["ranks"]
-    together = result["world_size"] > 1
-    # A sync round occurs once in many steps, so the time of a step is a mean.
-    local = result["sync"] == "local"
-    seconds = result["step_seconds_mean" if local else "step_seconds"]
-    row: Row = {
+    # A sync round of local occurs once in many steps, so the time of a step is a mean.
+    seconds = result["step_seconds_mean" if result["sync"] == "local" else "step_seconds"]
+    return {
+        **{key: result[key] for key in ("tokens", "shares", "sync", "steps", "split")},
         "case": name,
         "ranks": result["world_size"],
         "hosts": sorted(set(result["hosts"])),
-        "tokens": result["tokens"],
-        "shares": result["shares"],
-        "sync": result["sync"],
         "format": "/".join(dict.fromkeys(rank["compute_dtype"] for rank in ranks)),
         "device": ranks[0]["device"],
         "step_seconds": seconds,
         "predicted_seconds": result.get("predicted_seconds"),
-        "steps": result["steps"],
         "tok_per_s": result["tokens"] / seconds,
-        "split": result["split"],
-        "share_of_limit": result["share_of_limit"] if not together else None,
+        "share_of_limit": result["share_of_limit"] if len(ranks) == 1 else None,
         "peak_rss": max(rank["peak_rss"] for rank in ranks),
         "gemm": [rank["rates"]["gemm"] for rank in ranks],
         "cpu_share": min(rank["cpu_share"] for rank in ranks),
     }
-    if not together:
-        return row
-    suffix = "_mean" if local else ""
+
+
+def _transfers(result: Result, link_mbit: float) -> Row:
+    """The bytes that the slowest rank sends in a step, and the seconds that they take."""
+    ranks, suffix = result["ranks"], "_mean" if result["sync"] == "local" else ""
     payload = max(rank[f"counted{suffix}"] for rank in ranks)
     goodput = min(rank["reduce_goodput"] for rank in ranks)
     sent = [rank[f"sent{suffix}"] for rank in ranks if rank[f"sent{suffix}"] is not None]
     link = link_mbit or min((rank.get("link_mbit") or 0 for rank in ranks), default=0)
-    if len(row["hosts"]) == 1:  # ranks of one host use no link
+    if len(set(result["hosts"])) == 1:  # ranks of one host use no link
         sent, link = [], 0
-    row |= {
+    return {
         "payload": payload,
         "payload_by_interface": max(sent, default=None),
         "goodput": goodput,
         "reduce_seconds": payload / goodput,
         "link_seconds": payload * 8 / (link * 1e6) if link else None,
     }
-    length = result["sequence_len"]
-    singles = [one for one in results if one["world_size"] == 1 and _comparable(one, result)]
-    tokens = result["tokens"] // (result["world_size"] if local else 1)
+
+
+def _against_baseline(row: Row, result: Result, singles: Sequence[Result]) -> Row:
+    """Ratio to the single-host baseline, and its bound as far as the measurements `singles` allow."""
+    ranks, length = result["ranks"], result["sequence_len"]
+    tokens = result["tokens"] // (result["world_size"] if result["sync"] == "local" else 1)
     baseline = _baseline_seconds(singles, tokens, ranks[0]["host"])
     if baseline is None:
-        return row
+        return {}
     at_share = [
         _baseline_seconds(singles, rank["rows"] * length, rank["host"])
         or _interpolated(singles, rank["rows"] * length)
         for rank in ranks
     ]
     baseline_rate = tokens / baseline
-    row["ratio"] = row["tok_per_s"] / baseline_rate
+    ratio = row["tok_per_s"] / baseline_rate
+    shares_of_limit = (one["share_of_limit"] for one in singles if one["step_seconds"] == baseline)
+    found: Row = {"ratio": ratio, "baseline_share_of_limit": next(shares_of_limit, None)}
     if all(at_share):
-        least = max(max(s for s in at_share if s), payload / goodput)
-        row["bound"] = result["tokens"] / least / baseline_rate
-        row["share_of_bound"] = row["ratio"] / row["bound"]
-        row["bound_by"] = "the link" if payload / goodput >= least else "the processor"
-    row["baseline_share_of_limit"] = next(
-        (one["share_of_limit"] for one in singles if one["step_seconds"] == baseline), None
-    )
-    return row
+        least = max(row["reduce_seconds"], *(seconds for seconds in at_share if seconds))
+        found["bound"] = result["tokens"] / least / baseline_rate
+        found["share_of_bound"] = ratio / found["bound"]
+        found["bound_by"] = "the link" if row["reduce_seconds"] >= least else "the processor"
+    return found
 
 
 def _comparable(one: Result, other: Result) -> bool:
-    same = ("depth", "sequence_len")
-    formats = {rank["compute_dtype"] for rank in other["ranks"]}
+    """Whether a measurement of one process has the model, the device and a number format of `other`."""
     rank = one["ranks"][0]
     return (
-        all(one[key] == other[key] for key in same)
-        and rank["compute_dtype"] in formats
-        and rank["device"] == other["ranks"][0]["device"]
+        (one["depth"], one["sequence_len"]) == (other["depth"], other["sequence_len"])
+        and any(rank["compute_dtype"] == each["compute_dtype"] for each in other["ranks"])
+        and bool(rank["device"] == other["ranks"][0]["device"])
     )
 
 
@@ -189,88 +194,57 @@ def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
     """The report as Markdown: facts of the hosts, a table of throughput and one of transfers."""
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
-    for result in results.values():
-        for rank in result["ranks"]:
-            facts.setdefault(
-                rank["host"],
-                f"{rank['host']}: {rank['cpu'] or rank['processor']}, {counted(rank['threads'], 'thread')}",
-            )
-    lines = [
-        f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
-        + "; ".join(facts.values())
-        + ".",
-        "",
-        _throughput(rows),
-    ]
-    together = [row for row in rows if row["ranks"] > 1]
-    if together:
-        lines += ["", _wire(together)]
-    return "\n".join(lines)
-
-
-def _throughput(rows: Sequence[Row]) -> str:
-    head = ["case", "hosts", "rows", "format", "step, s", "predicted, s", "of it sync, s", "tok/s"]
-    head += ["to baseline", "bound", "of the bound", "bound by", "of the limit", "GFLOP/s"]
-    head += ["memory, GB", "of its cores"]
-    table = [head]
-    for row in rows:
-        table.append(
-            [
-                row["case"],
-                ", ".join(row["hosts"]),
-                "/".join(map(str, row["shares"])),
-                row["format"],
-                f"{row['step_seconds']:.2f}",
-                _predicted(row),
-                f"{row['split']['sync']:.2f}",
-                f"{row['tok_per_s']:,.0f}",
-                _times(row.get("ratio")),
-                _times(row.get("bound")),
-                _share(row.get("share_of_bound")),
-                row.get("bound_by", ""),
-                _share(row["share_of_limit"] or row.get("baseline_share_of_limit")),
-                "/".join(f"{rate / 1e9:,.0f}" for rate in row["gemm"]),
-                f"{row['peak_rss'] / 1e9:.2f}",
-                percent(row["cpu_share"]),
-            ]
-        )
-    return markdown(table)
-
-
-def _wire(rows: Sequence[Row]) -> str:
-    head = ["case", "sent a step, MB", "by the interface, MB", "all-reduce, MB/s", "takes, s"]
-    head += ["by bytes and link, s", "waited for, s"]
-    table = [head]
-    for row in rows:
-        seen, link = row["payload_by_interface"], row["link_seconds"]
-        table.append(
-            [
-                row["case"],
-                f"{row['payload'] / 1e6:,.1f}",
-                f"{seen / 1e6:,.1f}" if seen is not None else "",
-                f"{row['goodput'] / 1e6:,.1f}",
-                f"{row['reduce_seconds']:.2f}",
-                f"{link:.2f}" if link is not None else "",
-                f"{row['split']['sync']:.2f}",
-            ]
-        )
-    return markdown(table)
+    for rank in (rank for result in results.values() for rank in result["ranks"]):
+        cpu, threads = rank["cpu"] or rank["processor"], counted(rank["threads"], "thread")
+        facts.setdefault(rank["host"], f"{rank['host']}: {cpu}, {threads}")
+    head = f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
+    parts = [f"{head}{'; '.join(facts.values())}.", table(rows, THROUGHPUT)]
+    if together := [row for row in rows if row["ranks"] > 1]:
+        parts.append(table(together, TRANSFERS))
+    return "\n\n".join(parts)
 
 
 def _predicted(row: Row) -> str:
     """Text: the predicted seconds of a step and their deviation from the measured ones; "" without them."""
     seconds = row["predicted_seconds"]
-    if not seconds:
-        return ""
-    return f"{seconds:.2f} ({round(100 * (seconds / row['step_seconds'] - 1)):+d} %)"
+    return f"{seconds:.2f} ({round(100 * (seconds / row['step_seconds'] - 1)):+d} %)" if seconds else ""
+
+
+def _megabytes(value: float | None) -> str:
+    return f"{value / 1e6:,.1f}" if value is not None else ""
 
 
 def _times(value: float | None) -> str:
     return f"{value:.2f}x" if value is not None else ""
 
 
-def _share(value: float | None) -> str:
-    return percent(value) if value is not None else ""
+THROUGHPUT: Columns = {
+    "case": lambda row: row["case"],
+    "hosts": lambda row: ", ".join(row["hosts"]),
+    "rows": lambda row: "/".join(map(str, row["shares"])),
+    "format": lambda row: row["format"],
+    "step, s": lambda row: f"{row['step_seconds']:.2f}",
+    "predicted, s": _predicted,
+    "of it sync, s": lambda row: f"{row['split']['sync']:.2f}",
+    "tok/s": lambda row: f"{row['tok_per_s']:,.0f}",
+    "to baseline": lambda row: _times(row.get("ratio")),
+    "bound": lambda row: _times(row.get("bound")),
+    "of the bound": lambda row: percent(row.get("share_of_bound")),
+    "bound by": lambda row: row.get("bound_by", ""),
+    "of the limit": lambda row: percent(row["share_of_limit"] or row.get("baseline_share_of_limit")),
+    "GFLOP/s": lambda row: "/".join(f"{rate / 1e9:,.0f}" for rate in row["gemm"]),
+    "memory, GB": lambda row: f"{row['peak_rss'] / 1e9:.2f}",
+    "of its cores": lambda row: percent(row["cpu_share"]),
+}
+TRANSFERS: Columns = {
+    "case": lambda row: row["case"],
+    "sent a step, MB": lambda row: _megabytes(row["payload"]),
+    "by the interface, MB": lambda row: _megabytes(row["payload_by_interface"]),
+    "all-reduce, MB/s": lambda row: _megabytes(row["goodput"]),
+    "takes, s": lambda row: f"{row['reduce_seconds']:.2f}",
+    "by bytes and link, s": lambda row: f"{row['link_seconds']:.2f}" if row["link_seconds"] else "",
+    "waited for, s": lambda row: f"{row['split']['sync']:.2f}",
+}
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
@@ -279,15 +253,14 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
     figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
     axes = figure.add_subplot()
-    places = range(len(rows))
+    positions = range(len(rows))
     colours = ["0.6" if row["ranks"] == 1 else "tab:blue" for row in rows]
-    axes.barh(places, [row["tok_per_s"] for row in rows], color=colours)
-    for place, row in zip(places, rows, strict=True):
+    axes.barh(positions, [row["tok_per_s"] for row in rows], color=colours)
+    for y, row in zip(positions, rows, strict=True):
         if "bound" in row:
-            axes.plot(
-                [row["tok_per_s"] / row["share_of_bound"]] * 2, [place - 0.4, place + 0.4], color="tab:red"
-            )
-    axes.set_yticks(list(places), [row["case"] for row in rows])
+            bound = row["tok_per_s"] / row["share_of_bound"]
+            axes.plot([bound, bound], [y - 0.4, y + 0.4], color="tab:red")
+    axes.set_yticks(list(positions), [row["case"] for row in rows])
     axes.invert_yaxis()
     axes.set_xlabel("tokens per second; red: the bound of the processor or the link")
     figure.savefig(path)
@@ -302,17 +275,8 @@ def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
     mlflow.set_experiment("nanofleet-bench")
     with mlflow.start_run(run_name="bench"):
         for row in rows:
-            names = (
-                "tok_per_s",
-                "step_seconds",
-                "ratio",
-                "bound",
-                "share_of_bound",
-                "payload",
-                "reduce_seconds",
-            )
-            figures = {f"{row['case']}/{name}": row[name] for name in names if row.get(name) is not None}
-            mlflow.log_metrics(figures)
+            found = {f"{row['case']}/{name}": row.get(name) for name in LOGGED}
+            mlflow.log_metrics({name: value for name, value in found.items() if value is not None})
         for name in ("bench.md", "bench.json", "bench.png"):
             mlflow.log_artifact(str(folder / name))
 

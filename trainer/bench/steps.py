@@ -51,23 +51,16 @@ class Mark:
     wall: float
     cpu: float
     counted: int  # bytes sent, as the trainer counts them
-    sent: int | None  # as the network interface does
-    received: int | None
+    sent: int | None  # as the network interface does; None without its counters
 
 
 class BenchTrainer(Trainer):
     """A trainer that measures its steps. After `run`, `result` is set on rank 0."""
 
     def __init__(
-        self,
-        run_file: RunFile,
-        data_dir: Path | None,
-        run_dir: Path,
-        env: RankEnv,
-        attempt: Attempt,
-        log: RunLogger,
+        self, run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, *more: Any
     ) -> None:
-        super().__init__(run_file, data_dir or Path(), run_dir, env, attempt, log)
+        super().__init__(run_file, data_dir or Path(), run_dir, env, *more)
         self.setup.predicts = env.world_size > 1  # to compare with
         if data_dir is None:
             self.setup.open_data = lambda: synthetic(self.config.sequence_len)  # type: ignore[method-assign]
@@ -83,7 +76,7 @@ class BenchTrainer(Trainer):
             return True
         self.ends.append(self._mark())
         self.sync.finish()
-        peak = peak_rss()
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self._measure()
         goodput = self._goodput()
         mine = json.dumps(self._of_this_rank(goodput, peak)).encode()
@@ -100,14 +93,13 @@ class BenchTrainer(Trainer):
         self.marks.append(self._mark())
 
     def _mark(self) -> Mark:
-        sent, received = self.interface.counters() if self.interface else (None, None)
-        return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent, received)
+        sent = self.interface.counters()[0] if self.interface else None
+        return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent)
 
     def _measure(self) -> None:
+        numerics = self.components.numerics
         with self._long_phase("evaluate"):
-            self.rates.append(
-                measure(self.components.numerics.compute_dtype, self.components.numerics.device)
-            )
+            self.rates.append(measure(numerics.compute_dtype, numerics.device))
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _goodput(self) -> float | None:
@@ -120,17 +112,14 @@ class BenchTrainer(Trainer):
 
     # -- parts of a run that are not measured ------------------------------------------------------------
 
-    def _finish_sync(self) -> None:
-        """Does nothing: a final sync round would distort the mean of a few steps. `train` runs it later."""
+    def _finish_sync(self) -> None: ...  # would distort the mean of a few steps; `train` runs it later
 
     def _evaluate(self) -> bool:
         return False
 
-    def _save(self, last: bool) -> None:
-        """Does nothing."""
+    def _save(self, last: bool) -> None: ...
 
-    def _write_sample(self) -> None:
-        """Does nothing."""
+    def _write_sample(self) -> None: ...
 
     # -- the figures -------------------------------------------------------------------------------------
 
@@ -139,12 +128,16 @@ class BenchTrainer(Trainer):
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
+        """The figures of this rank. goodput: effective bandwidth in bytes/s; peak: resident bytes."""
         rows = self.plan.shares[self.env.rank]
-        owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
+        names = [matrix.name for matrix in self.optimizer.muon_parameters()]
+        owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}
         work = count_operations(self.model, self.optimizer, owned, rows * self.config.sequence_len)
         rates, numerics = Rates.median(self.rates), self.components.numerics
         spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
+        counted = [b.counted - a.counted for a, b in spans]
+        sent = [b.sent - a.sent for a, b in spans if a.sent is not None and b.sent is not None]
         return {
             "rank": self.env.rank,
             "host": self.env.host,
@@ -161,25 +154,14 @@ class BenchTrainer(Trainer):
             "rates_all": [asdict(one) for one in self.rates],
             "limit_seconds": work.seconds(rates),
             "limit_seconds_all": [work.seconds(one) for one in self.rates],
-            "limit_seconds_of_done": work.seconds_of_done(rates),
             "interface": self.interface.name if self.interface else "",
             "link_mbit": self.interface.link_mbit() if self.interface else None,
-            "counted": _median([b.counted - a.counted for a, b in spans]),
-            "counted_mean": _mean([b.counted - a.counted for a, b in spans]),
-            "sent": _median(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
-            "sent_mean": _mean(_deltas([a.sent for a, _ in spans], [b.sent for _, b in spans])),
-            "received": _median(_deltas([a.received for a, _ in spans], [b.received for _, b in spans])),
+            "counted": statistics.median(counted),
+            "counted_mean": statistics.mean(counted),
+            "sent": statistics.median(sent) if sent else None,
+            "sent_mean": statistics.mean(sent) if sent else None,
             "reduce_goodput": goodput,
         }
-
-    def _predicted(self) -> float | None:
-        """The predicted seconds of a step; None without a prediction."""
-        prediction = self.components.placement.prediction
-        return prediction.step_seconds if prediction else None
-
-    def _steps(self, name: str) -> bool:
-        """Whether this rank updates the matrix `name`: it is its owner rank, or the matrix has none."""
-        return self.sync.owner_of(name) in (None, self.env.rank)
 
     def _of_all(self, ranks: list[Result]) -> Result:
         lines = read_lines(self.run_dir / METRICS)
@@ -187,16 +169,17 @@ class BenchTrainer(Trainer):
         seconds = [step["step_seconds"] for step in steps]
         walls = [end.wall - begin.wall for begin, end in self._spans()]
         step_seconds = statistics.median(seconds)
+        placement, config = self.components.placement, self.config
         return {
             "schema": SCHEMA,
             "run_id": self.run_file.run_id,
-            "depth": self.config.depth,
-            "sequence_len": self.config.sequence_len,
-            "device_batch_size": self.config.device_batch_size,
+            "depth": config.depth,
+            "sequence_len": config.sequence_len,
+            "device_batch_size": config.device_batch_size,
             "tokens": self.plan.total_batch_size,
             "shares": list(self.plan.shares),
-            "sync": self.components.placement.sync if self.env.world_size > 1 else "",
-            "predicted_seconds": self._predicted(),
+            "sync": placement.sync if self.env.world_size > 1 else "",
+            "predicted_seconds": placement.prediction.step_seconds if placement.prediction else None,
             "world_size": self.env.world_size,
             "hosts": self.hosts,
             "steps": len(seconds),
@@ -224,24 +207,6 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
         return statistics.mean(longest) / statistics.median(steps)
     pairs = itertools.pairwise(longest)
     return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
-
-
-def peak_rss() -> int:
-    """The peak resident memory of this process so far, in bytes."""
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
-
-
-def _deltas(before: Sequence[int | None], after: Sequence[int | None]) -> list[int]:
-    return [b - a for a, b in zip(before, after, strict=True) if a is not None and b is not None]
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return statistics.median(values) if values else None
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return statistics.mean(values) if values else None
 
 
 def run_bench(

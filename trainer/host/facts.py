@@ -10,7 +10,6 @@ import os
 import platform
 import socket
 import subprocess
-from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer.host.cores import usable_cores
@@ -33,15 +32,6 @@ def host_facts() -> dict[str, str]:
         "mlflow": _version("mlflow-skinny"),
     }
     return {name: value for name, value in facts.items() if value}
-
-
-def tags_of_hosts(facts_by_rank: Iterable[Mapping[str, str]]) -> dict[str, str]:
-    """The facts of all ranks, in rank order, as tags of the tracker: host.0.cpu, host.1.cpu ..."""
-    return {
-        f"host.{rank}.{name}": value
-        for rank, facts in enumerate(facts_by_rank)
-        for name, value in facts.items()
-    }
 
 
 def _system() -> str:

@@ -59,8 +59,7 @@ def _check(mode: str) -> None:
 def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
     """Bytes that a rank sends in a step of `rows` rows over all ranks; for local, the mean over its steps.
 
-    Per rank, reduce and broadcast each send (n-1)/n of the values. trainer.sync.payload computes the same
-    figure with the code of the modes.
+    Per rank, reduce and broadcast each send (n-1)/n of the values.
     """
     _check(mode)
     copies = 2 * (world_size - 1) / world_size

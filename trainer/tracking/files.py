@@ -10,6 +10,7 @@ tracker.json   what the server has received; only the sender writes it
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -88,8 +89,13 @@ class Cursor:
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
         """The figures of a parsed line that were not yet sent: name -> value."""
-        figures = figures_of(line).items()
-        return {name: value for name, value in figures if line["step"] > self.steps.get(name, -1)}
+        return {
+            name: float(value)
+            for name, value in line.items()
+            if name not in ("step", "time")
+            and isinstance(value, int | float)
+            and line["step"] > self.steps.get(name, -1)
+        }
 
 
 class JsonLines:
@@ -101,90 +107,60 @@ class JsonLines:
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
         """Open the file and drop its lines after `last_step`, because a resumed run repeats these steps."""
         self.last_step = -1
-        self.figures = 0  # in the file
         temporary = path.with_name(f".{path.name}.tmp")
         with open(temporary, "wb") as kept:
             for raw, line in read_lines(path):
                 if line["step"] <= last_step:
                     kept.write(raw)
                     self.last_step = int(line["step"])
-                    self.figures += len(figures_of(line))
             sync_file(kept)
         os.replace(temporary, path)
-        self._kept = bytearray()
+        self._unwritten = bytearray()
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Append a line with step, `values` and time. A value that is not finite becomes null."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self.figures += len(figures_of(figures))
-        self._kept += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
+        self._unwritten += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
         try:
-            while self._kept:
-                del self._kept[: self._file.write(self._kept)]
+            while self._unwritten:
+                del self._unwritten[: self._file.write(self._unwritten)]
         except OSError as error:
             if not is_full(error):
                 raise
 
 
 class NewLines:
-    """Reads the lines that are appended to a JsonLines file; reads a file that replaces it from the start."""
+    """The lines of a JsonLines file after `offset` bytes. A file that replaces it is read from the start."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._inode = 0
-        self._offset = 0
-        self._ahead = 0
+        self.path, self.offset, self._inode = path, 0, 0
 
-    def read(self, limit: int) -> list[dict[str, Any]]:
-        """At most `limit` lines after those that are committed; [] if the file does not exist."""
-        lines: list[dict[str, Any]] = []
-        try:
-            with open(self.path, "rb") as file:
-                stat = os.fstat(file.fileno())
-                if stat.st_ino != self._inode or stat.st_size < self._offset:
-                    self._inode, self._offset = stat.st_ino, 0
-                file.seek(self._offset)
-                self._ahead = self._offset
-                for raw in file:
-                    if not raw.endswith(b"\n") or len(lines) == limit:
-                        break
-                    self._ahead += len(raw)
-                    if (line := parse(raw)) is not None:
-                        lines.append(line)
-        except FileNotFoundError:
-            return []
-        return lines
-
-    def commit(self) -> None:
-        """Mark the lines of the last `read` as done: the next `read` returns those after them."""
-        self._offset = self._ahead
-
-
-def figures_of(line: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a parsed line: name -> value of all its numbers except step and time."""
-    return {
-        name: float(value)
-        for name, value in line.items()
-        if name not in ("step", "time") and isinstance(value, int | float)
-    }
+    def __iter__(self) -> Iterator[tuple[dict[str, Any], int]]:
+        """Yield (parsed line, offset of its end) for each line after `offset`; nothing without a file."""
+        with contextlib.suppress(FileNotFoundError), open(self.path, "rb") as file:
+            stat = os.fstat(file.fileno())
+            if stat.st_ino != self._inode or stat.st_size < self.offset:
+                self._inode, self.offset = stat.st_ino, 0
+            end = file.seek(self.offset)
+            for raw in file:
+                end += len(raw)
+                if (line := parse(raw)) is not None:
+                    yield line, end
 
 
 def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     """Yield (raw bytes, parsed line) for each complete line of a JsonLines file; nothing if it is missing."""
     if path.exists():
         with open(path, "rb") as file:
-            for raw in file:
-                if raw.endswith(b"\n") and (line := parse(raw)) is not None:
-                    yield raw, line
+            yield from ((raw, line) for raw in file if (line := parse(raw)) is not None)
 
 
 def parse(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line of a JsonLines file. None if it is not a JSON object with the numbers step and time."""
+    """Parse a line. None if it is incomplete or not a JSON object with the numbers step and time."""
     try:
-        line = json.loads(raw)
+        line = json.loads(raw) if raw.endswith(b"\n") else None
     except ValueError:
         return None
-    if not isinstance(line, dict):
-        return None
-    return line if all(isinstance(line.get(name), int | float) for name in ("step", "time")) else None
+    valid = isinstance(line, dict) and all(isinstance(line.get(key), int | float) for key in ("step", "time"))
+    return line if valid else None

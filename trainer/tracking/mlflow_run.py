@@ -19,9 +19,7 @@ from urllib.parse import urlsplit
 from trainer.tracking.files import Facts
 
 EXPERIMENT = "nanofleet"
-PAGE_VARIABLE = (
-    "NANOFLEET_TRACKER_PAGE"  # the server's address for browsers, if it differs from that of ranks
-)
+PAGE_VARIABLE = "NANOFLEET_TRACKER_PAGE"  # the server's address for browsers, if ranks use another one
 RUN_ID_TAG, DIGEST_TAG = "nanofleet.run_id", "nanofleet.digest"
 CHANGED_TAG = "now."  # prefix of the tag that has the new value of a changed param
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "retryable": "FAILED", "final": "FAILED"}
@@ -32,7 +30,7 @@ PARAM_CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 6_000, 8_000, 250
 Point = tuple[str, float, float, int]  # name, value, time in seconds, step
 
 
-class RunGoneError(Exception):
+class RunLostError(Exception):
     """Raised if the server no longer has the run, or has it marked as deleted."""
 
 
@@ -59,14 +57,14 @@ class MlflowRun:
     def open(self, running: bool) -> None:
         """Find or create the run on the server; with `running`, set its status to RUNNING.
 
-        Raises RunGoneError if the server no longer has the run of the id that was given.
+        Raises RunLostError if the server no longer has the run of the id that was given.
         """
         if self.id:
             found = self._ask(self._client.get_run, self.id)
             if found.info.lifecycle_stage != "active":
-                raise RunGoneError
+                raise RunLostError
         else:
-            found = self._find() or self._create()
+            found = self._find_or_create()
             self.id = found.info.run_id
         self._experiment = found.info.experiment_id
         if running and found.info.status != "RUNNING":
@@ -80,7 +78,7 @@ class MlflowRun:
         return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send at most BATCH_METRICS figures. Raises RunGoneError or RefusedError."""
+        """Send at most BATCH_METRICS figures. Raises RunLostError or RefusedError."""
         from mlflow.entities import Metric
 
         metrics = [Metric(clean_key(name), value, round(at * 1000), step) for name, value, at, step in points]
@@ -93,29 +91,26 @@ class MlflowRun:
     def end(self, status: str) -> None:
         self._ask(self._client.set_terminated, self.id, status=status)
 
-    def _find(self) -> Any:
+    def _find_or_create(self) -> Any:
         from mlflow.entities import ViewType
 
+        tags = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
         experiment = self._ask(self._client.get_experiment_by_name, EXPERIMENT)
-        if experiment is None:
-            self._experiment = self._ask(self._client.create_experiment, EXPERIMENT)
-            return None
-        self._experiment = experiment.experiment_id
-        if experiment.lifecycle_stage != "active":
-            self._ask(self._client.restore_experiment, self._experiment)
-        wanted = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
-        runs = self._ask(
+        number = (
+            experiment.experiment_id if experiment else self._ask(self._client.create_experiment, EXPERIMENT)
+        )
+        if experiment and experiment.lifecycle_stage != "active":
+            self._ask(self._client.restore_experiment, number)
+        runs = experiment and self._ask(
             self._client.search_runs,
-            [self._experiment],
-            " and ".join(f"tags.`{name}` = '{value}'" for name, value in wanted.items()),
+            [number],
+            " and ".join(f"tags.`{name}` = '{value}'" for name, value in tags.items()),
             run_view_type=ViewType.ACTIVE_ONLY,
             max_results=1,
         )
-        return runs[0] if runs else None
-
-    def _create(self) -> Any:
-        tags = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
-        return self._ask(self._client.create_run, self._experiment, tags=tags, run_name=self._facts.run_id)
+        if runs:
+            return runs[0]
+        return self._ask(self._client.create_run, number, tags=tags, run_name=self._facts.run_id)
 
     def _describe(self, params: Mapping[str, str], tags: Mapping[str, str]) -> None:
         """Send params and tags that the server lacks. MLflow forbids to change a param: it becomes a tag."""
@@ -132,9 +127,6 @@ class MlflowRun:
                 self._client.log_batch, self.id, params=new[part], tags=new_tags[part], synchronous=True
             )
 
-    def _is_active(self) -> bool:
-        return bool(self._ask(self._client.get_run, self.id).info.lifecycle_stage == "active")
-
     def _ask(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         from mlflow.exceptions import MlflowException
 
@@ -143,10 +135,11 @@ class MlflowRun:
                 return call(*args, **kwargs)
         except MlflowException as error:
             if error.error_code == "RESOURCE_DOES_NOT_EXIST":
-                raise RunGoneError from None
+                raise RunLostError from None
             if error.error_code == "INVALID_PARAMETER_VALUE":  # also what a deleted run answers
-                if self.id and call != self._client.get_run and not self._is_active():
-                    raise RunGoneError from None
+                lookup = self._client.get_run
+                if self.id and call != lookup and self._ask(lookup, self.id).info.lifecycle_stage != "active":
+                    raise RunLostError from None
                 raise RefusedError(reason(error)) from None
             raise
 

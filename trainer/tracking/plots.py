@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import os
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,21 +20,19 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-POINTS = 4_000  # per line, at most
+POINTS = 4_000  # of a line, about
 
 
 def make_plots(run_dir: Path) -> list[Path]:
     """Draw the plots for which metrics.jsonl has figures; returns their paths. Newer plots are kept."""
     folder = run_dir / files.PLOTS
+    metrics = run_dir / files.METRICS
     made = list(folder.glob("*.png"))
-    if made and min(map(_time, made)) >= _time(run_dir / files.METRICS):
+    if made and min(path.stat().st_mtime for path in made) >= metrics.stat().st_mtime:
         return made
-    series = read_series(run_dir / files.METRICS)
-    drawn = []
-    if "loss" in series:
-        drawn.append(("loss", _loss))
-    if "tok_per_s" in series:
-        drawn.append(("throughput", _throughput))
+    series = read_series(metrics)
+    plots = (("loss", "loss", _loss), ("tok_per_s", "throughput", _throughput))
+    drawn = [(name, draw) for figure, name, draw in plots if figure in series]
     if not drawn:
         return []
     folder.mkdir(exist_ok=True)
@@ -42,34 +41,23 @@ def make_plots(run_dir: Path) -> list[Path]:
         return [_draw(folder / f"{name}.png", draw, series) for name, draw in drawn]
 
 
-def _time(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Read metrics.jsonl: name of a figure -> (steps, values), at most POINTS points each.
-
-    Whenever a series exceeds POINTS, every second point is dropped.
-    """
-    series: Series = {}
-    strides: dict[str, int] = {}
-    seen: dict[str, int] = {}
+    """Read metrics.jsonl: name of a figure -> (steps, values), fewer than 2 * POINTS points each."""
+    counts: Counter[str] = Counter()
     for _, line in files.read_lines(path):
-        for name, value in line.items():
-            if name in ("step", "time") or not isinstance(value, int | float):
-                continue
-            steps, values = series.setdefault(name, ([], []))
-            number = seen[name] = seen.get(name, -1) + 1
-            if number % strides.get(name, 1):
-                continue
-            steps.append(line["step"])
-            values.append(value)
-            if len(steps) > POINTS:
-                del steps[1::2], values[1::2]
-                strides[name] = 2 * strides.get(name, 1)
+        counts.update(line.keys())
+    series: Series = {}
+    seen: Counter[str] = Counter()
+    for _, line in files.read_lines(path):
+        for name in line.keys() - {"step", "time"}:
+            if isinstance(line[name], int | float) and seen[name] % max(1, counts[name] // POINTS) == 0:
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(line["step"])
+                values.append(line[name])
+            seen[name] += 1
     return series
 
 

@@ -3,31 +3,33 @@
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 
 Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR --messages FD` with the address in
-MLFLOW_TRACKING_URI. The sender reads from standard input {"outcome": ...} when the run ends; an end of file
-without it means that rank 0 has died. The sender writes JSON lines to the pipe FD:
+MLFLOW_TRACKING_URI. When the run ends, the sender reads the outcome, a word, from standard input; an end of
+file without it means that rank 0 has died. The sender writes JSON lines to the pipe FD:
 
 {"log": text}             a line for the log
 {"unavailable": true}     the server does not answer; false: it answers again
-{"sent": n}               n points were sent; 0: a file was sent. It shows progress
-{"figures": [n, time]}    the server has the first n figures of metrics.jsonl; the last one is of this time
+{"sent": n}               n figures were sent; 0: a file was sent. It shows progress
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import select
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
 from trainer.config import ConfigError, number_from_zero
 from trainer.data.files import try_lock
+from trainer.formatting import counted
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, NewLines
 from trainer.tracking.mlflow_run import (
@@ -36,7 +38,7 @@ from trainer.tracking.mlflow_run import (
     MlflowRun,
     Point,
     RefusedError,
-    RunGoneError,
+    RunLostError,
     describe_failure,
     is_server,
     reason,
@@ -48,9 +50,10 @@ RETRY_SECONDS = (2.0, 5.0, 15.0, 30.0)  # after the first, second, third, and ev
 LINES_AT_ONCE = 200
 ORPHAN_SECONDS = 2.0  # to send the last lines after rank 0 has died
 CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner
+REMIND_SECONDS = 1800.0  # between two reports of a lag
 LOCK = ".tracker.lock"
 
-Report = Callable[[dict[str, Any]], None]
+Report = Callable[[dict[str, Any]], None]  # handles a message, as above
 
 
 class Sender:
@@ -60,16 +63,23 @@ class Sender:
     """
 
     def __init__(self, run_dir: Path, uri: str, patience: float, report: Report) -> None:
+        """patience: seconds that a request may take, and from which on a lag is reported."""
         self.run_dir, self.uri, self.report = run_dir, uri, report
         self.facts = Facts.load(run_dir)
         self.cursor = Cursor.load(run_dir, shown_uri(uri), self.facts)
         self._patience = patience
-        self._tails = [NewLines(run_dir / name) for name in (files.METRICS, files.SYSTEM)]
-        self._figures = 0  # of metrics.jsonl that the server has
+        self._lag_since = time.time()
+        self._lag_reported: float | None = None
+        self._set_back()
+
+    def _set_back(self) -> None:
+        """Start with the first line of each file; the cursor skips what the server has."""
         self._run: MlflowRun | None = None
+        self._metrics = NewLines(self.run_dir / files.METRICS)
+        self._system = NewLines(self.run_dir / files.SYSTEM)
 
     def open(self, running: bool) -> MlflowRun:
-        """Find or create the run on the server. Raises RunGoneError if the server has lost it.
+        """Find or create the run on the server. Raises RunLostError if the server has lost it.
 
         running: set its status to RUNNING.
         """
@@ -84,9 +94,12 @@ class Sender:
             self.report({"log": f"Tracked at {run.page}"})
         return self._run
 
-    def send(self, running: bool = True) -> None:
-        """Send all new figures and samples. running: whether the run is still training."""
-        self._recreate_if_lost(lambda: self._send(running))
+    def send(self) -> None:
+        """Send all new figures and samples of a run that is training."""
+        self._recreate_if_lost(lambda: self._send(running=True))
+        if self._lag_reported is not None:
+            self._lag_reported = None
+            self.report({"log": f"The tracker at {shown_uri(self.uri)} has caught up with {files.METRICS}."})
 
     def finish(self, outcome: str | None) -> None:
         """Send the rest at the end of a run: figures, final status, plots and files.
@@ -99,23 +112,37 @@ class Sender:
         """Call `work`. If the server has lost the run, call it again with a new run and no figure sent."""
         try:
             work()
-        except RunGoneError:
+        except RunLostError:
             self.report({"log": "The tracker has lost this run. It is created again, with all steps."})
-            self._run = None
             self.cursor.clear()
-            self._figures = 0
-            self._tails = [NewLines(tail.path) for tail in self._tails]
+            self._set_back()
             work()
+
+    def report_lag(self) -> None:
+        """Report that the server lacks figures since more than `patience` seconds, every REMIND_SECONDS."""
+        lines = [line for line, _ in itertools.islice(self._metrics, 1)]
+        if not lines:
+            return
+        since, now = max(self._lag_since, lines[0]["time"]), time.time()
+        if now >= (
+            since + self._patience if self._lag_reported is None else self._lag_reported + REMIND_SECONDS
+        ):
+            self._lag_reported = now
+            lag = sum(len(self.cursor.new_points(line)) for line, _ in self._metrics)
+            clock = time.strftime("%a %H:%M:%S", time.localtime(since))
+            text = (
+                f"{shown_uri(self.uri)} is {lag:,} figures behind, since {clock}. They are in {files.METRICS}"
+            )
+            self.report({"log": f"warning: The tracker at {text} and are sent when it answers."})
 
     def _send(self, running: bool) -> None:
         run = self.open(running)
-        for tail in self._tails:
-            while lines := tail.read(LINES_AT_ONCE):
-                self._send_lines(run, lines)
-                tail.commit()
-                if tail.path.name == files.METRICS:
-                    self._figures += sum(len(files.figures_of(line)) for line in lines)
-                    self.report({"figures": [self._figures, lines[-1]["time"]]})
+        for new_lines in (self._metrics, self._system):
+            while batch := list(itertools.islice(new_lines, LINES_AT_ONCE)):
+                self._send_lines(run, [line for line, _ in batch])
+                new_lines.offset = batch[-1][1]
+                if running:
+                    self.report_lag()
         self._put_files(run, (self.run_dir / files.SAMPLES).glob("*"))
 
     def _finish(self, outcome: str | None) -> None:
@@ -148,17 +175,13 @@ class Sender:
             try:
                 run.log(batch)
             except RefusedError as error:
-                self.report(
-                    {
-                        "log": f"The tracker refuses figures of step {batch[0][3]}: {error}. They are in "
-                        f"{files.METRICS} only."
-                    }
-                )
+                text = f"The tracker refuses figures of step {batch[0][3]}: {error}."
+                self.report({"log": f"{text} They are in {files.METRICS} only."})
             self.cursor.steps.update({name: step for name, _, _, step in batch})
             self.cursor.save(self.run_dir)
             self.report({"sent": len(batch)})
 
-    def _put_files(self, run: MlflowRun, paths: Iterator[Path]) -> None:
+    def _put_files(self, run: MlflowRun, paths: Iterable[Path]) -> None:
         for path in sorted(paths):
             name = path.relative_to(self.run_dir).as_posix()
             try:
@@ -169,7 +192,7 @@ class Sender:
             if self.cursor.artifacts.get(name) == version or path.name.startswith("."):
                 continue
             try:
-                run.put(path, path.relative_to(self.run_dir).parent.as_posix().removeprefix("."))
+                run.put(path, name.rpartition("/")[0])
             except RefusedError as error:
                 self.report({"log": f"The tracker refuses {name}: {error}"})
             self.cursor.artifacts[name] = version
@@ -197,10 +220,11 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     rank_0 = OutcomeReader()
-    while not (held := _lock(run_dir)):  # the sender of an earlier attempt is about to exit
-        if rank_0.wait(POLL_SECONDS).ended:
+    while not (lock := try_lock(run_dir / LOCK, 0)):  # the sender of an earlier attempt is about to exit
+        rank_0.wait(POLL_SECONDS)
+        if rank_0.ended:
             return 1
-    with held:
+    with lock:
         sender = Sender(run_dir, uri, patience, report)
         failures = 0
         while True:
@@ -220,6 +244,7 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
                     problem = f"The tracker at {shown_uri(uri)} {describe_failure(error)}"
                     report({"unavailable": True, "log": f"{problem}; training continues without it."})
                 failures += 1
+                sender.report_lag()
             rank_0.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else POLL_SECONDS)
 
 
@@ -229,20 +254,13 @@ class OutcomeReader:
     def __init__(self) -> None:
         self.ended = False
         self.outcome: str | None = None
-        self._received = b""
 
-    def wait(self, seconds: float) -> OutcomeReader:
-        """Wait at most `seconds` for input and read it; returns this reader."""
-        if self.ended or not select.select([sys.stdin.fileno()], [], [], seconds)[0]:
-            return self
-        data = os.read(sys.stdin.fileno(), 4096)
-        self._received += data
-        if b"\n" in self._received:
-            self.outcome = json.loads(self._received)["outcome"]
-        self.ended = not data or self.outcome is not None
-        if self.ended:
+    def wait(self, seconds: float) -> None:
+        """Wait at most `seconds` for the outcome and read it. Then this process ends within a minute."""
+        if not self.ended and select.select([sys.stdin.fileno()], [], [], seconds)[0]:
+            self.ended = True
+            self.outcome = sys.stdin.readline().strip() or None
             exit_after(CLOSING_SECONDS if self.outcome else ORPHAN_SECONDS)
-        return self
 
 
 def exit_after(seconds: float) -> None:
@@ -250,11 +268,6 @@ def exit_after(seconds: float) -> None:
     timer = threading.Timer(seconds, os._exit, [1])
     timer.daemon = True
     timer.start()
-
-
-def _lock(run_dir: Path) -> IO[str] | None:
-    """Lock the run directory for one sender; None while another process holds the lock."""
-    return try_lock(run_dir / LOCK, 0)
 
 
 # -- after the run -----------------------------------------------------------------------------------------
@@ -294,7 +307,19 @@ def run(args: argparse.Namespace) -> int:
         if "log" in message:
             print(message["log"], flush=True)
 
-    with _held(args.run_dir):
+    try:
+        lock = try_lock(args.run_dir / LOCK, 0)
+    except OSError as error:
+        raise ConfigError(
+            f"The run directory {args.run_dir} cannot be used: {error.strerror}. Check that --run-dir exists "
+            "and that you may write to it."
+        ) from None
+    if lock is None:
+        raise ConfigError(
+            f"Another process sends the run in {args.run_dir} already: rank 0 or another `track`. Wait until "
+            "it has ended, then type this again."
+        )
+    with lock:
         try:
             sender = Sender(args.run_dir, uri, args.patience, report)
         except (OSError, ValueError) as error:
@@ -307,8 +332,8 @@ def run(args: argparse.Namespace) -> int:
             sender.finish(outcome)
         except Exception as error:  # any failure of the server
             print(
-                f"The tracker at {shown_uri(uri)} {describe_failure(error)}; it got {sent:,} "
-                f"figure{'' if sent == 1 else 's'}. Nothing is lost: type this again when it answers, "
+                f"The tracker at {shown_uri(uri)} {describe_failure(error)}; it received "
+                f"{counted(sent, 'figure')}. Nothing is lost: type this again when it answers, "
                 "or with another address.",
                 file=sys.stderr,
             )
@@ -316,24 +341,6 @@ def run(args: argparse.Namespace) -> int:
     has = "The tracker has everything" if outcome else "The run has no outcome yet; the tracker has it so far"
     print(f"{has}: {sent:,} figures were missing.")
     return 0
-
-
-@contextlib.contextmanager
-def _held(run_dir: Path) -> Iterator[None]:
-    try:
-        lock = _lock(run_dir)
-    except OSError as error:
-        raise ConfigError(
-            f"The run directory {run_dir} cannot be used: {error.strerror}. Check that --run-dir exists and "
-            "that you may write to it."
-        ) from None
-    if lock is None:
-        raise ConfigError(
-            f"Another process sends the run in {run_dir} already: rank 0 or another `track`. Wait until it "
-            "has ended, then type this again."
-        )
-    with lock:
-        yield
 
 
 def _outcome(run_dir: Path) -> str | None:

@@ -18,7 +18,6 @@ from trainer.tracking.files import JsonLines
 
 SAMPLE_SECONDS = 10.0
 LAST_SAMPLE_SECONDS = 0.2
-THROTTLE_COUNTS = "/sys/devices/system/cpu"  # cpu*/thermal_throttle/core_throttle_count
 NOT_AVAILABLE = (OSError, RuntimeError, NotImplementedError, AttributeError, ValueError, psutil.Error)
 CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
@@ -53,30 +52,24 @@ class SystemSampler:
     def sample(self) -> dict[str, float]:
         """The metrics that this host provides: system/NAME -> value, with the unit at the end of the name."""
         figures: dict[str, float] = {}
-        for read in (self._cpu, self._memory, self._disk, self._network, _heat):
+        for read in (self._usage, self._network, _temperature, _frequency, _throttle_events):
             with contextlib.suppress(*NOT_AVAILABLE):
                 figures |= read()
         return {f"system/{name}": value for name, value in figures.items()}
 
-    def _cpu(self) -> dict[str, float]:
+    def _usage(self) -> dict[str, float]:
+        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(self._run_dir))
         return {
             "cpu_utilization_percentage": psutil.cpu_percent(),
             "process_cpu_percentage": self._process.cpu_percent(),
             "load_1_minute": psutil.getloadavg()[0],
-        }
-
-    def _memory(self) -> dict[str, float]:
-        memory = psutil.virtual_memory()
-        return {
             "process_memory_megabytes": self._process.memory_info().rss / 1e6,
             "system_memory_usage_megabytes": memory.used / 1e6,
             "system_memory_usage_percentage": memory.percent,
             "system_memory_available_megabytes": memory.available / 1e6,
+            "disk_usage_percentage": disk.percent,
+            "disk_available_megabytes": disk.free / 1e6,
         }
-
-    def _disk(self) -> dict[str, float]:
-        disk = psutil.disk_usage(str(self._run_dir))
-        return {"disk_usage_percentage": disk.percent, "disk_available_megabytes": disk.free / 1e6}
 
     def _network(self) -> dict[str, float]:
         """Traffic of all interfaces of the host since the start of the attempt."""
@@ -88,17 +81,16 @@ class SystemSampler:
         }
 
 
-def _heat() -> dict[str, float]:
-    """Temperature, clock rate and throttle events of the CPU, as far as the host provides them."""
-    figures: dict[str, float] = {}
-    sensors: dict[str, Any] = getattr(psutil, "sensors_temperatures", dict)()  # Linux alone has it
+def _temperature() -> dict[str, float]:
+    sensors = psutil.sensors_temperatures()  # Linux only
     degrees = [reading.current for name in CPU_SENSORS for reading in sensors.get(name, ())]
-    if degrees:
-        figures["cpu_temperature_celsius"] = max(degrees)
-    with contextlib.suppress(*NOT_AVAILABLE):
-        if frequency := psutil.cpu_freq():
-            figures["cpu_frequency_megahertz"] = frequency.current
-    counts = list(Path(THROTTLE_COUNTS).glob("cpu*/thermal_throttle/core_throttle_count"))
-    if counts:
-        figures["cpu_throttle_events"] = float(sum(int(path.read_text()) for path in counts))
-    return figures
+    return {"cpu_temperature_celsius": max(degrees)}
+
+
+def _frequency() -> dict[str, float]:
+    return {"cpu_frequency_megahertz": psutil.cpu_freq().current}
+
+
+def _throttle_events() -> dict[str, float]:
+    counts = list(Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_throttle_count"))
+    return {"cpu_throttle_events": float(sum(int(path.read_text()) for path in counts))} if counts else {}

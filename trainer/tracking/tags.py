@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import RunFile, code_digest
-from trainer.host.facts import tags_of_hosts
 from trainer.tracking.files import Facts
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def facts_of(
         "hosts": " ".join(hosts),
         "world_size": str(len(hosts)),
         "shares": "/".join(map(str, plan.shares)),
-        **tags_of_hosts(host_facts),
+        **{f"host.{rank}.{key}": value for rank, of in enumerate(host_facts) for key, value in of.items()},
         **more_tags,
     }
     params = {name: str(value) for name, value in {**run_file.config.to_dict(), **derived}.items()}

@@ -34,8 +34,6 @@ STALLED_SECONDS = 10.0
 HURRY_SECONDS = 1.0
 LAST_MESSAGES_SECONDS = 0.2
 RESTART_SECONDS = (1.0, 5.0, 15.0, 60.0)  # before the sender restarts: by the number of crashes in a row
-LAG_SECONDS = 60.0  # a larger lag of the tracker is reported
-REMIND_SECONDS = 1800.0
 PATIENCE = 60.0  # time-out of a request; only the sender waits for it
 
 Log = Callable[[str], None]
@@ -51,7 +49,6 @@ class Tracker:
         self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
         self._system = SystemSampler(run_dir)
         self._sender: SenderProcess | None = None
-        self._lag: Lag | None = None
         if uri and not is_server(uri):
             log(
                 f"warning: {shown_uri(uri)!r} is no address of a tracker, such as http://HOST:5000. The "
@@ -59,15 +56,11 @@ class Tracker:
                 f"{run_dir} --tracker-uri http://HOST:5000"
             )
         elif uri:
-            self._lag = Lag(uri, self._metrics.figures, log)
-            self._sender = SenderProcess(run_dir, uri, self._lag, log)
+            self._sender = SenderProcess(run_dir, uri, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Append the figures of a step or of an evaluation to metrics.jsonl."""
-        before = self._metrics.figures
         self._metrics.write(step, values, time.time())
-        if self._lag is not None:
-            self._lag.wrote(self._metrics.figures - before)
 
     def sample(self, step: int, text: str) -> None:
         """Write a text that was generated after `step` to samples/step_NNNNNN.txt."""
@@ -82,53 +75,14 @@ class Tracker:
             self._sender.close(outcome, hurry or outcome == "retryable")
 
 
-class Lag:
-    """Counts the figures of metrics.jsonl that the tracker does not have yet, and logs a long lag."""
-
-    def __init__(self, uri: str, written: int, log: Log) -> None:
-        self._tracker, self._log = f"The tracker at {shown_uri(uri)}", log
-        self._lock = threading.Lock()
-        self._written, self._sent = written, 0
-        self._since = time.time()  # not later than the time of the oldest figure that is not sent
-        self._reported: float | None = None
-
-    def wrote(self, figures: int) -> None:
-        """Count `figures` written figures. Log a lag above LAG_SECONDS, and again every REMIND_SECONDS."""
-        now = time.time()
-        with self._lock:
-            if self._sent >= self._written:
-                self._since = now
-            self._written += figures
-            behind, since = self._written - self._sent, self._since
-            due = since + LAG_SECONDS if self._reported is None else self._reported + REMIND_SECONDS
-            if now < due:
-                return
-            self._reported = now
-        self._log(
-            f"warning: {self._tracker} is {behind:,} figures behind, since {_clock(since)}. They are in "
-            f"{files.METRICS} and are sent when it answers."
-        )
-
-    def sent(self, figures: int, written_at: float) -> None:
-        """Set the number of figures that the tracker has, and the Unix time at which the last was written."""
-        with self._lock:
-            self._sent, self._since = figures, max(self._since, written_at)
-            near = figures >= self._written or time.time() - self._since < LAG_SECONDS
-            caught_up = near and self._reported is not None
-            if caught_up:
-                self._reported = None
-        if caught_up:
-            self._log(f"{self._tracker} has caught up with {files.METRICS}.")
-
-
 class SenderProcess:
     """Runs the sender process (trainer.tracking.sender) from a thread, and restarts it if it crashes.
 
     Messages of the sender arrive through a separate pipe. Its other output goes to standard error.
     """
 
-    def __init__(self, run_dir: Path, uri: str, lag: Lag, log: Log) -> None:
-        self._run_dir, self._uri, self._lag, self._log = run_dir, uri, lag, log
+    def __init__(self, run_dir: Path, uri: str, log: Log) -> None:
+        self._run_dir, self._uri, self._log = run_dir, uri, log
         self._unavailable = False  # whether the server does not answer
         self._crashes = 0  # in a row, without a figure sent between them
         self._progress = time.monotonic()
@@ -151,33 +105,31 @@ class SenderProcess:
         complete = process is not None and self._finish(process, outcome, hurry)
         self._thread.join(LAST_MESSAGES_SECONDS)
         if not complete:
+            uri = shown_uri(self._uri)
             self._log(
-                f"The tracker at {shown_uri(self._uri)} lacks the end of this run; nothing is lost. When it "
-                f"answers: python -m trainer track --run-dir {self._run_dir} "
-                f"--tracker-uri {shown_uri(self._uri)}"
+                f"The tracker at {uri} lacks the end of this run; nothing is lost. When it answers, type: "
+                f"python -m trainer track --run-dir {self._run_dir} --tracker-uri {uri}"
             )
 
     def _finish(self, process: subprocess.Popen[str], outcome: str, hurry: bool) -> bool:
         """Send the outcome, wait for the process, then kill it; returns whether it has sent everything."""
         with contextlib.suppress(OSError, ValueError):  # it may have died
             assert process.stdin is not None
-            process.stdin.write(json.dumps({"outcome": outcome}) + "\n")
+            process.stdin.write(outcome + "\n")
             process.stdin.close()
         began = self._progress = time.monotonic()
         announced = False
         while process.poll() is None:
             now = time.monotonic()
-            if now - began >= HURRY_SECONDS:
-                if hurry or self._unavailable:
-                    break
-                if now - began >= CLOSING_SECONDS or now - self._progress >= STALLED_SECONDS:
-                    break
-                if not announced:
-                    announced = True
-                    self._log(
-                        f"The training is over; sending the rest to the tracker at {shown_uri(self._uri)} "
-                        f"(for {CLOSING_SECONDS:.0f} s at most)."
-                    )
+            limit = HURRY_SECONDS if hurry or self._unavailable else CLOSING_SECONDS
+            if now - began >= limit or now - self._progress >= STALLED_SECONDS:
+                break
+            if now - began >= HURRY_SECONDS and not announced:
+                announced = True
+                self._log(
+                    f"The training is over; sending the rest to the tracker at {shown_uri(self._uri)} "
+                    f"(for {CLOSING_SECONDS:.0f} s at most)."
+                )
             time.sleep(0.02)
         complete = process.poll() == 0
         process.kill()
@@ -234,16 +186,13 @@ class SenderProcess:
         """Handle a message of the sender; log anything else."""
         self._progress = time.monotonic()
         try:
-            message = json.loads(line)
-            self._unavailable = message.get("unavailable", self._unavailable)
-            if "log" in message:
-                self._log(message["log"])
-            if "figures" in message:
-                self._crashes = 0
-                self._lag.sent(*message["figures"])
-        except (ValueError, TypeError, AttributeError):
+            message = dict(json.loads(line))
+        except (ValueError, TypeError):
+            message = {}
+        self._unavailable = message.get("unavailable", self._unavailable)
+        if "sent" in message:
+            self._crashes = 0
+        if "log" in message:
+            self._log(message["log"])
+        if not message.keys() & {"unavailable", "sent", "log"}:
             self._log(f"The process that sends to the tracker wrote no valid message: {line.strip()[:200]}")
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%a %H:%M:%S", time.localtime(at))
