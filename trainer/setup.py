@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import storage
+from trainer.checkpoint import compatibility, exchange, storage
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import State
 from trainer.checkpoint.train_state import TrainState
@@ -45,6 +45,8 @@ from trainer.run_plan import Plan, make_plan
 from trainer.sync.local import Outer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
+from trainer.tracking.tags import facts_of
+from trainer.tracking.tracker import Tracker
 
 PREDICTION = "prediction.txt"
 
@@ -92,6 +94,25 @@ class RunComponents:
             "torch": torch.__version__,
             "time": time.time(),
         }
+
+    def open_tracker(self, run_file: RunFile, run_dir: Path, uri: str, log: Callable[[str], None]) -> Tracker:
+        """The tracker of this attempt; without a `uri`, or with tracker=none, it writes only files."""
+        if run_file.config.tracker == "none":
+            uri = ""
+        elif not uri:
+            log("No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only.")
+        facts = facts_of(
+            run_file,
+            self.config_digest,
+            self.plan,
+            self.model,
+            self.data.info,
+            self.data.hashes,
+            [peer.host for peer in self.group.peers],
+            self.facts_by_rank,
+            self.placement.tags(),
+        )
+        return Tracker(run_dir, self.train_state.step, facts, uri, log)
 
 
 class RunSetup:
@@ -245,7 +266,7 @@ class RunSetup:
             except (ConfigError, DataError) as error:
                 problem = str(error)
         self.group.raise_problems(problem)
-        return storage.broadcast_state(self.group, state)
+        return exchange.broadcast_state(self.group, state)
 
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
@@ -303,7 +324,7 @@ class RunSetup:
 
     def _resume_optimizer(self, state: State) -> None:
         """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
-        common = storage.pop_common_state(state.optim)
+        common = exchange.pop_common_state(state.optim)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         own: dict[str, Tensor] = {}
         if "own_sha256" in state.meta:
@@ -328,13 +349,13 @@ class RunSetup:
         state = storage.newest(self.checkpoints, self.log.info) or self._initial_weights()
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
-            storage.check_continues(state, self.config, hashes, run_id)
-            steps = storage.settled_steps(state.meta, self.config, self.plan.num_iterations)
-            changes = storage.describe_changes(state, self.config, steps, run_id)
+            compatibility.check_continues(state, self.config, hashes, run_id)
+            steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)
+            changes = compatibility.describe_changes(state, self.config, steps, run_id)
             if changes:
                 self.log.info(changes, extra=fields("changed"))
         elif "imported" in state.meta:
-            storage.check_begins(state, self.plan.model, hashes, run_id)
+            compatibility.check_begins(state, self.plan.model, hashes, run_id)
             self.log.info(f"Starting with the weights of {state.meta['imported']}.")
         return state
 
@@ -353,7 +374,7 @@ class RunSetup:
 
         The run then resumes bitwise. The number of steps is restored on any hosts.
         """
-        steps = storage.settled_steps(meta, self.config, self.plan.num_iterations)
+        steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])

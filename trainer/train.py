@@ -14,14 +14,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import storage
-from trainer.checkpoint.rank_state import save_rank_state
+from trainer.checkpoint.exchange import gather_optimizer
+from trainer.checkpoint.rank_state import save_rank_states
+from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunConfig, RunFile
 from trainer.data.files import is_full
@@ -43,13 +43,10 @@ from trainer.placement.decide import rank_names
 from trainer.run_plan import describe_plan
 from trainer.setup import RunComponents, RunSetup
 from trainer.tracking.reporter import Reporter
-from trainer.tracking.tags import facts_of
-from trainer.tracking.tracker import Tracker
 
 # The time-out of a collective, once steps are measured. The watchdog reports and ends lost ranks long before;
 # this ends the wait for ranks that run and do not join the collective.
 TIMEOUT_STEPS = 20
-WRITE_CHECK_SECONDS = 2.0  # between collective checks whether the last checkpoint is written
 
 
 class Trainer:
@@ -99,12 +96,15 @@ class Trainer:
             )
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
-            self.reporter.tracker = self._make_tracker(tracker_uri)
+            self.reporter.tracker = self.components.open_tracker(
+                self.run_file, self.run_dir, tracker_uri, self.log.info
+            )
             self.attempt.at_end(self.reporter.tracker.close)
 
         stopped = self.train()
         self.reporter.compare()
-        self._close()
+        self.run_status.enter("done")
+        self.group.close()
         if stopped:
             raise self._stopped()
         return self.reporter.done()
@@ -115,7 +115,6 @@ class Trainer:
         self.model, self.optimizer, self.sync = components.model, components.optimizer, components.sync
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
-        self._compared_at = 0  # the step after which the parameters were compared
         self.reporter.begin(components.plan, components.train_state)
         self.reporter.prediction = components.placement.prediction
         self._next_batch: Batch
@@ -125,26 +124,6 @@ class Trainer:
             self.balancer = Balancer(self.plan.shares, rank_names(self.group.peers))
         self.reporter.checkpoint(self.run_dir)
         self.watchdog.evaluation_steps = self.config.eval_tokens / components.plan.total_batch_size
-
-    def _make_tracker(self, uri: str) -> Tracker:
-        if self.config.tracker == "none":
-            uri = ""
-        elif not uri:
-            self.log.info(
-                "No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only."
-            )
-        facts = facts_of(
-            self.run_file,
-            self.components.config_digest,
-            self.plan,
-            self.model,
-            self.data.info,
-            self.data.hashes,
-            self.hosts,
-            self.components.facts_by_rank,
-            self.components.placement.tags(),
-        )
-        return Tracker(self.run_dir, self.reporter.train_state.step, facts, uri, self.log.info)
 
     @property
     def hosts(self) -> list[str]:
@@ -324,17 +303,14 @@ class Trainer:
         return loss
 
     def _check_ranks(self, summary: StepSummary, step: int) -> None:
-        """Compare the next batch of all ranks, and their parameters if that is due after `step`."""
+        """Compare the batch of step + 1 of all ranks, and their parameters if that is due after `step`."""
         compare_batches(self.group, summary.next_batches, step + 1)
         if _due(step, self.config.digest_every) or step == self.parameter_check.recheck_at:
             with self.sync.shared_parameters():
                 self._compare_parameters(step)
 
     def _compare_parameters(self, step: int) -> None:
-        """Compare the parameters of all ranks after `step`, once per step. Raises Final if they differ."""
-        if self._compared_at == step:
-            return
-        self._compared_at = step
+        """Compare the parameters of all ranks after `step`. Raises Final if they differ."""
         found = self.parameter_check(step)
         if found and self.env.is_coordinator:
             self.log.warning(f"warning: {found}", extra=fields("digest"))
@@ -410,46 +386,21 @@ class Trainer:
 
         Raises Final, and saves nothing, if the parameters differ between ranks.
         """
+        step, group = self.reporter.train_state.step, self.group
         with self._long_phase("checkpoint"):
             if self.config.digest_every:
-                self._compare_parameters(self.reporter.train_state.step)
-            optim = storage.gather_optimizer(self.group, self.sync, self.optimizer)
-            hashes = self._save_rank_state()
+                self._compare_parameters(step)
+            optim = gather_optimizer(group, self.sync, self.optimizer)
+            keep, warn = self.config.keep_checkpoints, self.log.warning
+            hashes = save_rank_states(group, self.sync, self.optimizer, self.run_dir, step, keep, warn)
             if self.env.is_coordinator:
                 meta = self.components.checkpoint_meta(self.run_file, self.plan, self.reporter.train_state)
-                state = storage.State(meta | hashes, dict(self.model.state_dict()), optim)
+                state = State(meta | hashes, dict(self.model.state_dict()), optim)
                 self.checkpoint_writer.save(state, last)
                 self._saved_at = time.monotonic()
             if last:
-                self._wait_for_write()
+                self.checkpoint_writer.wait_on_all_ranks(group)
         self._report_checkpoint()
-
-    def _wait_for_write(self) -> None:
-        """Wait on all ranks until rank 0 has written its checkpoint. One long collective would time out."""
-        writing = True
-        while writing:
-            self.checkpoint_writer.wait(WRITE_CHECK_SECONDS)
-            writing = bool(self.group.gather_int64(torch.tensor([int(self.checkpoint_writer.busy)])).any())
-        self.group.raise_problems(self.checkpoint_writer.problem)
-
-    def _save_rank_state(self) -> dict[str, Any]:
-        """In the mode local, save this rank's own state on its host. Returns entries for meta.json.
-
-        They are {"own_sha256": [hash of each rank's file, by rank]}; {} if the ranks have equal states.
-        """
-        own = self.sync.rank_state()
-        if not own:
-            return {}
-        step, rank, sha256 = self.reporter.train_state.step, self.env.rank, ""
-        optim = {} if self.env.is_coordinator else self.optimizer.state_dict()
-        try:
-            sha256 = save_rank_state(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
-        except OSError as error:
-            self.log.warning(
-                f"warning: the state of rank {rank} cannot be saved in {self.run_dir} ({error.strerror}). "
-                "Make room there. A run that resumes from this checkpoint takes that of rank 0 instead.",
-            )
-        return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
     def _report_checkpoint(self) -> None:
         """Set the newest completely written checkpoint in outcome and run status, and a shortage of space."""
@@ -464,10 +415,6 @@ class Trainer:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        self.run_status.enter("done")
-        self.group.close()
-
     def _stopped(self) -> Stopped:
         state = self.reporter.train_state
         return Stopped(
@@ -479,26 +426,28 @@ class Trainer:
     def report_failures(self) -> Iterator[None]:
         """Context that announces an exception to the other ranks as the end of this rank, with its cause.
 
-        PeerLost is replaced by the end that explains it. A checkpoint in progress is completed at the end.
+        PeerLost is replaced by the end that explains it. At the end, a checkpoint in progress is completed
+        and the watchdog is stopped.
         """
         try:
             try:
                 yield
             except PeerLost as error:
-                end = self._explain(error)
-                self.watchdog.announce_end(end)
+                position = self.run_status.record().position
+                end = self.watchdog.explain(error)
+                if end.outcome == "retryable":
+                    end = Retryable(f"In {position}: {end}")
+                self.watchdog.announce_end(end.outcome, str(end))
                 raise self._complete(end, math.inf) from None
         except Exception as error:
             outcome, reason, _ = conclude(error)
-            self.watchdog.announce_end({"final": Final, "stopped": Stopped}.get(outcome, Retryable)(reason))
+            self.watchdog.announce_end(outcome, reason)
             raise
         finally:
-            self._complete_write()
-
-    def _explain(self, error: PeerLost) -> RunEnd:
-        phase = self.run_status.record().position
-        end = self.watchdog.explain(error)
-        return Retryable(f"In {phase}: {end}") if end.outcome == "retryable" else end
+            try:
+                self._complete_write()
+            finally:
+                self.watchdog.stop()
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
         """Wait for a checkpoint that is being written; returns the end of the attempt.
@@ -530,8 +479,5 @@ def train(
 ) -> str:
     """Run one attempt on this rank; returns the closing sentence. Raises RunEnd, ConfigError or DataError."""
     trainer = Trainer(run_file, data_dir, run_dir, env, attempt, log)
-    try:
-        with trainer.report_failures():
-            return trainer.run(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
-    finally:
-        trainer.watchdog.stop()
+    with trainer.report_failures():
+        return trainer.run(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))

@@ -252,9 +252,6 @@ def run_bench(
     data_dir None: synthetic rows.
     """
     run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
-    try:
-        with run.report_failures():
-            run.run()
-        return run.result
-    finally:
-        run.watchdog.stop()
+    with run.report_failures():
+        run.run()
+    return run.result

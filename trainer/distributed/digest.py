@@ -76,19 +76,21 @@ class ParameterCheck:
         All ranks must call this together: it gathers their steps.
         """
         self._group, self._model = group, model
+        self._compared_at = 0  # the step of the last comparison
         self._path = run_dir / f"digests-{group.rank}.json"
         self._before = _read(self._path)
         steps = group.gather_int64(torch.tensor([self._before.step])).unique().tolist()
         self.recheck_at = steps[0] if len(steps) == 1 else 0  # 0: never, or not equal on all ranks
 
     def __call__(self, step: int) -> str:
-        """Compare the parameters after `step`.
+        """Compare the parameters after `step`, once per step.
 
         Returns "", or a sentence on a difference in an earlier attempt. Raises Final on every rank, naming
         the faulty ones, if parameters differ in a single bit.
         """
-        if self._group.world_size == 1:
+        if self._group.world_size == 1 or step == self._compared_at:
             return ""
+        self._compared_at = step
         digests = {name: tensor_digest(p) for name, p in self._model.named_parameters()}
         table = self._group.gather_int64(torch.tensor(list(digests.values())))
         columns = dict(zip(digests, table.T.tolist(), strict=True))
