@@ -29,7 +29,7 @@ from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store, prefix_of
 from trainer.formatting import counted
-from trainer.health.restart_policy import was_requested
+from trainer.health.attempt_history import was_requested
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
 from trainer.host.cores import usable_cores

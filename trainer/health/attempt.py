@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from trainer.config import ConfigError, RunFile
 from trainer.data.files import try_lock, write_json
-from trainer.health import restart_policy
+from trainer.health import attempt_history
 from trainer.health.status_record import OutcomeRecord
 from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.rank_env import RankEnv
@@ -83,7 +83,7 @@ class Attempt:
         Local rank 0 also deletes the outcome files of ranks that are not on this host any more.
         """
         if self._env.is_host_leader:
-            restart_policy.begin(self.path.parent)
+            attempt_history.begin(self.path.parent)
             first = self._env.rank
             mine = {f"outcome-{rank}.json" for rank in range(first, first + self._env.local_world_size)}
             for path in self.path.parent.glob("outcome-*.json"):
@@ -127,7 +127,7 @@ class Attempt:
                 **dataclasses.asdict(self._figures),
                 "outcome": outcome,
                 "reason": reason,
-                "settled": outcome in restart_policy.SETTLED if settled is None else settled,
+                "settled": outcome in attempt_history.SETTLED if settled is None else settled,
                 "rank": self._env.rank,
                 "seconds": round(time.monotonic() - self._started, 3),
                 "time": time.time(),
@@ -136,7 +136,7 @@ class Attempt:
                 self._reserve.unlink(missing_ok=True)
                 write_json(self.path, content)
                 if self._env.is_host_leader:
-                    restart_policy.end(self.path.parent, content)
+                    attempt_history.end(self.path.parent, content)
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         # Outside the lock: SIGTERM must not wait for one of these calls.
