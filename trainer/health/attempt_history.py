@@ -135,7 +135,7 @@ def settle(run_dir: Path) -> None:
 
 
 def unrecorded(run_dir: Path) -> Line:
-    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} if it lacks none."""
+    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} without one."""
     announced = _load(run_dir / ANNOUNCED)
     if not announced:
         return _killed_attempt(run_dir)
@@ -169,10 +169,7 @@ def _start_of(running: Line) -> Line:
 
 
 def _end_of_log(log: Path) -> tuple[str, float | None]:
-    """The last exception in `log` of an attempt that never began, as a sentence, and the time of the last write.
-
-    The time is in seconds since the epoch; None without the file.
-    """
+    """The last exception in `log` as a sentence, and the time of its last write in seconds since the epoch."""
     text, ended_at = "", None
     with contextlib.suppress(OSError), open(log, "rb") as file:
         ended_at = os.fstat(file.fileno()).st_mtime
