@@ -169,7 +169,7 @@ def _start_of(running: Line) -> Line:
 
 
 def _end_of_log(log: Path) -> tuple[str, float | None]:
-    """The last exception in `log` as a sentence, and the time of its last write in seconds since the epoch."""
+    """The last exception in `log` as a sentence, and the time of its last write (Unix time)."""
     text, ended_at = "", None
     with contextlib.suppress(OSError), open(log, "rb") as file:
         ended_at = os.fstat(file.fileno()).st_mtime

@@ -14,8 +14,6 @@ one rank is published to all, with its cause.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -37,7 +35,7 @@ from trainer.health.status_record import RankEnd, RunStatusRecord
 from trainer.host.logger import RunLogger, fields
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.rank_env import RankEnv
-from trainer.outcome import EXIT_CODES, Final, Retryable, RunEnd
+from trainer.outcome import Final, Retryable, RunEnd
 
 LATE_STEPS = 5  # median steps
 CHECK_SECONDS = 1.0
@@ -306,10 +304,7 @@ class Watchdog:
     def _end(self, end: RunEnd) -> None:
         """Write the outcome and end this process, whose main thread waits in a failed collective."""
         self.announce_end(end.outcome, str(end))
-        end = self._attempt.before_end(end, math.inf)
-        if self._attempt.end(end.outcome, str(end), hurry=True):
-            self._log.ended(end.outcome, str(end))
-            os._exit(EXIT_CODES[end.outcome])
+        self._attempt.end_process(end, self._log)
 
 
 def _clock() -> float:
