@@ -41,7 +41,7 @@ from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, c
 from trainer.placement.batch_split import Balancer, SplitChange
 from trainer.placement.decide import rank_names
 from trainer.run_plan import describe_plan
-from trainer.setup import RunComponents, RunSetup
+from trainer.setup import RunSetup
 from trainer.tracking.reporter import Reporter
 
 # The time-out of a collective, once steps are measured. The watchdog reports and ends lost ranks long before;
@@ -85,20 +85,18 @@ class Trainer:
         if self.env.is_coordinator:
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier attempt
         try:
-            self._use(self.setup.components())
+            self._set_up()
         except TransferToHost as end:  # in the outcome even if that of another rank is written first
             self.attempt.update(alone=end.alone)
             raise
         if self.env.is_coordinator:
-            rows, sizes = self.data.info.train_rows, self.components.micro_batches
+            rows, sizes = self.data.info.train_rows, self.setup.micro_batches
             self.log.info(
                 describe_plan(self.plan, self.config, self.model, rows, sizes), extra=fields("plan")
             )
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
-            self.reporter.tracker = self.components.open_tracker(
-                self.run_file, self.run_dir, tracker_uri, self.log.info
-            )
+            self.reporter.tracker = self.setup.open_tracker(tracker_uri)
             self.attempt.at_end(self.reporter.tracker.close)
 
         stopped = self.train()
@@ -109,21 +107,22 @@ class Trainer:
             raise self._stopped()
         return self.reporter.done()
 
-    def _use(self, components: RunComponents) -> None:
-        self.components = components
-        self.plan, self.data, self.group = components.plan, components.data, components.group
-        self.model, self.optimizer, self.sync = components.model, components.optimizer, components.sync
+    def _set_up(self) -> None:
+        setup = self.setup
+        setup.run()
+        self.plan, self.data, self.group = setup.plan, setup.data, setup.group
+        self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
-        self.reporter.begin(components.plan, components.train_state)
-        self.reporter.prediction = components.placement.prediction
+        self.reporter.begin(setup.plan, setup.train_state)
+        self.reporter.prediction = setup.placement.prediction
         self._next_batch: Batch
         self.proposed: SplitChange | None = None
         self.balancer: Balancer | None = None
         if self.env.is_coordinator and not self.run_file.fixed_shares:
             self.balancer = Balancer(self.plan.shares, rank_names(self.group.peers))
         self.reporter.checkpoint(self.run_dir)
-        self.watchdog.evaluation_steps = self.config.eval_tokens / components.plan.total_batch_size
+        self.watchdog.evaluation_steps = self.config.eval_tokens / self.plan.total_batch_size
 
     @property
     def hosts(self) -> list[str]:
@@ -206,7 +205,7 @@ class Trainer:
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
         mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
-        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.components.numerics.device)
+        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.setup.numerics.device)
         return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device)
 
     def _read(self, step: int) -> Batch:
@@ -229,7 +228,7 @@ class Trainer:
         """
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
-        size = self.components.micro_batches[self.env.rank]
+        size = self.setup.micro_batches[self.env.rank]
         batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             self.run_status.enter("forward")
@@ -362,7 +361,7 @@ class Trainer:
                 self.data.val,
                 torch.from_numpy(self.data.tokenizer.token_bytes),
                 self.config.eval_tokens,
-                self.components.micro_batches[self.env.rank],
+                self.setup.micro_batches[self.env.rank],
                 self.group,
                 self.plan.shares,
             )
@@ -394,7 +393,7 @@ class Trainer:
             keep, warn = self.config.keep_checkpoints, self.log.warning
             hashes = save_rank_states(group, self.sync, self.optimizer, self.run_dir, step, keep, warn)
             if self.env.is_coordinator:
-                meta = self.components.checkpoint_meta(self.run_file, self.plan, self.reporter.train_state)
+                meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
                 state = State(meta | hashes, dict(self.model.state_dict()), optim)
                 self.checkpoint_writer.save(state, last)
                 self._saved_at = time.monotonic()

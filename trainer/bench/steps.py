@@ -105,9 +105,7 @@ class BenchTrainer(Trainer):
 
     def _measure(self) -> None:
         with self._long_phase("evaluate"):
-            self.rates.append(
-                measure(self.components.numerics.compute_dtype, self.components.numerics.device)
-            )
+            self.rates.append(measure(self.setup.numerics.compute_dtype, self.setup.numerics.device))
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _goodput(self) -> float | None:
@@ -142,7 +140,7 @@ class BenchTrainer(Trainer):
         rows = self.plan.shares[self.env.rank]
         owned = {m.name for m in self.optimizer.muon_parameters() if self._steps(m.name)}
         work = count_operations(self.model, self.optimizer, owned, rows * self.config.sequence_len)
-        rates, numerics = Rates.median(self.rates), self.components.numerics
+        rates, numerics = Rates.median(self.rates), self.setup.numerics
         spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
         return {
@@ -174,7 +172,7 @@ class BenchTrainer(Trainer):
 
     def _predicted(self) -> float | None:
         """The predicted seconds of a step; None without a prediction."""
-        prediction = self.components.placement.prediction
+        prediction = self.setup.placement.prediction
         return prediction.step_seconds if prediction else None
 
     def _steps(self, name: str) -> bool:
@@ -195,7 +193,7 @@ class BenchTrainer(Trainer):
             "device_batch_size": self.config.device_batch_size,
             "tokens": self.plan.total_batch_size,
             "shares": list(self.plan.shares),
-            "sync": self.components.placement.sync if self.env.world_size > 1 else "",
+            "sync": self.setup.placement.sync if self.env.world_size > 1 else "",
             "predicted_seconds": self._predicted(),
             "world_size": self.env.world_size,
             "hosts": self.hosts,

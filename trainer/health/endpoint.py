@@ -65,9 +65,8 @@ class Answer(NamedTuple):
 class HealthEndpoint(socketserver.ThreadingTCPServer):
     """Answers queries on the IP address `address` with the run status that `answer(stacks)` returns.
 
-    `stacks` is whether the query asks for the stacks of all threads. Several threads may call
-    `answer` at once. If MOST_CONNECTIONS clients have not sent the secret yet, a new connection closes the oldest of
-    theirs.
+    `stacks` is whether the query asks for the stacks of all threads. Several threads may call `answer` at
+    once. If MOST_CONNECTIONS clients have not sent the secret yet, a new one closes the oldest of theirs.
     """
 
     daemon_threads = True
