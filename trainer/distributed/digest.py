@@ -53,8 +53,8 @@ def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> 
     else:
         found = f"Ranks read different batches for step {step}, and no majority shows which is right: {who}"
     raise Retryable(
-        f"{found}. Each row matched its checksum, so a bit has changed in memory since. The next attempt reads "
-        "the batch again. If this happens again, test the memory of that host (memtest86+)."
+        f"{found}. Each row matched its checksum, so a bit has changed in memory since. The next attempt "
+        "reads the batch again. If this happens again, test the memory of that host (memtest86+)."
     )
 
 
@@ -70,7 +70,7 @@ class ParameterCheck:
     """
 
     def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
-        """Read the digests of an earlier attempt. All ranks must call this together: it gathers their steps."""
+        """Read the digests of an earlier attempt. All ranks call this together: it gathers their steps."""
         self._group, self._model = group, model
         self._compared_at = 0  # the step of the last comparison
         self._path = run_dir / f"digests-{group.rank}.json"
@@ -100,12 +100,11 @@ class ParameterCheck:
     def _explain(self, differing: dict[str, list[int]], step: int) -> str:
         sentences = [f"After step {step} the parameters are not the same on all ranks."]
         minorities = {name: minority_ranks(column) for name, column in differing.items()}
-        without_majority = [
-            name for name, ranks in minorities.items() if len(ranks) == self._group.world_size
-        ]
+        everyone = list(range(self._group.world_size))
+        without_majority = [name for name, ranks in minorities.items() if ranks == everyone]
         names_of: dict[int, list[str]] = {}
-        for name in minorities.keys() - set(without_majority):
-            for rank in minorities[name]:
+        for name, ranks in minorities.items():
+            for rank in ranks if ranks != everyone else ():
                 names_of.setdefault(rank, []).append(name)
         for rank, names in sorted(names_of.items()):
             sentences.append(f"R{str(self._group.peers[rank])[1:]} differs from most in {_some(names)}.")
@@ -125,7 +124,7 @@ class ParameterCheck:
         return " ".join(sentences)
 
     def _compare_with_recorded(self, digests: dict[str, int]) -> str:
-        """A sentence on the ranks whose recorded digests differ from today's, which are equal on all ranks."""
+        """A sentence on the ranks whose recorded digests differ from `digests`, equal on all ranks."""
         self._path.unlink(missing_ok=True)
         changed = [name for name, digest in digests.items() if self._recorded.get(name) != digest]
         found = [json.loads(raw) for raw in self._group.gather_bytes(json.dumps(changed).encode())]
