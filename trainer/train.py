@@ -23,7 +23,7 @@ from trainer.checkpoint.exchange import gather_optimizer
 from trainer.checkpoint.rank_state import save_rank_states
 from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.config import RunConfig, RunFile
+from trainer.config import RunFile
 from trainer.data.files import is_full
 from trainer.data.loader import Batch, rank_rows, read_batch
 from trainer.distributed.digest import ParameterCheck, compare_batches
@@ -38,7 +38,7 @@ from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
-from trainer.placement.batch_split import Balancer, SplitChange
+from trainer.placement.batch_split import Balancer
 from trainer.placement.decide import rank_names
 from trainer.run_plan import describe_plan
 from trainer.setup import RunSetup
@@ -62,8 +62,7 @@ class Trainer:
         log: RunLogger,
     ) -> None:
         self.run_file = run_file
-        self.config: RunConfig = run_file.config
-        self.data_dir, self.run_dir = data_dir, run_dir
+        self.config, self.run_dir = run_file.config, run_dir
         self.env, self.attempt, self.log = env, attempt, log
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
@@ -91,9 +90,8 @@ class Trainer:
             raise
         if self.env.is_coordinator:
             rows, sizes = self.data.info.train_rows, self.setup.micro_batches
-            self.log.info(
-                describe_plan(self.plan, self.config, self.model, rows, sizes), extra=fields("plan")
-            )
+            text = describe_plan(self.plan, self.config, self.model, rows, sizes)
+            self.log.info(text, extra=fields("plan"))
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.tracker = self.setup.open_tracker(tracker_uri)
@@ -117,17 +115,11 @@ class Trainer:
         self.reporter.begin(setup.plan, setup.train_state)
         self.reporter.prediction = setup.placement.prediction
         self._next_batch: Batch
-        self.proposed: SplitChange | None = None
         self.balancer: Balancer | None = None
         if self.env.is_coordinator and not self.run_file.fixed_shares:
             self.balancer = Balancer(self.plan.shares, rank_names(self.group.peers))
         self.reporter.checkpoint(self.run_dir)
         self.watchdog.evaluation_steps = self.config.eval_tokens / self.plan.total_batch_size
-
-    @property
-    def hosts(self) -> list[str]:
-        """The host name of each rank, in rank order."""
-        return [peer.host for peer in self.group.peers]
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -197,11 +189,8 @@ class Trainer:
         """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and targets of this rank, (rows, T) each, and the active rows: the input ids of all ranks.
-
-        The batch of the next step is read too, so that ranks can compare it before they train on it.
-        """
-        batch = self._next_batch
+        """Inputs and targets of this rank, (rows, T) each; the active rows: the input ids of all ranks."""
+        batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
         mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
@@ -212,20 +201,14 @@ class Trainer:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
 
     def _read_first_batch(self, step: int) -> None:
-        """Read the batch of the attempt's first step (counted from 0), and compare it between all ranks.
-
-        Later batches are compared by the step report of the step before.
-        """
+        """Read the batch of the attempt's first step, and compare it; step reports compare later batches."""
         self.run_status.enter("data")
         self._next_batch = self._read(step)
         checksums = self.group.gather_int64(torch.tensor([self._next_batch.checksum]))
         compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Run forward and backward on this rank's rows (rows, T); returns the summed token losses, in nats.
-
-        Gradients of the sum accumulate over the micro-batches.
-        """
+        """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats."""
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
         size = self.setup.micro_batches[self.env.rank]
@@ -242,9 +225,8 @@ class Trainer:
     def _set_rates(self, step: int) -> tuple[float, float]:
         """Set the optimizer's rates for `step`. Returns (multiplier of all learning rates, that of Muon)."""
         config, n = self.config, self.plan.num_iterations
-        multiplier = lr_schedule.lr_multiplier(
-            step, n, config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
-        )
+        rates = config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
+        multiplier = lr_schedule.lr_multiplier(step, n, *rates)
         momentum = lr_schedule.muon_momentum(step, n, config.warmdown_ratio)
         self.optimizer.set_schedule(multiplier, momentum, lr_schedule.muon_weight_decay(step, n))
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
@@ -276,6 +258,7 @@ class Trainer:
         rows, checksum = self.plan.shares[self.env.rank], self._next_batch.checksum
         if not self.env.is_coordinator:
             return StepReport(loss_sum, seconds, rows, next_batch=checksum)
+        proposed = self.balancer.proposed if self.balancer else None
         minutes = (time.monotonic() - self._saved_at) / 60
         by_time = 0 < self.config.save_minutes <= minutes and not self.checkpoint_writer.busy
         return StepReport(
@@ -285,7 +268,7 @@ class Trainer:
             stop=os.path.lexists(self.stop_file),
             save=by_time or _due(step, self.config.save_every) or self.checkpoint_writer.wants_retry,
             failed_save=self.checkpoint_writer.problem is not None,
-            shares=tuple(self.proposed.shares) if self.proposed else (),
+            shares=tuple(proposed.shares) if proposed else (),
             next_batch=checksum,
         )
 
@@ -316,24 +299,17 @@ class Trainer:
 
     def _update_split(self, summary: StepSummary, step_seconds: float) -> None:
         """Use the batch split in `summary`, if rank 0 has sent one. On rank 0, also look for a faster one."""
+        proposed = self.balancer.proposed if self.balancer else None
         if summary.shares:
             self.plan = dataclasses.replace(self.plan, shares=summary.shares)
-            self.reporter.shares(summary.shares, self.proposed.reason if self.proposed else "")
-            self.proposed = None
+            self.reporter.shares(summary.shares, proposed.reason if proposed else "")
         if self.balancer is None:
             return
-        if summary.shares:
-            self.balancer.apply(summary.shares)
-        elif self.proposed is None:
-            self.balancer.record(summary.seconds, step_seconds)
-            change = self.balancer.propose()
-            if self.run_file.by_speed:
-                self.proposed = change
-            elif change:
-                self.balancer = None  # reported once
-                self.log.info(
-                    f"Uneven hosts: shares=auto would pay ({change.reason}).", extra=fields("shares")
-                )
+        self.balancer.update(summary.shares, summary.seconds, step_seconds)
+        if self.balancer.proposed and not self.run_file.by_speed:
+            reason = self.balancer.proposed.reason
+            self.balancer = None  # reported once
+            self.log.info(f"Uneven hosts: shares=auto would pay ({reason}).", extra=fields("shares"))
 
     # -- time-outs, evaluation, checkpoints --------------------------------------------------------------
 
@@ -375,16 +351,11 @@ class Trainer:
         except OSError as error:
             if not is_full(error):
                 raise
-            self.log.warning(
-                f"warning: the disk of {self.run_dir} is full, so the sample of text was not written. Remove "
-                "files there."
-            )
+            full = f"the disk of {self.run_dir} is full, so the sample of text was not written"
+            self.log.warning(f"warning: {full}. Remove files there.")
 
     def _save(self, last: bool) -> None:
-        """Gather the optimizer state on rank 0, which writes a checkpoint: in the background, unless `last`.
-
-        Raises Final, and saves nothing, if the parameters differ between ranks.
-        """
+        """Save a checkpoint on rank 0, in the background unless `last`. Raises Final if parameters differ."""
         step, group = self.reporter.train_state.step, self.group
         with self._long_phase("checkpoint"):
             if self.config.digest_every:
@@ -449,10 +420,7 @@ class Trainer:
                 self.watchdog.stop()
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
-        """Wait for a checkpoint that is being written; returns the end of the attempt.
-
-        If a person has stopped the run, the outcome stays `stopped` although a peer is lost during the save.
-        """
+        """Complete a checkpoint in progress; returns `end`, or Stopped if a person has stopped the run."""
         self._complete_write(seconds)
         return self._stopped() if self.stopping and end.outcome == "retryable" else end
 

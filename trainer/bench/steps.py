@@ -196,7 +196,7 @@ class BenchTrainer(Trainer):
             "sync": self.setup.placement.sync if self.env.world_size > 1 else "",
             "predicted_seconds": self._predicted(),
             "world_size": self.env.world_size,
-            "hosts": self.hosts,
+            "hosts": [peer.host for peer in self.group.peers],
             "steps": len(seconds),
             "step_seconds": step_seconds,
             "step_seconds_mean": statistics.mean(walls),
