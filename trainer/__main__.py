@@ -53,7 +53,6 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_train_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     command.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="directory for the files of the run"
     )
@@ -64,13 +63,9 @@ def add_train_arguments(command: argparse.ArgumentParser) -> None:
     add_run_arguments(command)
 
 
-def add_plan_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
-    add_run_arguments(command)
-
-
 def add_run_arguments(command: argparse.ArgumentParser) -> None:
-    """Add the options that define a run: --run-file, --run-id, --shares and one option per setting."""
+    """Add the options that define a run: its data, --run-file, --run-id, --shares and one per setting."""
+    command.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
     command.add_argument(
         "--run-file", type=Path, metavar="FILE", help="run.json, instead of the settings below"
     )
@@ -165,7 +160,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "prepare": Command("turn text into shards, a tokenizer and rows", prepare.add_arguments, prepare.run),
     "train": Command("train, as one process or under torchrun", add_train_arguments, train),
-    "plan": Command("predict the seconds of a step in each sync mode", add_plan_arguments, plan),
+    "plan": Command("predict the seconds of a step in each sync mode", add_run_arguments, plan),
     "bench": Command("measure the seconds of a step and its parts", bench.add_arguments, bench.run),
     "track": Command("send the figures of a run to its tracker", sender.add_arguments, sender.run),
     "again": Command("decide whether to restart a run", restart_policy.add_arguments, restart_policy.run),

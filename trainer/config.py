@@ -8,14 +8,13 @@ Run files and checkpoints store all settings and SCHEMA. A release that adds, re
 `identity` raises SCHEMA, so that an older release refuses a run that it would train differently; `migrate`
 converts the files of older releases.
 
-Only the standard library is imported, so that a controller without torch can check and name a run:
-
-    RunConfig.from_strings({"depth": "4", "num_iterations": "20"}).default_run_id()
+Only the standard library is imported, so that a controller without torch can check and name a run.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 import hashlib
@@ -130,30 +129,9 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("depth", "aspect_ratio", "head_dim", "sequence_len", "device_batch_size", "eval_tokens"):
-            self._require(name, getattr(self, name) >= 1, "must be at least 1")
-        self._require("keep_checkpoints", self.keep_checkpoints >= 1, "must be at least 1")
-        for name in ("n_kv_head", "total_batch_size", "num_iterations", "target_flops", "warmup_steps"):
-            self._require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("eval_every", "sample_every", "save_every", "save_minutes", "digest_every"):
-            self._require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("seed", "threads", "weight_decay"):
-            self._require(name, getattr(self, name) >= 0, "must not be negative")
-        for name in ("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr", "target_param_data_ratio"):
-            self._require(name, getattr(self, name) > 0, "must be above 0")
-        for name in ("warmdown_ratio", "final_lr_frac"):
-            self._require(name, 0 <= getattr(self, name) <= 1, "must lie between 0 and 1")
-        for name, choices in (
-            ("device", DEVICES),
-            ("dtype", DTYPES),
-            ("sync", (*SYNC_MODES, "auto")),
-            ("tracker", TRACKERS),
-        ):
-            self._require(name, getattr(self, name) in choices, f"must be {' or '.join(choices)}")
-        self._require("local_steps", self.local_steps >= 1, "must be at least 1")
-        self._require("local_lr", self.local_lr > 0, "must be above 0")
-        self._require("local_momentum", 0 <= self.local_momentum < 1, "must be at least 0 and below 1")
-        self._require("local_bits", self.local_bits in LOCAL_BITS, "must be 4, 8 or 32")
+        for holds, what, names in _RULES:
+            for name in names.split():
+                self._require(name, bool(holds(getattr(self, name))), what)
         if self.sync == "local":
             self._require(
                 "local_delay",
@@ -165,32 +143,16 @@ class RunConfig:
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
                 "give one of them."
             )
-        allowed = self.sync_allow.split(",") if self.sync_allow else []
-        self._require(
-            "sync_allow", set(allowed) <= set(NEAR_MODES), f"takes {', '.join(NEAR_MODES)}, or nothing"
-        )
-        self._require("seed", self.seed < 2**63, "must be below 2^63")
         self._require("head_dim", self.head_dim % 2 == 0, "must be even: rotary positions work on pairs")
         self._require(
             "head_dim", self.n_embd >= 24, "makes the model narrower than 24; the smear gate reads 24"
-        )
-        self._require(
-            "window_pattern", re.fullmatch("[SL]+", self.window_pattern) is not None, "is made of S and L"
         )
         self._require(
             "n_kv_head",
             self.n_kv_head == 0 or self.n_head % self.n_kv_head == 0,
             f"must divide the number of heads, {self.n_head} here",
         )
-        self._require_whole_rows()
-
-    def _require(self, name: str, holds: bool, what: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name} is {getattr(self, name)!r}: it {what}.")
-
-    def _require_whole_rows(self) -> None:
-        rest = self.total_batch_size % self.sequence_len
-        if rest:
+        if rest := self.total_batch_size % self.sequence_len:
             below = self.total_batch_size - rest
             near = [str(size) for size in (below, below + self.sequence_len) if size]
             raise ConfigError(
@@ -198,7 +160,9 @@ class RunConfig:
                 f"({self.sequence_len}); use {' or '.join(near)}."
             )
 
-    # -- derived ---------------------------------------------------------------------------------------
+    def _require(self, name: str, holds: bool, what: str) -> None:
+        if not holds:
+            raise ConfigError(f"{name} is {getattr(self, name)!r}: it {what}.")
 
     @property
     def n_embd(self) -> int:
@@ -211,7 +175,8 @@ class RunConfig:
 
     def digest(self) -> str:
         """SHA-256 (hex) of the settings in section `identity`; those of other sections do not change it."""
-        return hashlib.sha256(canonical_json(self.section(IDENTITY))).hexdigest()
+        settings = {name: getattr(self, name) for name in self.field_names(IDENTITY)}
+        return hashlib.sha256(canonical_json(settings)).hexdigest()
 
     def default_run_id(self) -> str:
         return f"d{self.depth}-{self.digest()[:8]}"
@@ -219,17 +184,11 @@ class RunConfig:
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    def section(self, name: str) -> dict[str, Any]:
-        """The settings of section `name` (identity, horizon or runtime): name -> value."""
-        return {key: getattr(self, key) for key in self.field_names(name)}
-
     def differences(self, before: RunConfig, *sections: str) -> list[str]:
         """One text per setting in `sections` that differs from `before`: ["seed was 42, now 43"]."""
         names = [name for section in sections for name in self.field_names(section)]
         values = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
-
-    # -- from text -------------------------------------------------------------------------------------
 
     @classmethod
     def field_names(cls, section: str = "") -> tuple[str, ...]:
@@ -249,10 +208,7 @@ class RunConfig:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-        """Read the settings saved in a run file or checkpoint. Returns (config, unknown).
-
-        unknown: saved names that are no settings of this release. Raises ConfigError for invalid values.
-        """
+        """The settings saved in a run file or checkpoint, and the saved names that are no settings here."""
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
 
@@ -275,22 +231,46 @@ class RunConfig:
         return cls(**cast)
 
 
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
+# Conditions of single settings: (whether it holds for the value, its text in the message, the settings).
+_RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
+    (lambda v: v >= 1, "must be at least 1", "depth aspect_ratio head_dim sequence_len device_batch_size"),
+    (lambda v: v >= 1, "must be at least 1", "eval_tokens keep_checkpoints local_steps"),
+    (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
+    (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
+    (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
+    (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
+    (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
+    (lambda v: v < 2**63, "must be below 2^63", "seed"),
+    (lambda v: v in LOCAL_BITS, "must be 4, 8 or 32", "local_bits"),
+    (lambda v: v in DEVICES, f"must be {' or '.join(DEVICES)}", "device"),
+    (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
+    (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),
+    (lambda v: v in TRACKERS, f"must be {' or '.join(TRACKERS)}", "tracker"),
+    (
+        lambda v: not v or set(v.split(",")) <= set(NEAR_MODES),
+        f"takes {', '.join(NEAR_MODES)}, or nothing",
+        "sync_allow",
+    ),
+    (re.compile("[SL]+").fullmatch, "is made of S and L", "window_pattern"),
+)
+
+
 def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
-    takes = _KINDS[kind] + (" or auto" if name == "total_batch_size" else "")
-    if isinstance(value, bool) or value is None:
-        raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
-    if kind == "str":
+    if kind == "str" and value is not None and not isinstance(value, bool):
         return text
     if name == "total_batch_size" and text.lower() == "auto":
         return 0
-    try:
-        number = float(text) if kind == "float" else int(text.replace("_", ""))
-    except ValueError:
-        raise ConfigError(f"{name} is {text!r}: it takes {takes}.") from None
-    if isinstance(number, float) and not math.isfinite(number):
-        raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
-    return number
+    with contextlib.suppress(ValueError):
+        if not isinstance(value, bool) and kind == "float" and math.isfinite(number := float(text)):
+            return number
+        if not isinstance(value, bool) and kind == "int":
+            return int(text.replace("_", ""))
+    takes = _KINDS[kind] + (" or auto" if name == "total_batch_size" else "")
+    raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
@@ -314,22 +294,13 @@ def number_from_zero(text: str) -> float:
     return number
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
-
-
 def canonical_json(value: Any) -> bytes:
     """`value` as JSON with sorted keys and no blanks, in ASCII. Digests are computed from these bytes."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True).encode()
 
 
-# -- files of other releases -------------------------------------------------------------------------------
-
-
 def check_schema(schema: Any, what: str) -> None:
-    """Raise NewerSchemaError if `schema` is newer than SCHEMA, ConfigError if it is no integer from 1.
-
-    what: names the file at the start of the message.
-    """
+    """Raise ConfigError for a `schema` of the file `what` that is no integer from 1, or newer than SCHEMA."""
     if type(schema) is not int or schema < 1:
         raise ConfigError(
             f"{what} has the schema {schema!r}, not a number from 1. It is damaged or was not written by "
@@ -343,11 +314,10 @@ def check_schema(schema: Any, what: str) -> None:
 
 
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Adapt saved values to the fields of the dataclass `cls`. Returns (values, unknown).
+    """Adapt saved values to the fields of the dataclass `cls`. Returns (values of fields, names of no field).
 
-    values: the saved values of existing fields. A field that was not saved gets the value in its metadata
-    `before`, which describes runs older than the field; without `before` its default applies.
-    unknown: saved names that are not fields.
+    A field that was not saved gets the value in its metadata `before`, which describes runs older than the
+    field; without `before` its default applies.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}
@@ -359,13 +329,6 @@ def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str)
     """The warning that lists `unknown` saved settings with their values. `what` names the file."""
     listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
     return f"{what} has settings that this release no longer has; they are ignored: {listed}."
-
-
-def _to_stderr(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-# -- the run file ------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -404,11 +367,17 @@ class RunFile:
         return BY_SPEED if self.by_speed else ",".join(map(str, self.shares)) or "equal"
 
     @classmethod
-    def load(cls, path: Path, warn: Callable[[str], None] = _to_stderr) -> RunFile:
+    def load(cls, path: Path) -> RunFile:
         """Read and check run.json at `path`. Raises ConfigError, which names the file.
 
-        warn: is called with a sentence if the file has settings that this release no longer has.
+        Settings that this release no longer has are listed on stderr.
         """
+
+        def unusable(problem: str) -> ConfigError:
+            return ConfigError(
+                f"The run file {path} {problem}. Start the run with train.yml, which writes it."
+            )
+
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
@@ -416,31 +385,25 @@ class RunFile:
                 f"The run file {path} cannot be read: {error.strerror}. Check its path and permissions."
             ) from None
         except ValueError as error:
-            raise ConfigError(
-                f"The run file {path} is not JSON: {error}. Start the run with train.yml, which writes it."
-            ) from None
+            raise unusable(f"is not JSON: {error}") from None
         if not isinstance(raw, dict):
-            raise ConfigError(
-                f"The run file {path} holds no settings. Start the run with train.yml, which writes it."
-            )
+            raise unusable("holds no settings")
         check_schema(raw.get("schema"), f"The run file {path}")
         if not isinstance(raw.get("config"), dict) or not isinstance(raw.get("hosts", []), list):
-            raise ConfigError(
-                f"The run file {path} lacks its config or hosts. Start the run with train.yml: it writes it."
-            )
+            raise unusable("lacks its config or hosts")
         try:
-            shares = parse_shares(raw.get("shares", []))
             config, unknown = RunConfig.load(raw["config"])
             if unknown:
-                warn(note_of_dropped(unknown, raw["config"], f"The run file {path}"))
+                note = note_of_dropped(unknown, raw["config"], f"The run file {path}")
+                print(note, file=sys.stderr, flush=True)
             return cls(
                 run_id=str(raw.get("run_id", "")),
                 config=config,
-                hosts=tuple(str(host) for host in raw.get("hosts", [])),
-                shares=shares,
+                hosts=tuple(map(str, raw.get("hosts", []))),
+                shares=parse_shares(raw.get("shares", [])),
                 trainer_digest=str(raw.get("trainer_digest", "")),
                 manifest_sha256=str(raw.get("manifest_sha256", "")),
-                chosen_from=tuple(str(host) for host in raw.get("chosen_from", [])),
+                chosen_from=tuple(map(str, raw.get("chosen_from", []))),
             )
         except ConfigError as error:
             raise ConfigError(f"In the run file {path}: {error}") from None

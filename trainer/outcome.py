@@ -77,17 +77,13 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
         return "stopped", reason, 128 + signal.SIGINT
     if is_full(error):
         where = getattr(error, "filename", None) or "the run directory"
-        return (
-            "final",
-            f"No space is left on the disk of {where}. Remove files there, then start the run again.",
-            EXIT_CODES["final"],
-        )
+        reason = f"No space is left on the disk of {where}. Remove files there, then start the run again."
+        return "final", reason, EXIT_CODES["final"]
     if is_out_of_memory(error):
-        return (
-            "final",
-            "The host has too little memory for this run; lower depth, sequence_len or device_batch_size.",
-            1,
+        reason = (
+            "The host has too little memory for this run; lower depth, sequence_len or device_batch_size."
         )
+        return "final", reason, EXIT_CODES["final"]
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = f" in {Path(last[0].filename).name}, line {last[0].lineno}" if last else ""
     return "final", f"Unexpected {type(error).__name__}{where}: {error} (the log has the traceback).", 1

@@ -31,11 +31,11 @@ def preview(run_file: RunFile, data_dir: Path, env: RankEnv, log: RunLogger) -> 
         setup.predicts, setup.trains = True, False
         watchdog.start()
         try:
-            components = setup.components()
+            setup.run()
             if env.is_coordinator:
-                rows, sizes = components.data.info.train_rows, components.micro_batches
-                log.info(describe_plan(components.plan, run_file.config, components.model, rows, sizes))
-            components.group.close()
+                rows, sizes = setup.data.info.train_rows, setup.micro_batches
+                log.info(describe_plan(setup.plan, run_file.config, setup.model, rows, sizes))
+            setup.group.close()
         except RunEnd as end:
             print(end, file=sys.stderr)
             return 1

@@ -1,6 +1,7 @@
 """Setup of a rank before step 0: data, rendezvous, consistency check, device, model, placement, resume.
 
-components = RunSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log).components()
+setup = RunSetup(run_file, data_dir, run_dir, env, run_status, watchdog, log)
+setup.run()                             # then setup.model, setup.plan, ...
 """
 
 from __future__ import annotations
@@ -10,14 +11,13 @@ import dataclasses
 import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import storage
+from trainer.checkpoint import compatibility, exchange, storage
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import State
 from trainer.checkpoint.train_state import TrainState
@@ -29,7 +29,7 @@ from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store, prefix_of
 from trainer.formatting import counted
-from trainer.health.restart_policy import was_requested
+from trainer.health.attempt_history import was_requested
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
 from trainer.host.cores import usable_cores
@@ -45,15 +45,23 @@ from trainer.run_plan import Plan, make_plan
 from trainer.sync.local import Outer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
+from trainer.tracking.tags import facts_of
+from trainer.tracking.tracker import Tracker
 
 PREDICTION = "prediction.txt"
 
 
-@dataclass
-class RunComponents:
-    """The objects that RunSetup.components() creates and the training loop uses."""
+class RunSetup:
+    """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
 
-    plan: Plan
+    predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
+    `run` sets the other attributes, which the training loop uses.
+    """
+
+    predicts = False
+    trains = True
+
+    plan: Plan  # its batch split is that at the first step
     data: Dataset
     group: Collectives
     numerics: Numerics
@@ -63,45 +71,9 @@ class RunComponents:
     train_state: TrainState
     micro_batches: list[int]  # rows, by rank
     config_digest: str  # as computed by the release that started the run
-    numerics_by_rank: list[dict[str, Any]]
+    numerics_by_rank: tuple[dict[str, Any], ...]
     facts_by_rank: list[dict[str, str]]
     placement: Placement
-
-    def checkpoint_meta(self, run_file: RunFile, plan: Plan, state: TrainState) -> dict[str, Any]:
-        """The dict that is written to meta.json.
-
-        `plan` holds the current batch split (`plan.shares`), which can differ from that at step 0.
-        """
-        done = dataclasses.asdict(state)
-        del done["checkpoint"]
-        return {
-            "run_id": run_file.run_id,
-            **done,
-            "num_iterations": plan.num_iterations,
-            "rows": state.step * plan.rows_per_step,
-            "tokens": state.step * plan.total_batch_size,
-            "config": run_file.config.to_dict(),
-            "config_digest": self.config_digest,
-            "model_config": plan.model.__dict__,
-            "hashes": self.data.hashes,
-            "world_size": self.group.world_size,
-            "shares": plan.shares,
-            "arrangement": self.placement.saved(),
-            "numerics": self.numerics_by_rank,
-            "hosts": [peer.host for peer in self.group.peers],
-            "torch": torch.__version__,
-            "time": time.time(),
-        }
-
-
-class RunSetup:
-    """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
-
-    predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
-    """
-
-    predicts = False
-    trains = True
 
     def __init__(
         self,
@@ -117,7 +89,7 @@ class RunSetup:
         self.data_dir, self.run_dir, self.checkpoints = data_dir, run_dir, run_dir / "checkpoints"
         self.env, self.run_status, self.watchdog, self.log = env, run_status, watchdog, log
 
-    def components(self) -> RunComponents:
+    def run(self) -> None:
         """Run the setup. If it fails on any rank, every rank raises RunEnd, ConfigError or DataError."""
         config, env = self.config, self.env
         self.run_status.enter("load")
@@ -135,37 +107,28 @@ class RunSetup:
 
         self.run_status.enter("resume")
         self._build()
-        state = self._broadcast_state()
+        state = exchange.broadcast_state(self.group, self._initial_state())
         self._restore_arithmetic(state.meta)
         self._decide_placement(
             state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
         )
-        self._make_sync()
-        train_state = self._resume(state)
+        self.group.owner_speeds = list(self.placement.owner_speeds)
+        outer = Outer.of(config)
+        self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
+        self._resume(state)
         if self.numerics.threads > usable_cores():
             self.log.info(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
                 "leave threads out to have as many as cores."
             )
         mine = json.dumps([self.numerics.saved(), self.numerics.facts(), self.placement.digest()]).encode()
-        saved, numerics_facts, digests = zip(*map(json.loads, self.group.gather_bytes(mine)), strict=True)
-        decide.compare_placements(self.group.peers, digests)
-        facts = [record.facts | found for record, found in zip(records, numerics_facts, strict=True)]
-        return RunComponents(
-            self.plan,
-            self.data,
-            self.group,
-            self.numerics,
-            self.model,
-            self.optimizer,
-            self.sync,
-            train_state,
-            [int(record.shown["micro-batch"]) for record in records],
-            str(state.meta.get("config_digest") or config.digest()),
-            list(saved),
-            facts,
-            self.placement,
+        self.numerics_by_rank, facts, digests = zip(
+            *map(json.loads, self.group.gather_bytes(mine)), strict=True
         )
+        decide.compare_placements(self.group.peers, digests)
+        self.facts_by_rank = [record.facts | found for record, found in zip(records, facts, strict=True)]
+        self.micro_batches = [int(record.shown["micro-batch"]) for record in records]
+        self.config_digest = str(state.meta.get("config_digest") or config.digest())
 
     def _log_ranks(self, records: list[consistency.Record], kind: str, reason: str) -> None:
         """Log the device kind of the run, and the arithmetic, address and micro-batch of each rank."""
@@ -235,18 +198,6 @@ class RunSetup:
             weight_decay=config.weight_decay * scale.weight_decay,
         )
 
-    def _broadcast_state(self) -> State:
-        """Broadcast the state of rank 0: that of its newest valid checkpoint, else initial weights."""
-        state: State | None = None
-        problem = None
-        if self.env.is_coordinator:
-            try:
-                state = self._initial_state()
-            except (ConfigError, DataError) as error:
-                problem = str(error)
-        self.group.raise_problems(problem)
-        return storage.broadcast_state(self.group, state)
-
     def _decide_placement(self, meta: Mapping[str, Any], gpu: Numerics | None) -> None:
         """Set the placement: from a checkpoint of the same hosts, else measured if shares or sync is auto.
 
@@ -273,37 +224,24 @@ class RunSetup:
             if self.env.is_coordinator:
                 for line in lines:
                     self.log.info(line, extra=fields("arrangement"))
-                self._write_prediction(lines)
+                with contextlib.suppress(OSError):
+                    write_whole(self.run_dir / PREDICTION, ("\n".join(lines) + "\n").encode())
         self.plan = dataclasses.replace(self.plan, shares=list(self.placement.shares))
 
-    def _write_prediction(self, lines: list[str]) -> None:
-        """Write the prediction to prediction.txt in the run directory; an OSError is ignored."""
-        with contextlib.suppress(OSError):
-            write_whole(self.run_dir / PREDICTION, ("\n".join(lines) + "\n").encode())
-
-    def _make_sync(self) -> None:
-        """Create the sync mode that the placement names."""
-        self.group.owner_speeds = list(self.placement.owner_speeds)
-        outer = Outer.of(self.config)
-        self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
-
-    def _resume(self, state: State) -> TrainState:
-        """Load `state` into model, optimizer and sync mode; returns its TrainState."""
+    def _resume(self, state: State) -> None:
+        """Load `state` into model, optimizer and sync mode, and its progress into train_state."""
         self.model.load_state_dict(state.model)
         self._resume_optimizer(state)
-        train_state = TrainState.from_meta(state.meta)
+        self.train_state = TrainState.from_meta(state.meta)
         if state.step:
-            self.log.info(
-                f"Resuming from the checkpoint of step {state.step}.",
-                extra=fields("resumed", step=state.step),
-            )
+            text = f"Resuming from the checkpoint of step {state.step}."
+            self.log.info(text, extra=fields("resumed", step=state.step))
             if self.env.is_coordinator:
-                train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
-        return train_state
+                self.train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
 
     def _resume_optimizer(self, state: State) -> None:
         """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
-        common = storage.pop_common_state(state.optim)
+        common = exchange.pop_common_state(state.optim)
         mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
         own: dict[str, Tensor] = {}
         if "own_sha256" in state.meta:
@@ -319,22 +257,33 @@ class RunSetup:
         self.optimizer.load_state_dict(mine)
         self.sync.load(state.step, common, own)
 
-    def _initial_state(self) -> State:
-        """The state of the newest valid checkpoint on rank 0, else initial weights.
+    def _initial_state(self) -> State | None:
+        """On rank 0, the state of its newest valid checkpoint, else initial weights; None on other ranks.
 
-        Raises ConfigError or DataError if the checkpoint does not belong to this run.
+        Raises Final on all ranks if the checkpoint does not belong to this run.
         """
+        state: State | None = None
+        problem = None
+        if self.env.is_coordinator:
+            try:
+                state = self._load_state()
+            except (ConfigError, DataError) as error:
+                problem = str(error)
+        self.group.raise_problems(problem)
+        return state
+
+    def _load_state(self) -> State:
         storage.remove_leftovers(self.checkpoints)
         state = storage.newest(self.checkpoints, self.log.info) or self._initial_weights()
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
-            storage.check_continues(state, self.config, hashes, run_id)
-            steps = storage.settled_steps(state.meta, self.config, self.plan.num_iterations)
-            changes = storage.describe_changes(state, self.config, steps, run_id)
+            compatibility.check_continues(state, self.config, hashes, run_id)
+            steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)
+            changes = compatibility.describe_changes(state, self.config, steps, run_id)
             if changes:
                 self.log.info(changes, extra=fields("changed"))
         elif "imported" in state.meta:
-            storage.check_begins(state, self.plan.model, hashes, run_id)
+            compatibility.check_begins(state, self.plan.model, hashes, run_id)
             self.log.info(f"Starting with the weights of {state.meta['imported']}.")
         return state
 
@@ -353,7 +302,7 @@ class RunSetup:
 
         The run then resumes bitwise. The number of steps is restored on any hosts.
         """
-        steps = storage.settled_steps(meta, self.config, self.plan.num_iterations)
+        steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
@@ -363,3 +312,52 @@ class RunSetup:
         if self.numerics != now:
             self.log.info(f"As before: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
+
+    # -- what the training loop asks for ------------------------------------------------------------------
+
+    def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
+        """The dict that is written to meta.json.
+
+        `plan` holds the current batch split (`plan.shares`), which can differ from that at step 0.
+        """
+        done = dataclasses.asdict(state)
+        del done["checkpoint"]
+        return {
+            "run_id": self.run_file.run_id,
+            **done,
+            "num_iterations": plan.num_iterations,
+            "rows": state.step * plan.rows_per_step,
+            "tokens": state.step * plan.total_batch_size,
+            "config": self.config.to_dict(),
+            "config_digest": self.config_digest,
+            "model_config": plan.model.__dict__,
+            "hashes": self.data.hashes,
+            "world_size": self.group.world_size,
+            "shares": plan.shares,
+            "arrangement": self.placement.saved(),
+            "numerics": self.numerics_by_rank,
+            "hosts": [peer.host for peer in self.group.peers],
+            "torch": torch.__version__,
+            "time": time.time(),
+        }
+
+    def open_tracker(self, uri: str) -> Tracker:
+        """The tracker of this attempt; without a `uri`, or with tracker=none, it writes only files."""
+        if self.config.tracker == "none":
+            uri = ""
+        elif not uri:
+            self.log.info(
+                "No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only."
+            )
+        facts = facts_of(
+            self.run_file,
+            self.config_digest,
+            self.plan,
+            self.model,
+            self.data.info,
+            self.data.hashes,
+            [peer.host for peer in self.group.peers],
+            self.facts_by_rank,
+            self.placement.tags(),
+        )
+        return Tracker(self.run_dir, self.train_state.step, facts, uri, self.log.info)

@@ -14,16 +14,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import storage
-from trainer.checkpoint.rank_state import save_rank_state
+from trainer.checkpoint.exchange import gather_optimizer
+from trainer.checkpoint.rank_state import save_rank_states
+from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
-from trainer.config import RunConfig, RunFile
+from trainer.config import RunFile
 from trainer.data.files import is_full
 from trainer.data.loader import Batch, rank_rows, read_batch
 from trainer.distributed.digest import ParameterCheck, compare_batches
@@ -38,18 +38,15 @@ from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
-from trainer.placement.batch_split import Balancer, SplitChange
+from trainer.placement.batch_split import Balancer
 from trainer.placement.decide import rank_names
 from trainer.run_plan import describe_plan
-from trainer.setup import RunComponents, RunSetup
+from trainer.setup import RunSetup
 from trainer.tracking.reporter import Reporter
-from trainer.tracking.tags import facts_of
-from trainer.tracking.tracker import Tracker
 
 # The time-out of a collective, once steps are measured. The watchdog reports and ends lost ranks long before;
 # this ends the wait for ranks that run and do not join the collective.
 TIMEOUT_STEPS = 20
-WRITE_CHECK_SECONDS = 2.0  # between collective checks whether the last checkpoint is written
 
 
 class Trainer:
@@ -65,8 +62,7 @@ class Trainer:
         log: RunLogger,
     ) -> None:
         self.run_file = run_file
-        self.config: RunConfig = run_file.config
-        self.data_dir, self.run_dir = data_dir, run_dir
+        self.config, self.run_dir = run_file.config, run_dir
         self.env, self.attempt, self.log = env, attempt, log
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
@@ -88,68 +84,42 @@ class Trainer:
         if self.env.is_coordinator:
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier attempt
         try:
-            self._use(self.setup.components())
+            self._set_up()
         except TransferToHost as end:  # in the outcome even if that of another rank is written first
             self.attempt.update(alone=end.alone)
             raise
         if self.env.is_coordinator:
-            rows, sizes = self.data.info.train_rows, self.components.micro_batches
-            self.log.info(
-                describe_plan(self.plan, self.config, self.model, rows, sizes), extra=fields("plan")
-            )
+            rows, sizes = self.data.info.train_rows, self.setup.micro_batches
+            text = describe_plan(self.plan, self.config, self.model, rows, sizes)
+            self.log.info(text, extra=fields("plan"))
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
-            self.reporter.tracker = self._make_tracker(tracker_uri)
+            self.reporter.tracker = self.setup.open_tracker(tracker_uri)
             self.attempt.at_end(self.reporter.tracker.close)
 
         stopped = self.train()
         self.reporter.compare()
-        self._close()
+        self.run_status.enter("done")
+        self.group.close()
         if stopped:
             raise self._stopped()
         return self.reporter.done()
 
-    def _use(self, components: RunComponents) -> None:
-        self.components = components
-        self.plan, self.data, self.group = components.plan, components.data, components.group
-        self.model, self.optimizer, self.sync = components.model, components.optimizer, components.sync
+    def _set_up(self) -> None:
+        setup = self.setup
+        setup.run()
+        self.plan, self.data, self.group = setup.plan, setup.data, setup.group
+        self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
-        self._compared_at = 0  # the step after which the parameters were compared
-        self.reporter.begin(components.plan, components.train_state)
-        self.reporter.prediction = components.placement.prediction
+        self.reporter.begin(setup.plan, setup.train_state)
+        self.reporter.prediction = setup.placement.prediction
         self._next_batch: Batch
-        self.proposed: SplitChange | None = None
         self.balancer: Balancer | None = None
         if self.env.is_coordinator and not self.run_file.fixed_shares:
             self.balancer = Balancer(self.plan.shares, rank_names(self.group.peers))
         self.reporter.checkpoint(self.run_dir)
-        self.watchdog.evaluation_steps = self.config.eval_tokens / components.plan.total_batch_size
-
-    def _make_tracker(self, uri: str) -> Tracker:
-        if self.config.tracker == "none":
-            uri = ""
-        elif not uri:
-            self.log.info(
-                "No tracker address was given (--tracker-uri): the figures are in metrics.jsonl only."
-            )
-        facts = facts_of(
-            self.run_file,
-            self.components.config_digest,
-            self.plan,
-            self.model,
-            self.data.info,
-            self.data.hashes,
-            self.hosts,
-            self.components.facts_by_rank,
-            self.components.placement.tags(),
-        )
-        return Tracker(self.run_dir, self.reporter.train_state.step, facts, uri, self.log.info)
-
-    @property
-    def hosts(self) -> list[str]:
-        """The host name of each rank, in rank order."""
-        return [peer.host for peer in self.group.peers]
+        self.watchdog.evaluation_steps = self.config.eval_tokens / self.plan.total_batch_size
 
     # -- steps -----------------------------------------------------------------------------------------
 
@@ -219,38 +189,29 @@ class Trainer:
         """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and targets of this rank, (rows, T) each, and the active rows: the input ids of all ranks.
-
-        The batch of the next step is read too, so that ranks can compare it before they train on it.
-        """
-        batch = self._next_batch
+        """Inputs and targets of this rank, (rows, T) each; the active rows: the input ids of all ranks."""
+        batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
         mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
-        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.components.numerics.device)
+        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.setup.numerics.device)
         return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device)
 
     def _read(self, step: int) -> Batch:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
 
     def _read_first_batch(self, step: int) -> None:
-        """Read the batch of the attempt's first step (counted from 0), and compare it between all ranks.
-
-        Later batches are compared by the step report of the step before.
-        """
+        """Read the batch of the attempt's first step, and compare it; step reports compare later batches."""
         self.run_status.enter("data")
         self._next_batch = self._read(step)
         checksums = self.group.gather_int64(torch.tensor([self._next_batch.checksum]))
         compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Run forward and backward on this rank's rows (rows, T); returns the summed token losses, in nats.
-
-        Gradients of the sum accumulate over the micro-batches.
-        """
+        """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats."""
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
-        size = self.components.micro_batches[self.env.rank]
+        size = self.setup.micro_batches[self.env.rank]
         batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             self.run_status.enter("forward")
@@ -264,9 +225,8 @@ class Trainer:
     def _set_rates(self, step: int) -> tuple[float, float]:
         """Set the optimizer's rates for `step`. Returns (multiplier of all learning rates, that of Muon)."""
         config, n = self.config, self.plan.num_iterations
-        multiplier = lr_schedule.lr_multiplier(
-            step, n, config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
-        )
+        rates = config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
+        multiplier = lr_schedule.lr_multiplier(step, n, *rates)
         momentum = lr_schedule.muon_momentum(step, n, config.warmdown_ratio)
         self.optimizer.set_schedule(multiplier, momentum, lr_schedule.muon_weight_decay(step, n))
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
@@ -298,6 +258,7 @@ class Trainer:
         rows, checksum = self.plan.shares[self.env.rank], self._next_batch.checksum
         if not self.env.is_coordinator:
             return StepReport(loss_sum, seconds, rows, next_batch=checksum)
+        proposed = self.balancer.proposed if self.balancer else None
         minutes = (time.monotonic() - self._saved_at) / 60
         by_time = 0 < self.config.save_minutes <= minutes and not self.checkpoint_writer.busy
         return StepReport(
@@ -307,7 +268,7 @@ class Trainer:
             stop=os.path.lexists(self.stop_file),
             save=by_time or _due(step, self.config.save_every) or self.checkpoint_writer.wants_retry,
             failed_save=self.checkpoint_writer.problem is not None,
-            shares=tuple(self.proposed.shares) if self.proposed else (),
+            shares=tuple(proposed.shares) if proposed else (),
             next_batch=checksum,
         )
 
@@ -324,41 +285,31 @@ class Trainer:
         return loss
 
     def _check_ranks(self, summary: StepSummary, step: int) -> None:
-        """Compare the next batch of all ranks, and their parameters if that is due after `step`."""
+        """Compare the batch of step + 1 of all ranks, and their parameters if that is due after `step`."""
         compare_batches(self.group, summary.next_batches, step + 1)
         if _due(step, self.config.digest_every) or step == self.parameter_check.recheck_at:
             with self.sync.shared_parameters():
                 self._compare_parameters(step)
 
     def _compare_parameters(self, step: int) -> None:
-        """Compare the parameters of all ranks after `step`, once per step. Raises Final if they differ."""
-        if self._compared_at == step:
-            return
-        self._compared_at = step
+        """Compare the parameters of all ranks after `step`. Raises Final if they differ."""
         found = self.parameter_check(step)
         if found and self.env.is_coordinator:
             self.log.warning(f"warning: {found}", extra=fields("digest"))
 
     def _update_split(self, summary: StepSummary, step_seconds: float) -> None:
         """Use the batch split in `summary`, if rank 0 has sent one. On rank 0, also look for a faster one."""
+        proposed = self.balancer.proposed if self.balancer else None
         if summary.shares:
             self.plan = dataclasses.replace(self.plan, shares=summary.shares)
-            self.reporter.shares(summary.shares, self.proposed.reason if self.proposed else "")
-            self.proposed = None
+            self.reporter.shares(summary.shares, proposed.reason if proposed else "")
         if self.balancer is None:
             return
-        if summary.shares:
-            self.balancer.apply(summary.shares)
-        elif self.proposed is None:
-            self.balancer.record(summary.seconds, step_seconds)
-            change = self.balancer.propose()
-            if self.run_file.by_speed:
-                self.proposed = change
-            elif change:
-                self.balancer = None  # reported once
-                self.log.info(
-                    f"Uneven hosts: shares=auto would pay ({change.reason}).", extra=fields("shares")
-                )
+        self.balancer.update(summary.shares, summary.seconds, step_seconds)
+        if self.balancer.proposed and not self.run_file.by_speed:
+            reason = self.balancer.proposed.reason
+            self.balancer = None  # reported once
+            self.log.info(f"Uneven hosts: shares=auto would pay ({reason}).", extra=fields("shares"))
 
     # -- time-outs, evaluation, checkpoints --------------------------------------------------------------
 
@@ -386,7 +337,7 @@ class Trainer:
                 self.data.val,
                 torch.from_numpy(self.data.tokenizer.token_bytes),
                 self.config.eval_tokens,
-                self.components.micro_batches[self.env.rank],
+                self.setup.micro_batches[self.env.rank],
                 self.group,
                 self.plan.shares,
             )
@@ -400,56 +351,26 @@ class Trainer:
         except OSError as error:
             if not is_full(error):
                 raise
-            self.log.warning(
-                f"warning: the disk of {self.run_dir} is full, so the sample of text was not written. Remove "
-                "files there."
-            )
+            full = f"the disk of {self.run_dir} is full, so the sample of text was not written"
+            self.log.warning(f"warning: {full}. Remove files there.")
 
     def _save(self, last: bool) -> None:
-        """Gather the optimizer state on rank 0, which writes a checkpoint: in the background, unless `last`.
-
-        Raises Final, and saves nothing, if the parameters differ between ranks.
-        """
+        """Save a checkpoint on rank 0, in the background unless `last`. Raises Final if parameters differ."""
+        step, group = self.reporter.train_state.step, self.group
         with self._long_phase("checkpoint"):
             if self.config.digest_every:
-                self._compare_parameters(self.reporter.train_state.step)
-            optim = storage.gather_optimizer(self.group, self.sync, self.optimizer)
-            hashes = self._save_rank_state()
+                self._compare_parameters(step)
+            optim = gather_optimizer(group, self.sync, self.optimizer)
+            keep, warn = self.config.keep_checkpoints, self.log.warning
+            hashes = save_rank_states(group, self.sync, self.optimizer, self.run_dir, step, keep, warn)
             if self.env.is_coordinator:
-                meta = self.components.checkpoint_meta(self.run_file, self.plan, self.reporter.train_state)
-                state = storage.State(meta | hashes, dict(self.model.state_dict()), optim)
+                meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
+                state = State(meta | hashes, dict(self.model.state_dict()), optim)
                 self.checkpoint_writer.save(state, last)
                 self._saved_at = time.monotonic()
             if last:
-                self._wait_for_write()
+                self.checkpoint_writer.wait_on_all_ranks(group)
         self._report_checkpoint()
-
-    def _wait_for_write(self) -> None:
-        """Wait on all ranks until rank 0 has written its checkpoint. One long collective would time out."""
-        writing = True
-        while writing:
-            self.checkpoint_writer.wait(WRITE_CHECK_SECONDS)
-            writing = bool(self.group.gather_int64(torch.tensor([int(self.checkpoint_writer.busy)])).any())
-        self.group.raise_problems(self.checkpoint_writer.problem)
-
-    def _save_rank_state(self) -> dict[str, Any]:
-        """In the mode local, save this rank's own state on its host. Returns entries for meta.json.
-
-        They are {"own_sha256": [hash of each rank's file, by rank]}; {} if the ranks have equal states.
-        """
-        own = self.sync.rank_state()
-        if not own:
-            return {}
-        step, rank, sha256 = self.reporter.train_state.step, self.env.rank, ""
-        optim = {} if self.env.is_coordinator else self.optimizer.state_dict()
-        try:
-            sha256 = save_rank_state(self.run_dir, step, rank, own, optim, self.config.keep_checkpoints)
-        except OSError as error:
-            self.log.warning(
-                f"warning: the state of rank {rank} cannot be saved in {self.run_dir} ({error.strerror}). "
-                "Make room there. A run that resumes from this checkpoint takes that of rank 0 instead.",
-            )
-        return {"own_sha256": [sha.decode() for sha in self.group.gather_bytes(sha256.encode())]}
 
     def _report_checkpoint(self) -> None:
         """Set the newest completely written checkpoint in outcome and run status, and a shortage of space."""
@@ -464,10 +385,6 @@ class Trainer:
 
     # -- the end ---------------------------------------------------------------------------------------
 
-    def _close(self) -> None:
-        self.run_status.enter("done")
-        self.group.close()
-
     def _stopped(self) -> Stopped:
         state = self.reporter.train_state
         return Stopped(
@@ -479,32 +396,31 @@ class Trainer:
     def report_failures(self) -> Iterator[None]:
         """Context that announces an exception to the other ranks as the end of this rank, with its cause.
 
-        PeerLost is replaced by the end that explains it. A checkpoint in progress is completed at the end.
+        PeerLost is replaced by the end that explains it. At the end, a checkpoint in progress is completed
+        and the watchdog is stopped.
         """
         try:
             try:
                 yield
             except PeerLost as error:
-                end = self._explain(error)
-                self.watchdog.announce_end(end)
+                position = self.run_status.record().position
+                end = self.watchdog.explain(error)
+                if end.outcome == "retryable":
+                    end = Retryable(f"In {position}: {end}")
+                self.watchdog.announce_end(end.outcome, str(end))
                 raise self._complete(end, math.inf) from None
         except Exception as error:
             outcome, reason, _ = conclude(error)
-            self.watchdog.announce_end({"final": Final, "stopped": Stopped}.get(outcome, Retryable)(reason))
+            self.watchdog.announce_end(outcome, reason)
             raise
         finally:
-            self._complete_write()
-
-    def _explain(self, error: PeerLost) -> RunEnd:
-        phase = self.run_status.record().position
-        end = self.watchdog.explain(error)
-        return Retryable(f"In {phase}: {end}") if end.outcome == "retryable" else end
+            try:
+                self._complete_write()
+            finally:
+                self.watchdog.stop()
 
     def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
-        """Wait for a checkpoint that is being written; returns the end of the attempt.
-
-        If a person has stopped the run, the outcome stays `stopped` although a peer is lost during the save.
-        """
+        """Complete a checkpoint in progress; returns `end`, or Stopped if a person has stopped the run."""
         self._complete_write(seconds)
         return self._stopped() if self.stopping and end.outcome == "retryable" else end
 
@@ -530,8 +446,5 @@ def train(
 ) -> str:
     """Run one attempt on this rank; returns the closing sentence. Raises RunEnd, ConfigError or DataError."""
     trainer = Trainer(run_file, data_dir, run_dir, env, attempt, log)
-    try:
-        with trainer.report_failures():
-            return trainer.run(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
-    finally:
-        trainer.watchdog.stop()
+    with trainer.report_failures():
+        return trainer.run(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))

@@ -14,7 +14,7 @@ import pytest
 import torch
 from conftest import RATES, TINY
 
-from trainer.checkpoint import storage
+from trainer.checkpoint import compatibility, storage
 from trainer.checkpoint.storage import DamagedCheckpointError, State
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
@@ -139,7 +139,7 @@ def test_an_error_of_the_disk_in_safetensors_is_one_of_the_system(tmp_path: Path
     limited = """
 import resource, signal, sys, torch
 from pathlib import Path
-from trainer.checkpoint import storage
+from trainer.checkpoint import compatibility, storage
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (999, 999))
 storage.save_safetensors({'x': torch.ones(1000)}, Path(sys.argv[1]))
@@ -180,12 +180,12 @@ def test_pickles_are_not_loaded(folder: Path) -> None:
 
 def test_another_configuration_or_other_data_is_refused_by_name(folder: Path) -> None:
     state = storage.load(folder / "step_000030")
-    storage.check_continues(state, CONFIG, {"rows": "r"}, "run")
+    compatibility.check_continues(state, CONFIG, {"rows": "r"}, "run")
     other = RunConfig.from_strings({**TINY, "seed": 43, "tracker": "mlflow"})
     with pytest.raises(ConfigError, match=r"configuration: seed was 42, now 43\. Give"):
-        storage.check_continues(state, other, {"rows": "r"}, "run")
+        compatibility.check_continues(state, other, {"rows": "r"}, "run")
     with pytest.raises(DataError, match=r"other data \(rows\)"):
-        storage.check_continues(state, CONFIG, {"rows": "s"}, "run")
+        compatibility.check_continues(state, CONFIG, {"rows": "s"}, "run")
 
 
 def test_every_end_has_an_outcome_and_a_sentence(tmp_path: Path) -> None:

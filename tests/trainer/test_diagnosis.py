@@ -15,14 +15,12 @@ from trainer.health.diagnosis import (
     TABLE,
     EndpointResult,
     Freshness,
-    Verdict,
     diagnose,
-    seconds_until_end,
     shows_host,
 )
 from trainer.health.report import RankEvidence, describe_delay, describe_loss
 from trainer.health.run_status import RunStatus
-from trainer.health.status_exchange import ReceivedStatus, StatusExchange
+from trainer.health.status_exchange import ReceivedStatus
 from trainer.health.status_record import RunStatusRecord
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import RunLogger
@@ -107,14 +105,6 @@ def test_a_fresh_status_is_never_called_dead() -> None:
             assert not diagnose(Freshness.FRESH, endpoint, reachable).is_dead
 
 
-def test_impaired_traffic_ends_a_run_later_than_death_but_does() -> None:
-    seconds = {verdict: seconds_until_end(verdict, 60.0, 10.0) for verdict in Verdict}
-    assert seconds == {
-        "runs": None, "impaired": 300.0, "frozen": 60.0, "gone": 10.0, "unreachable": 60.0,
-        "unheard": None, "absent": None,
-    }  # fmt: skip
-
-
 def test_a_collective_that_failed_names_impaired_traffic() -> None:
     sighting = RankEvidence(LAPTOP, EndpointResult.SILENT, Freshness.FRESH, STATUS, 4.0, True)
     said = describe_loss([sighting], "Timed out.")
@@ -138,11 +128,7 @@ def frozen() -> Iterator[str]:
 def watchdog(tmp_path: Path) -> Watchdog:
     """That of rank 0 of 3, which has heard of no other yet."""
     env = RankEnv(world_size=3, host="tower")
-    watchdog = Watchdog(
-        RunStatus(tmp_path, env, "run"), env, tmp_path, Attempt(tmp_path, env), RunLogger(env)
-    )
-    watchdog._exchange = StatusExchange(env, "")
-    return watchdog
+    return Watchdog(RunStatus(tmp_path, env, "run"), env, tmp_path, Attempt(tmp_path, env), RunLogger(env))
 
 
 def refused() -> str:
@@ -161,7 +147,6 @@ def verdicts(watchdog: Watchdog) -> list[str]:
 
 
 def hear(watchdog: Watchdog, rank: int, seconds_ago: float) -> None:
-    assert watchdog._exchange is not None
     watchdog._exchange.received[rank] = ReceivedStatus(STATUS, 1, time.monotonic() - seconds_ago)
 
 

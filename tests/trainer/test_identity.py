@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import TINY, Start, losses, train_here
 
-from trainer.checkpoint import storage
+from trainer.checkpoint import compatibility, storage
 from trainer.config import HORIZON, IDENTITY, RUNTIME, ConfigError, RunConfig
 from trainer.optim.lr_schedule import describe_extension
 from trainer.outcome import Final
@@ -113,11 +113,11 @@ def test_a_run_keeps_the_steps_that_were_derived_from_its_target() -> None:
     """A release may count floating-point operations otherwise."""
     config = RunConfig.from_strings({"target_flops": 1e15})
     meta = {"config": config.to_dict(), "num_iterations": 1000}
-    assert storage.settled_steps(meta, config, 990) == 1000
-    assert storage.settled_steps(meta, RunConfig.from_strings({"target_flops": 2e15}), 1980) == 1980
-    assert storage.settled_steps(meta, RunConfig(num_iterations=990), 990) == 990
-    assert storage.settled_steps({"config": config.to_dict(), "imported": "x"}, config, 990) == 990
-    assert storage.settled_steps({"step": 0}, config, 990) == 990
+    assert compatibility.planned_steps(meta, config, 990) == 1000
+    assert compatibility.planned_steps(meta, RunConfig.from_strings({"target_flops": 2e15}), 1980) == 1980
+    assert compatibility.planned_steps(meta, RunConfig(num_iterations=990), 990) == 990
+    assert compatibility.planned_steps({"config": config.to_dict(), "imported": "x"}, config, 990) == 990
+    assert compatibility.planned_steps({"step": 0}, config, 990) == 990
 
 
 def test_what_an_extension_does_is_said_where_nothing_is_done_yet() -> None:
@@ -146,9 +146,9 @@ def test_a_name_by_default_may_be_that_of_another_release(data_dir: Path, tmp_pa
     state = storage.load(tmp_path / "checkpoints" / "step_000002")
     config = RunConfig.from_strings({**TINY, **KNOBS, "num_iterations": 2})
     state.meta["run_id"] = "d2-01234567"
-    storage.check_continues(state, config, state.meta["hashes"], "d2-89abcdef")
+    compatibility.check_continues(state, config, state.meta["hashes"], "d2-89abcdef")
     with pytest.raises(ConfigError, match="this run is mine"):
-        storage.check_continues(state, config, state.meta["hashes"], "mine")
+        compatibility.check_continues(state, config, state.meta["hashes"], "mine")
 
 
 @pytest.mark.parametrize("sync", ["dense", "exact"])

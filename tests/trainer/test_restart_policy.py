@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.__main__ import main
+from trainer.health import attempt_history
 from trainer.health import restart_policy as policy
 from trainer.health.attempt import Attempt
 from trainer.host.rank_env import RankEnv
@@ -63,7 +64,7 @@ def test_waits_grow_without_progress_and_end_with_it(tmp_path: Path) -> None:
         waits.append(policy.judge(tmp_path).wait_seconds)
     assert waits == [0, 5, 10, 20, 0, 5]
     assert policy.wait_after(1000) == 60
-    lines = policy.history(tmp_path)
+    lines = attempt_history.history(tmp_path)
     assert [line["step"] for line in lines] == [10, 8, 10, 9, 11, 11]
     assert [line["asked_anew"] for line in lines] == [True, False, False, False, False, False]
     assert lines[0]["outcome"] == "retryable"
@@ -100,10 +101,10 @@ def test_an_attempt_that_was_killed_is_counted(tmp_path: Path, monkeypatch: pyte
         "Killed by SIGKILL: by hand, or by the kernel because memory ran out, in backward after step 812."
     )
     with monkeypatch.context() as patch:
-        patch.setattr(policy, "_boot_id", lambda: "another")
+        patch.setattr(attempt_history, "_boot_id", lambda: "another")
         assert policy.judge(tmp_path).reason.endswith("Its host went down in backward after step 812.")
     attempt(tmp_path, "retryable", 812)
-    lines = policy.history(tmp_path)
+    lines = attempt_history.history(tmp_path)
     assert [(line["step"], line["rank"]) for line in lines] == [(812, 0), (812, 0)]
     assert lines[0]["seconds"] == pytest.approx(9, abs=1)
     assert policy.judge(tmp_path).wait_seconds == 5
@@ -136,7 +137,7 @@ def test_an_outcome_says_whether_nobody_wants_another_attempt(tmp_path: Path) ->
         one = Attempt(tmp_path, RankEnv())
         one.begin()
         one.end(outcome, "as it was", settled=settled)
-    assert [line["settled"] for line in policy.history(tmp_path)] == [True, True, False, False]
+    assert [line["settled"] for line in attempt_history.history(tmp_path)] == [True, True, False, False]
 
 
 def test_giving_up_is_written_down(tmp_path: Path) -> None:
@@ -166,7 +167,7 @@ def test_one_that_cannot_even_load_is_counted(tmp_path: Path, monkeypatch: pytes
     starts = [main(["again", "--run-dir", str(tmp_path), "--limit", "3", "--wait"]) for _ in range(5)]
     assert (starts, slept) == ([0, 0, 0, 1, 1], [0, 5, 10])
     assert "ended while loading" in policy.judge(tmp_path, 3).reason
-    assert [line["step"] for line in policy.history(tmp_path)] == [5, 5, 5]
+    assert [line["step"] for line in attempt_history.history(tmp_path)] == [5, 5, 5]
     assert json.loads((tmp_path / "outcome.json").read_text())["settled"]
 
 
@@ -192,7 +193,7 @@ def test_one_that_never_began_ends_with_the_word_of_its_log(tmp_path: Path, rais
     os.utime(tmp_path / "train.log", (1000.0, 1000.0))
     assert policy.judge(tmp_path, 3).reason == f"The last attempt: {reason}"
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
-    assert policy.history(tmp_path)[-1]["time"] == 1000.0, "it ended with its last words"
+    assert attempt_history.history(tmp_path)[-1]["time"] == 1000.0, "it ended with its last words"
 
 
 def test_a_first_attempt_that_cannot_even_load_may_be_the_last(tmp_path: Path) -> None:
@@ -206,12 +207,12 @@ def test_an_announced_attempt_that_begins_is_one(tmp_path: Path) -> None:
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
     attempt(tmp_path, "retryable", 5)
     assert not (tmp_path / "announced.json").exists()
-    assert [(line["step"], line["asked_anew"]) for line in policy.history(tmp_path)] == [(5, True)]
+    assert [(line["step"], line["asked_anew"]) for line in attempt_history.history(tmp_path)] == [(5, True)]
     killed = Attempt(tmp_path, RankEnv())
     killed.begin()
     (tmp_path / "heartbeat-0.json").write_text(json.dumps({"pid": os.getpid(), "step": 7, "phase": "sync"}))
     assert main(["again", "--run-dir", str(tmp_path), "--wait"]) == 0
-    assert [line["step"] for line in policy.history(tmp_path)] == [5, 7]
+    assert [line["step"] for line in attempt_history.history(tmp_path)] == [5, 7]
 
 
 def test_a_host_that_went_down_resumes_its_run_unless_it_is_over(tmp_path: Path) -> None:

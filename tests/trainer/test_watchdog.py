@@ -13,11 +13,12 @@ from trainer.distributed.consistency import Record, check_layout
 from trainer.distributed.process_group import Peer, PeerLost
 from trainer.health import sensors
 from trainer.health.attempt import Attempt
+from trainer.health.delay import DelayReport, stall_seconds
 from trainer.health.diagnosis import EndpointResult, Freshness, Verdict
 from trainer.health.report import RankEvidence, describe_delay, describe_loss
 from trainer.health.run_status import RunStatus
 from trainer.health.status_record import RunStatusRecord
-from trainer.health.watchdog import DelayReport, Watchdog, stall_seconds
+from trainer.health.watchdog import Watchdog
 from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface, interface_of
 from trainer.host.rank_env import RankEnv

@@ -97,7 +97,7 @@ class BenchTrainer(Trainer):
         return Mark(time.monotonic(), time.process_time(), self.group.bytes_sent, sent)
 
     def _measure(self) -> None:
-        numerics = self.components.numerics
+        numerics = self.setup.numerics
         with self._long_phase("evaluate"):
             self.rates.append(measure(numerics.compute_dtype, numerics.device))
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
@@ -133,7 +133,7 @@ class BenchTrainer(Trainer):
         names = [matrix.name for matrix in self.optimizer.muon_parameters()]
         owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}
         work = count_operations(self.model, self.optimizer, owned, rows * self.config.sequence_len)
-        rates, numerics = Rates.median(self.rates), self.components.numerics
+        rates, numerics = Rates.median(self.rates), self.setup.numerics
         spans = self._spans()
         used = sum(b.cpu - a.cpu for a, b in spans) / sum(b.wall - a.wall for a, b in spans)
         counted = [b.counted - a.counted for a, b in spans]
@@ -169,7 +169,7 @@ class BenchTrainer(Trainer):
         seconds = [step["step_seconds"] for step in steps]
         walls = [end.wall - begin.wall for begin, end in self._spans()]
         step_seconds = statistics.median(seconds)
-        placement, config = self.components.placement, self.config
+        placement, config = self.setup.placement, self.config
         return {
             "schema": SCHEMA,
             "run_id": self.run_file.run_id,
@@ -181,7 +181,7 @@ class BenchTrainer(Trainer):
             "sync": placement.sync if self.env.world_size > 1 else "",
             "predicted_seconds": placement.prediction.step_seconds if placement.prediction else None,
             "world_size": self.env.world_size,
-            "hosts": self.hosts,
+            "hosts": [peer.host for peer in self.group.peers],
             "steps": len(seconds),
             "step_seconds": step_seconds,
             "step_seconds_mean": statistics.mean(walls),
@@ -217,9 +217,6 @@ def run_bench(
     data_dir None: synthetic rows.
     """
     run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
-    try:
-        with run.report_failures():
-            run.run()
-        return run.result
-    finally:
-        run.watchdog.stop()
+    with run.report_failures():
+        run.run()
+    return run.result

@@ -9,17 +9,49 @@ the coordinator.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint.exchange import flatten, unflatten
 from trainer.checkpoint.storage import DamagedCheckpointError, read_tensors, save_tensors
 from trainer.data.files import file_sha256, sync_file
-from trainer.optim.muon_adamw import ParameterState
+from trainer.distributed.process_group import Collectives
+from trainer.optim.muon_adamw import MuonAdamW, ParameterState
+from trainer.sync.mode import SyncMode
 
 OPTIMIZER = "optim/"
+
+
+def save_rank_states(
+    group: Collectives,
+    sync: SyncMode,
+    optimizer: MuonAdamW,
+    run_dir: Path,
+    step: int,
+    keep: int,
+    log: Callable[[str], None],
+) -> dict[str, Any]:
+    """Write the state of each rank on its host; all ranks call it together. Returns entries for meta.json.
+
+    They are {"own_sha256": [sha256 of each rank's file, by rank]}; {} if the ranks have equal states. `log`
+    gets a warning if the file cannot be written.
+    """
+    own = sync.rank_state()
+    if not own:
+        return {}
+    sha256, rank = "", group.rank
+    optim = optimizer.state_dict() if rank else {}  # that of rank 0 is in the checkpoint
+    try:
+        sha256 = save_rank_state(run_dir, step, rank, own, optim, keep)
+    except OSError as error:
+        log(
+            f"warning: the state of rank {rank} cannot be saved in {run_dir} ({error.strerror}). "
+            "Make room there. A run that resumes from this checkpoint takes that of rank 0 instead."
+        )
+    return {"own_sha256": [sha.decode() for sha in group.gather_bytes(sha256.encode())]}
 
 
 def save_rank_state(
@@ -36,18 +68,16 @@ def save_rank_state(
     stay: the coordinator writes the checkpoint of this step later, and until then a run resumes from an
     earlier one.
     """
-    folder = run_dir / "own"
-    folder.mkdir(exist_ok=True)
-    tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
-    for name, state in optim.items():
-        tensors |= {f"{OPTIMIZER}{name}/{key}": tensor.cpu() for key, tensor in state.items()}
     path = rank_state_file(run_dir, step, rank)
+    path.parent.mkdir(exist_ok=True)
+    tensors = {name: tensor.detach().cpu() for name, tensor in own.items()}
+    tensors |= {name: tensor.cpu() for name, tensor in flatten(optim, OPTIMIZER).items()}
     temporary = path.with_suffix(".tmp")
     with open(temporary, "wb") as file:
         save_tensors(tensors, file)
         sync_file(file)
     os.replace(temporary, path)
-    for old in sorted(folder.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
+    for old in sorted(path.parent.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
         old.unlink()
     return file_sha256(path)
 
@@ -59,7 +89,7 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """The tensors by name and the optimizer state that `save_rank_state` wrote at the step of this meta.json.
+    """The tensors by name and the optimizer state that `save_rank_state` wrote at the step of `meta`.
 
     None if the file of `rank` is missing, or if its sha256 is not the one in `meta`.
     """
@@ -71,8 +101,5 @@ def load_rank_state(
         tensors: dict[str, Tensor] = read_tensors(path)
     except (OSError, DamagedCheckpointError):
         return None
-    optim: dict[str, ParameterState] = {}
-    for path_of in [name for name in tensors if name.startswith(OPTIMIZER)]:
-        name, _, key = path_of.removeprefix(OPTIMIZER).rpartition("/")
-        optim.setdefault(name, {})[key] = tensors.pop(path_of)
-    return tensors, optim
+    optim = unflatten(tensors, OPTIMIZER)
+    return {name: tensors[name] for name in tensors if not name.startswith(OPTIMIZER)}, optim

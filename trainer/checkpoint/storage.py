@@ -29,36 +29,17 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from trainer.config import (
-    HORIZON,
-    IDENTITY,
-    RUNTIME,
-    SCHEMA,
-    ConfigError,
-    RunConfig,
-    check_schema,
-    migrate,
-    note_of_dropped,
-)
-from trainer.data import DataError
+from trainer.config import SCHEMA, ConfigError, RunConfig, check_schema, migrate, note_of_dropped
 from trainer.data.files import file_sha256, sync_file, sync_folder, write_json, write_whole
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
-from trainer.distributed.process_group import Collectives
 from trainer.host.memory import is_out_of_memory
 from trainer.model.gpt import GPT, GPTConfig
-from trainer.optim.lr_schedule import describe_extension
-from trainer.optim.muon_adamw import MuonAdamW, ParameterState
-from trainer.sync.mode import SyncMode
+from trainer.optim.muon_adamw import ParameterState
 
 MODEL, PICKLED_MODEL = "model.safetensors", "model.pt"
 PICKLED_SCHEMA = 2  # the last one with a PICKLED_MODEL
 MODEL_FILES = (MODEL, f"tokenizer/{FILE_NAME}")
 FILES = (*MODEL_FILES, "optim.pt")
-COMMON = "outer_"  # prefix of the state of the sync mode, in optim.pt
-
-
-ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
-DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the same run differently
 # Errors that mean a damaged file; after others it may be intact and unreadable now.
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
@@ -84,9 +65,6 @@ class State:
         return int(self.meta.get("step", 0))
 
 
-# -- on the disk -------------------------------------------------------------------------------------------
-
-
 def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
     """Write `state` as the checkpoint of its step to `folder`; returns the path of the checkpoint.
 
@@ -100,38 +78,29 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
     try:
         (temporary / "tokenizer").mkdir(parents=True)
         _write_tensors(temporary / MODEL, {name: _without_buffer(t) for name, t in state.model.items()})
-        _write_tensors(
-            temporary / "optim.pt",
-            {
-                name: {key: _without_buffer(t) for key, t in tensors.items()}
-                for name, tensors in state.optim.items()
-            },
-        )
-        write_whole(temporary / "tokenizer" / FILE_NAME, (tokenizer_dir / FILE_NAME).read_bytes())
-        meta = {
-            **state.meta,
-            "schema": SCHEMA,
-            "sha256": {name: file_sha256(temporary / name) for name in FILES},
+        optim = {
+            name: {key: _without_buffer(t) for key, t in tensors.items()}
+            for name, tensors in state.optim.items()
         }
-        write_json(temporary / "meta.json", meta)
+        _write_tensors(temporary / "optim.pt", optim)
+        write_whole(temporary / "tokenizer" / FILE_NAME, (tokenizer_dir / FILE_NAME).read_bytes())
+        hashes = {name: file_sha256(temporary / name) for name in FILES}
+        write_json(temporary / "meta.json", {**state.meta, "schema": SCHEMA, "sha256": hashes})
         if target.exists():
             _remove(target)
         os.replace(temporary, target)
         sync_folder(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    spared = best(folder)
-    for old in checkpoints(folder)[keep:]:
-        if old != spared:
-            _remove(old)
+    prune(folder, keep)
     return target
 
 
-def drop_older(folder: Path) -> None:
-    """Delete all checkpoints in `folder` but the newest and the best."""
+def prune(folder: Path, keep: int) -> None:
+    """Delete leftovers and all checkpoints in `folder` but the newest `keep` and the best."""
     remove_leftovers(folder)
     spared = best(folder)
-    for old in checkpoints(folder)[1:]:
+    for old in checkpoints(folder)[keep:]:
         if old != spared:
             _remove(old)
 
@@ -217,13 +186,11 @@ def read_meta(
         raw = file.read_bytes()
     try:
         meta = dict(json.loads(raw))
-        schema = int(meta["schema"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
-    check_schema(schema, f"The checkpoint {path}")  # a newer release may have another layout
-    try:
+        check_schema(int(meta["schema"]), f"The checkpoint {path}")  # a newer release may have another layout
         hashes = {name: meta["sha256"][_saved_name(name, meta)] for name in FILES}
         config, model = dict(meta["config"]), dict(meta["model_config"])
+    except ConfigError:
+        raise
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{file} is damaged ({error}).") from None
     for name in files:
@@ -243,10 +210,7 @@ def _saved_name(name: str, meta: Mapping[str, Any]) -> str:
 def _settings(
     config: dict[str, Any], model: dict[str, Any], path: Path, log: Callable[[str], None] | None
 ) -> dict[str, dict[str, Any]]:
-    """The keys config and model_config of a checkpoint, migrated to this release.
-
-    `log` gets a message on settings that this release lacks. Raises ConfigError for invalid settings.
-    """
+    """The keys config and model_config of meta.json, migrated to this release. Raises ConfigError."""
     try:
         run, unknown = RunConfig.load(config)
         values, unknown_of_model = migrate(GPTConfig, model)
@@ -260,11 +224,7 @@ def _settings(
 
 @contextlib.contextmanager
 def _loading(path: Path) -> Iterator[None]:
-    """A context manager that turns errors of reading `path` into a ConfigError.
-
-    DamagedCheckpointError if the file is missing or damaged; ConfigError if it may be intact and cannot be
-    loaded now.
-    """
+    """Context for reading `path`: DamagedCheckpointError if it is damaged or missing, else ConfigError."""
     try:
         yield
     except (OSError, RuntimeError, MemoryError) as error:
@@ -303,10 +263,7 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Delete a checkpoint.
-
-    It is renamed first: a partly deleted directory is never taken for a checkpoint.
-    """
+    """Rename a checkpoint, then delete it: a partly deleted directory is never taken for a checkpoint."""
     hidden = path.with_name(f".{path.name}.old")
     os.replace(path, hidden)
     shutil.rmtree(hidden, ignore_errors=True)
@@ -369,149 +326,3 @@ def read_tensors(path: Path) -> Any:
         raise DamagedCheckpointError(f"{path} cannot be read: it holds more than tensors.") from None
     except (RuntimeError, ValueError, EOFError) as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error}.") from None
-
-
-# -- between ranks -----------------------------------------------------------------------------------------
-
-
-def gather_optimizer(group: Collectives, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
-    """The whole optimizer state on rank 0, gathered from the owner ranks; a part of it on the other ranks.
-
-    It maps parameter name -> state name -> tensor. The state of the sync mode is included, with the prefix
-    COMMON.
-    """
-    state = optimizer.state_dict()
-    gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
-    for owner in range(1, group.world_size):
-        mine = {
-            f"{name}/{key}": tensor
-            for name, tensors in state.items()
-            if sync.owner_of(name) == owner
-            for key, tensor in tensors.items()
-        }
-        for path, tensor in group.send_to_coordinator(mine if group.rank == owner else {}, owner).items():
-            name, _, key = path.rpartition("/")
-            gathered.setdefault(name, {})[key] = tensor
-    for name, tensors in sync.common_state().items():
-        gathered.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
-    return gathered
-
-
-def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
-    """Remove the state of the sync mode from `optim` and return it, without the prefix COMMON."""
-    common: dict[str, ParameterState] = {}
-    for name, tensors in optim.items():
-        for key in [key for key in tensors if key.startswith(COMMON)]:
-            common.setdefault(name, {})[key.removeprefix(COMMON)] = tensors.pop(key)
-    return common
-
-
-def broadcast_state(group: Collectives, state: State | None) -> State:
-    """Broadcast the state of rank 0, which every rank returns; the other ranks pass None."""
-    if group.world_size == 1:
-        assert state is not None
-        return state
-    flat: dict[str, Tensor] | None = None
-    if state is not None:
-        flat = {"meta": torch.tensor(list(json.dumps(state.meta).encode()), dtype=torch.uint8)}
-        flat |= {f"model/{name}": tensor for name, tensor in state.model.items()}
-        flat |= {
-            f"optim/{name}/{key}": tensor
-            for name, tensors in state.optim.items()
-            for key, tensor in tensors.items()
-        }
-    flat = group.broadcast_tensors(flat)
-    given = State(json.loads(flat.pop("meta").numpy().tobytes()), {}, {})
-    for path, tensor in flat.items():
-        kind, _, rest = path.partition("/")
-        if kind == "model":
-            given.model[rest] = tensor
-        else:
-            name, _, key = rest.rpartition("/")
-            given.optim.setdefault(name, {})[key] = tensor
-    return given
-
-
-def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError if imported weights are of another model or tokenizer than the run's.
-
-    `state` is the imported checkpoint; `model` and `hashes` are those of the run.
-    """
-    saved = state.meta["model_config"]
-    differing = [
-        f"{name} is {saved[name]!r}, the run's {value!r}"
-        for name, value in dataclasses.asdict(model).items()
-        if saved[name] != value
-    ]
-    if differing:
-        raise ConfigError(
-            f"The run {run_id} would start with the weights of another model: {'; '.join(differing)}. "
-            "Use the settings that `import` printed."
-        )
-    tokenizer = state.meta["hashes"].get("tokenizer")
-    if hashes.get("tokenizer", tokenizer) != tokenizer:
-        raise DataError(
-            f"The run {run_id} would start with weights for another tokenizer than that of its data. Import "
-            "their tokenizer: python -m trainer import --from-nanochat PATH --data-dir DIR"
-        )
-
-
-def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError if `state` is of another run, configuration or data than this run."""
-    started = str(state.meta.get("run_id", run_id))
-    by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
-    if started != run_id and not by_default and "imported" not in state.meta:
-        raise ConfigError(
-            f"The checkpoints are of the run {started}, and this run is {run_id}. {ANOTHER}, or resume "
-            f"{started} by its name (by hand --run-id {started})."
-        )
-    differing = config.differences(saved_config(state), IDENTITY)
-    if differing:
-        raise ConfigError(
-            f"The run {started} was started with another configuration: {'; '.join(differing)}. "
-            f"{ANOTHER}, or use the old values to resume it."
-        )
-    other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
-    if other:
-        raise DataError(
-            f"The run {started} was started on other data ({', '.join(other)}). {ANOTHER}, or "
-            "restore the old data."
-        )
-
-
-def saved_config(state: State) -> RunConfig:
-    """The configuration with which a checkpoint was written."""
-    return RunConfig.from_strings(state.meta["config"])
-
-
-def settled_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
-    """The number of steps of a run: from its checkpoint, or `num_iterations` if the horizon has changed.
-
-    The checkpoint has priority because a release may derive another number of steps from the same target.
-    """
-    if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
-        return num_iterations
-    return int(meta["num_iterations"])
-
-
-def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
-    """Sentences on the changes in a run that resumes from `state`: more steps, other settings.
-
-    Raises ConfigError if the run becomes shorter: its learning rates have followed the longer horizon.
-    """
-    before = int(state.meta.get("num_iterations", num_iterations))
-    if num_iterations < max(before, state.step):
-        raise ConfigError(
-            f"The run {run_id} is one of {before:,} steps, of which {state.step:,} are done, and "
-            f"{num_iterations:,} are asked for: a run can become longer, not shorter. To resume it, ask for "
-            f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
-            f"--num-iterations N). {ANOTHER}."
-        )
-    sentences = []
-    if before < num_iterations:
-        rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
-        sentences.append(describe_extension(state.step, before, num_iterations, *rates))
-    changed = config.differences(saved_config(state), RUNTIME)
-    if changed:
-        sentences.append(f"Resumed with other settings: {'; '.join(changed)}.")
-    return " ".join(sentences)

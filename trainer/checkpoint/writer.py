@@ -26,12 +26,14 @@ from torch import Tensor
 from trainer.checkpoint import storage
 from trainer.checkpoint.storage import State
 from trainer.data.files import is_full
+from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import ParameterState
 
 RETRY_SECONDS = 60.0  # until a checkpoint without room is retried
 CHECK_SECONDS = 5.0  # between checks for room, by the last checkpoint
 LAST_SECONDS = 300.0  # for which the last checkpoint waits for room
 REMIND_SECONDS = 600.0
+COLLECTIVE_WAIT_SECONDS = 2.0  # between collective checks whether the last checkpoint is written
 SLACK_BYTES = 2**18  # of files besides the tensors
 SLOWEST_BYTES_A_SECOND = 10 * 2**20  # a slower disk counts as hanging
 SETTLE_SECONDS = 60.0  # added for a write of any size
@@ -104,6 +106,14 @@ class CheckpointWriter:
             )
         return False
 
+    def wait_on_all_ranks(self, group: Collectives) -> None:
+        """Wait on all ranks until rank 0 has written its checkpoint. Raises Final if it cannot be written."""
+        writing = True
+        while writing:  # one long collective would time out
+            self.wait(COLLECTIVE_WAIT_SECONDS)
+            writing = bool(group.gather_int64(torch.tensor([int(self.busy)])).any())
+        group.raise_problems(self.problem)
+
     def _write(self, state: State, pause: float | None, patience: float) -> None:
         began = time.monotonic()
         try:
@@ -133,7 +143,7 @@ class CheckpointWriter:
         needed = _size(state)
         self.folder.mkdir(parents=True, exist_ok=True)
         if shutil.disk_usage(self.folder).free < needed:
-            storage.drop_older(self.folder)
+            storage.prune(self.folder, keep=1)
         if shutil.disk_usage(self.folder).free >= needed:
             return True
         self._report_shortage(state)

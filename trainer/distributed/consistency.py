@@ -51,13 +51,6 @@ class Record:
     facts: Fields = field(default_factory=dict)
     endpoint: str = ""  # address of its health endpoint
 
-    def to_json(self) -> str:
-        return json.dumps(self.__dict__)
-
-    @classmethod
-    def from_json(cls, data: bytes) -> Record:
-        return cls(**json.loads(data))
-
     @property
     def peer(self) -> Peer:
         return Peer(self.rank, self.host, self.address)
@@ -89,11 +82,8 @@ def make_record(
         **(hashes or {}),
     }
     if rows is not None:
-        compared |= {
-            "rows": rows.digest[:16],
-            "train rows": rows.train_sha256[:16],
-            "val rows": rows.val_sha256[:16],
-        }
+        digests = {"rows": rows.digest, "train rows": rows.train_sha256, "val rows": rows.val_sha256}
+        compared |= {name: digest[:16] for name, digest in digests.items()}
     compared["run file"] = run_file.digest()[:16]
     shown = {
         "interface": NetworkInterface(env.address()).name,
@@ -117,13 +107,11 @@ def check_consistency(
     or the store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
-    problems = {record.problem for record in records}
-    if problems != {""}:
-        if len(problems) == 1:  # the same everywhere
-            raise Final(mine.problem)
+    if len({record.problem for record in records}) > 1:
         raise Final(" ".join(f"{record}: {record.problem}" for record in records if record.problem))
-    differences = compare(records)
-    if differences:
+    if mine.problem:  # the same on all ranks
+        raise Final(mine.problem)
+    if differences := compare(records):
         raise Final(*explain(differences, records))
     check_layout(records)
     return records
@@ -146,34 +134,28 @@ def _exchange(
 ) -> list[Record]:
     keys = {rank: f"consistency/{rank}" for rank in range(world_size)}
     try:
-        store.set(keys[mine.rank], mine.to_json())
+        store.set(keys[mine.rank], json.dumps(mine.__dict__))
         missing = wait_for_keys(store, keys, arrival_seconds)
         until = time.monotonic() + LOADING_SECONDS
         while missing and all(map(is_alive, missing)) and time.monotonic() < until:
             missing = wait_for_keys(store, {rank: keys[rank] for rank in missing}, 1.0)
         if missing:
+            names = ("Rank " if len(missing) == 1 else "Ranks ") + ", ".join(map(str, missing))
             raise Retryable(
-                f"{_ranks(missing)} did not arrive within {arrival_seconds:.0f} s of {mine}. "
+                f"{names} did not arrive within {arrival_seconds:.0f} s of {mine}. "
                 "Check the logs of the missing hosts."
             )
-        records = [Record.from_json(store.get(keys[rank])) for rank in range(world_size)]
-        _leave(store, mine.rank, world_size)
+        records = [Record(**json.loads(store.get(keys[rank]))) for rank in range(world_size)]
+        read = {rank: f"consistency/read/{rank}" for rank in range(world_size)}
+        store.set(read[mine.rank], "1")
+        if mine.rank == 0:  # the store may end with rank 0
+            wait_for_keys(store, read, FAREWELL_SECONDS)
         return records
     except RuntimeError as error:
         raise Retryable(
             "The rendezvous store was lost during the consistency check: rank 0 or its host has ended, or "
             f"the network was interrupted. Read the log of rank 0. ({error})"
         ) from None
-
-
-def _leave(store: dist.Store, rank: int, world_size: int) -> None:
-    """Mark in the store that this rank has read the records. Rank 0 waits for the marks of the others.
-
-    The store may end with rank 0.
-    """
-    store.set(f"consistency/read/{rank}", "1")
-    if rank == 0:
-        wait_for_keys(store, {r: f"consistency/read/{r}" for r in range(world_size)}, FAREWELL_SECONDS)
 
 
 def compare(records: list[Record]) -> dict[str, list[str]]:
@@ -201,7 +183,3 @@ def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[s
         "Make these hosts equal and train again.",
         render_table(table),
     )
-
-
-def _ranks(ranks: list[int]) -> str:
-    return ("Rank " if len(ranks) == 1 else "Ranks ") + ", ".join(map(str, ranks))

@@ -146,15 +146,16 @@ class Collectives:
             tensor, 2 * (n - 1) / n, lambda part: dist.all_reduce(part, op=dist.ReduceOp.SUM, async_op=True)
         )
 
-    def start_reduce(self, tensor: Tensor, owner: int) -> Pending:
-        """Start to add the flat tensors of all other ranks to that of `owner`, in place.
+    def start_reduce(self, tensor: Tensor, owner: int, dtype: torch.dtype | None = None) -> Pending:
+        """Start to add the flat tensors of all other ranks, sent as `dtype`, to that of `owner`, in place.
 
         The owner gathers and adds, because in Gloo's own reduce the owner sends data too.
         """
+        sent = tensor if dtype is None else tensor.to(dtype)
         if self.rank != owner or self.world_size == 1:
-            return self.start_gather(tensor, None, owner)
-        table = tensor.new_empty(self.world_size, tensor.numel())
-        gathered = self.start_gather(tensor, table, owner)
+            return self.start_gather(sent, None, owner)
+        table = sent.new_empty(self.world_size, sent.numel())
+        gathered = self.start_gather(sent, table, owner)
 
         def add_up() -> None:
             gathered()
@@ -247,24 +248,11 @@ class Collectives:
             if sentence:
                 raise Final(f"{peer}: {sentence.decode()}")
 
-    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None, source: int = 0) -> dict[str, Tensor]:
-        """Broadcast the named tensors of rank `source`; the others pass None and receive them on the CPU.
-
-        Nothing is pickled: names, data types and shapes are sent as JSON.
-        """
+    def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Broadcast the named tensors of rank 0; the others pass None and receive them on the CPU."""
         if self.world_size == 1:
             return dict(tensors or {})
-        header = _header(tensors or {})
-        size = torch.tensor([len(header)])
-        self.broadcast_owned({source: size})
-        packed = torch.tensor(list(header), dtype=torch.uint8) if tensors is not None else None
-        if packed is None or self.rank != source:
-            packed = torch.empty(int(size), dtype=torch.uint8)
-        self.broadcast_owned({source: packed})
-        out = dict(tensors) if tensors is not None and self.rank == source else _allocate(packed)
-        for tensor in out.values():
-            self.broadcast_owned({source: _flat_on_cpu(tensor)})
-        return out
+        return _transfer(tensors, lambda flat: self.broadcast_owned({0: flat}))
 
     def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
         """Send the named tensors of rank `owner` to rank 0, which returns them; other ranks return {}.
@@ -275,20 +263,9 @@ class Collectives:
             return dict(tensors) if self.rank == 0 else {}
         with self._peer_errors():
             if self.rank == owner:
-                header = _header(tensors)
-                dist.send(torch.tensor([len(header)]), dst=0)
-                dist.send(torch.tensor(list(header), dtype=torch.uint8), dst=0)
-                for tensor in tensors.values():
-                    dist.send(_flat_on_cpu(tensor), dst=0)
+                _transfer(tensors, lambda flat: dist.send(flat, dst=0))
             elif self.rank == 0:
-                size = torch.empty(1, dtype=torch.int64)
-                dist.recv(size, src=owner)
-                packed = torch.empty(int(size), dtype=torch.uint8)
-                dist.recv(packed, src=owner)
-                out = _allocate(packed)
-                for tensor in out.values():
-                    dist.recv(tensor.view(-1), src=owner)
-                return out
+                return _transfer(None, lambda flat: dist.recv(flat, src=owner))
         return {}
 
     # -- failures --------------------------------------------------------------------------------------
@@ -332,16 +309,22 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     )
 
 
-def _flat_on_cpu(tensor: Tensor) -> Tensor:
-    """The values of a tensor as a flat CPU tensor; a view if it is contiguous and on the CPU already."""
-    return tensor.detach().cpu().contiguous().view(-1)
+def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any]) -> dict[str, Tensor]:
+    """Send the named tensors, or receive them if `tensors` is None; `move` sends or fills a flat CPU tensor.
 
-
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    described = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    return json.dumps(described).encode()
-
-
-def _allocate(packed: Tensor) -> dict[str, Tensor]:
-    described = json.loads(packed.numpy().tobytes())
-    return {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in described}
+    Nothing is pickled: names, data types and shapes are sent as JSON.
+    """
+    header = None
+    if tensors is not None:
+        formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+        header = torch.tensor(list(json.dumps(formats).encode()), dtype=torch.uint8)
+    size = torch.tensor([0 if header is None else len(header)])
+    move(size)
+    header = torch.empty(int(size), dtype=torch.uint8) if header is None else header
+    move(header)
+    if tensors is None:
+        formats = json.loads(header.numpy().tobytes())
+        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in formats}
+    for tensor in tensors.values():
+        move(tensor.detach().cpu().contiguous().view(-1))  # a view of a received tensor
+    return dict(tensors)

@@ -20,7 +20,7 @@ from typing import IO, Any
 
 from trainer.config import ConfigError, RunFile
 from trainer.data.files import try_lock, write_json
-from trainer.health import restart_policy
+from trainer.health import attempt_history
 from trainer.health.status_record import OutcomeRecord
 from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.rank_env import RankEnv
@@ -65,11 +65,20 @@ class Attempt:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._held = try_lock(lock, seconds)
             if self._held is None:
+                pid = lock.read_text(encoding="utf-8").strip()
+                named = f" (PID {pid})" if pid else ""
                 raise ConfigError(
-                    f"Another process{_named(lock)} trains as rank {self._env.rank} in "
+                    f"Another process{named} trains as rank {self._env.rank} in "
                     f"{self.path.parent}. End it, or give another --run-dir."
                 )
-            self._remove_previous_outcome()
+            if self._env.is_host_leader:
+                attempt_history.begin(self.path.parent)
+                first = self._env.rank
+                mine = {f"outcome-{rank}.json" for rank in range(first, first + self._env.local_world_size)}
+                for path in self.path.parent.glob("outcome-*.json"):
+                    if path.name not in mine:  # of a rank that this host no longer has
+                        path.unlink(missing_ok=True)
+            self.path.unlink(missing_ok=True)
             self._reserve.write_bytes(bytes(RESERVE_BYTES))
         except OSError as error:
             raise ConfigError(
@@ -77,25 +86,8 @@ class Attempt:
                 "permissions and disk, or give another --run-dir."
             ) from None
 
-    def _remove_previous_outcome(self) -> None:
-        """Add the previous attempt to attempts.jsonl and delete its outcome file.
-
-        Local rank 0 also deletes the outcome files of ranks that are not on this host any more.
-        """
-        if self._env.is_host_leader:
-            restart_policy.begin(self.path.parent)
-            first = self._env.rank
-            mine = {f"outcome-{rank}.json" for rank in range(first, first + self._env.local_world_size)}
-            for path in self.path.parent.glob("outcome-*.json"):
-                if path.name not in mine:
-                    path.unlink(missing_ok=True)
-        self.path.unlink(missing_ok=True)
-
     def update(self, **figures: Any) -> None:
-        """Set fields of the outcome, such as step, loss, val_bpb and checkpoint.
-
-        The file is written by `end`.
-        """
+        """Set fields of the outcome, such as step, loss and checkpoint, for the file that `end` writes."""
         self._figures = dataclasses.replace(self._figures, **figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
@@ -127,7 +119,7 @@ class Attempt:
                 **dataclasses.asdict(self._figures),
                 "outcome": outcome,
                 "reason": reason,
-                "settled": outcome in restart_policy.SETTLED if settled is None else settled,
+                "settled": outcome in attempt_history.SETTLED if settled is None else settled,
                 "rank": self._env.rank,
                 "seconds": round(time.monotonic() - self._started, 3),
                 "time": time.time(),
@@ -136,7 +128,7 @@ class Attempt:
                 self._reserve.unlink(missing_ok=True)
                 write_json(self.path, content)
                 if self._env.is_host_leader:
-                    restart_policy.end(self.path.parent, content)
+                    attempt_history.end(self.path.parent, content)
             except OSError as error:
                 print(f"{self.path} cannot be written: {error.strerror}.", file=sys.stderr, flush=True)
         # Outside the lock: SIGTERM must not wait for one of these calls.
@@ -145,6 +137,13 @@ class Attempt:
         if self._held is not None:
             self._held.close()
         return True
+
+    def end_process(self, end: RunEnd, log: RunLogger) -> None:
+        """End the attempt and this process from another thread than the training one, unless it has ended."""
+        end = self.before_end(end, math.inf)
+        if self.end(end.outcome, str(end), hurry=True):
+            log.ended(end.outcome, str(end))
+            os._exit(EXIT_CODES[end.outcome])
 
 
 def run_attempt(
@@ -183,12 +182,6 @@ def run_attempt(
     return code
 
 
-def _named(lock: Path) -> str:
-    """The PID in the lock file, as " (PID 123)"; "" if the file is empty."""
-    pid = lock.read_text(encoding="utf-8").strip()
-    return f" (PID {pid})" if pid else ""
-
-
 def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
     """Start a thread that ends this rank, as retryable, when its parent process torchrun has exited.
 
@@ -199,10 +192,8 @@ def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
     def watch() -> None:
         while os.getppid() == torchrun:
             time.sleep(PARENT_SECONDS)
-        reason = f"torchrun, which started this rank, is gone after step {attempt.step}."
-        attempt.before_end(Retryable(reason), math.inf)
-        if attempt.end("retryable", reason, hurry=True):
-            log.ended("retryable", reason)
+        end = Retryable(f"torchrun, which started this rank, is gone after step {attempt.step}.")
+        attempt.end_process(end, log)
         os._exit(EXIT_CODES["retryable"])
 
     threading.Thread(target=watch, name="torchrun", daemon=True).start()
@@ -217,7 +208,11 @@ def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def wait() -> None:
-        by_parent = _await_sigterm()
+        if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
+            signal.sigwait({signal.SIGTERM})
+            by_parent = True  # perhaps: this system does not report it
+        else:
+            by_parent = signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
         attempt.before_end(_terminated(by_parent, attempt), SIGTERM_WRITE_SECONDS)
         end = _terminated(by_parent, attempt)  # it names the checkpoint
         if attempt.end(end.outcome, str(end), hurry=True, settled=False):
@@ -227,24 +222,9 @@ def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
 
 
-def _await_sigterm() -> bool:
-    """Wait for SIGTERM; returns whether the parent process sent it.
-
-    True if the system does not report that.
-    """
-    if sys.platform == "darwin" or not hasattr(signal, "sigwaitinfo"):
-        signal.sigwait({signal.SIGTERM})
-        return True
-    return signal.sigwaitinfo({signal.SIGTERM}).si_pid == os.getppid()
-
-
 def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
-    """The end of an attempt by SIGTERM: Stopped, or Retryable if another rank of this host has died.
-
-    torchrun then sends SIGTERM to its other ranks, as their parent process.
-    """
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    if by_parent and local_world_size > 1:
+    """The end of an attempt by SIGTERM: torchrun sends it too, to the other ranks of a rank that has died."""
+    if by_parent and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
         return Retryable(
             f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."
         )

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from enum import StrEnum
 
 FRESH_SECONDS = 10.0  # a rank publishes its status every second; a loaded host adds delay
-IMPAIRED_STALLS = 5  # a run ends when a peer's traffic has been impaired for this many stall times
 
 
 class Freshness(StrEnum):
@@ -89,16 +88,3 @@ def diagnose(freshness: Freshness, endpoint: EndpointResult, reachable: bool) ->
     `reachable` whether a query to another health endpoint on the same host showed that the host is reachable.
     """
     return TABLE[endpoint, reachable or shows_host(endpoint)][freshness]
-
-
-def seconds_until_end(verdict: Verdict, stall: float, interval: float) -> float | None:
-    """Seconds that a verdict must last before it ends the attempt; None for a verdict that never ends it.
-
-    stall: seconds after which a step is late. interval: seconds between two queries.
-    """
-    return {
-        Verdict.GONE: interval,
-        Verdict.FROZEN: stall,
-        Verdict.UNREACHABLE: stall,
-        Verdict.IMPAIRED: IMPAIRED_STALLS * stall,
-    }.get(verdict)

@@ -62,31 +62,11 @@ class Answer(NamedTuple):
     status: RunStatusRecord = RunStatusRecord()
 
 
-class HealthEndpoint:
+class HealthEndpoint(socketserver.ThreadingTCPServer):
     """Answers queries on the IP address `address` with the run status that `answer(stacks)` returns.
 
     `stacks` is whether the query asks for the stacks of all threads. Several threads may call `answer` at
-    once.
-    """
-
-    def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
-        """Start to answer, at a port that the kernel picks.
-
-        Raises OSError if this host does not have `address`.
-        """
-        self._server = _Server(address, answer)
-        self.address = EndpointAddress(address, int(self._server.server_address[1]), self._server.secret)
-        threading.Thread(target=self._server.serve_forever, name="health endpoint", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(socketserver.ThreadingTCPServer):
-    """A TCP server with one thread per connection.
-
-    If MOST_CONNECTIONS clients have not sent the secret yet, a new connection closes the oldest of theirs.
+    once. If MOST_CONNECTIONS clients have not sent the secret yet, a new one closes the oldest of theirs.
     """
 
     daemon_threads = True
@@ -94,11 +74,21 @@ class _Server(socketserver.ThreadingTCPServer):
     request_queue_size = BACKLOG
 
     def __init__(self, address: str, answer: Callable[[bool], RunStatusRecord]) -> None:
+        """Start to answer, at a port that the kernel picks.
+
+        Raises OSError if this host does not have `address`.
+        """
         self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self.answer, self.secret = answer, secrets.token_hex(8)
+        self.answer = answer
         self._unproven: dict[socket.socket, None] = {}
         self._lock = threading.Lock()
         super().__init__((address, 0), _Query)
+        self.address = EndpointAddress(address, int(self.server_address[1]), secrets.token_hex(8))
+        threading.Thread(target=self.serve_forever, name="health endpoint", daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
 
     def get_request(self) -> tuple[socket.socket, Any]:
         try:
@@ -133,17 +123,18 @@ class _Query(socketserver.BaseRequestHandler):
     """Handles one query of a client. An exception closes the connection."""
 
     def handle(self) -> None:
-        server, connection = cast(_Server, self.server), self.request
+        server, connection = cast(HealthEndpoint, self.server), self.request
+        secret = server.address.secret
         deadline = time.monotonic() + QUERY_SECONDS
         request = json.loads(_read_line(connection, LONGEST_LINE, deadline))
-        if not secrets.compare_digest(str(request["secret"]).encode(), server.secret.encode()):
+        if not secrets.compare_digest(str(request["secret"]).encode(), secret.encode()):
             return
         server.proven(connection)
         try:
             answer = server.answer(bool(request["stacks"])).message()
         except Exception as error:  # this is an answer too: the process runs
             answer = {"error": f"{type(error).__name__}: {error}"}
-        _send(connection, {"secret": server.secret[::-1]}, deadline)
+        _send(connection, {"secret": secret[::-1]}, deadline)
         _read_line(connection, LONGEST_LINE, deadline)
         _send(connection, answer | {"padding": PADDING}, deadline)
 
@@ -151,8 +142,7 @@ class _Query(socketserver.BaseRequestHandler):
 def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
     """Query the health endpoint at `address`; with `stacks`, also for the stacks of all threads.
 
-    Connecting takes at most `seconds`, and so does the answer. If the connection closes early, there is one
-    more try.
+    Connecting takes at most `seconds`, and so does the answer.
     """
     # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
     # the process has just ended, the next connection is refused.
@@ -181,13 +171,7 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
         return Answer(EndpointResult.REFUSES)
     except TimeoutError:
         return Answer(result)
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        RecursionError,
-    ):  # closed, or not a rank
+    except (OSError, ValueError, TypeError, LookupError, RecursionError):  # closed, or not a rank
         return Answer(result) if result == EndpointResult.UNREACHABLE else None
 
 
@@ -198,23 +182,17 @@ def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -
 
 
 def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
-    """Read one line, of about `limit` bytes at most.
-
-    Raises TimeoutError at `deadline`, a time of time.monotonic(); ValueError if the line is too long or the
-    connection closes before its end.
-    """
-    parts: list[bytes] = []
-    size = 0
-    while size <= limit:
+    """Read a line of about `limit` bytes at most. Raises TimeoutError, or ValueError without a line end."""
+    line = bytearray()
+    while len(line) <= limit and not line.endswith(b"\n"):
         connection.settimeout(_seconds_left(deadline))
         part = connection.recv(65536)
-        parts.append(part)
-        size += len(part)
         if not part:
-            raise ValueError("closed")
-        if part.endswith(b"\n"):
-            return b"".join(parts)
-    raise ValueError("too long")
+            break
+        line += part
+    if not line.endswith(b"\n"):
+        raise ValueError("too long, or closed before its end")
+    return bytes(line)
 
 
 def _seconds_left(deadline: float) -> float:

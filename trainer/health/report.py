@@ -54,7 +54,7 @@ def describe_rank(each: RankEvidence) -> str:
     if verdict == Verdict.ABSENT:
         return f"{peer} has not arrived"
     if verdict == Verdict.UNHEARD:
-        return f"{peer} was{_last_seen(each)}"
+        return f"{peer} was last seen in {_last_seen(each)}"
     if verdict == Verdict.IMPAIRED:
         return f"{_impairment(each)}: {DOCTOR}"
     if verdict.is_dead:
@@ -65,7 +65,7 @@ def describe_rank(each: RankEvidence) -> str:
 
 
 def _death(each: RankEvidence) -> str:
-    last = "" if each.status.is_empty else f",{_last_seen(each)}"
+    last = "" if each.status.is_empty else f", last seen in {_last_seen(each)}"
     if each.verdict == Verdict.GONE:
         return f"is gone (its host answers, the process does not exist any more){last}"
     if each.verdict == Verdict.FROZEN:
@@ -89,7 +89,7 @@ def _impairment(each: RankEvidence) -> str:
 
 
 def _last_seen(each: RankEvidence) -> str:
-    return f" last seen in {each.status.position} {each.age:.0f} s ago"
+    return f"{each.status.position} {each.age:.0f} s ago"
 
 
 def _down(status: RunStatusRecord) -> str:
@@ -137,18 +137,16 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 
 
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
-    """The reason why an attempt ends after a failed collective: the lost ranks, how they are lost, a remedy.
+    """The reason why an attempt ends: the lost ranks and a remedy, or `fallback`; and impaired traffic.
 
-    `fallback` replaces this if no rank is lost. Impaired traffic is reported in both cases. `stood_still` is
-    the number of seconds for which this process did not run; if it is not 0, the text starts with it.
+    `stood_still` is the number of seconds for which this process did not run; 0 is not mentioned.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]
     own = f"This process stood still for {stood_still:.0f} s; meanwhile: " if stood_still else ""
+    sentences = [fallback] if fallback else []
     if dead:
         sentences = [f"Lost {'; '.join(f'{s.peer}: it {_death(s)}' for s in dead)}. {_remedy(dead)}"]
-    else:
-        sentences = [fallback] if fallback else []
     return own + " ".join([*sentences, *(f"{sentence}." for sentence in impaired)])
 
 

@@ -112,10 +112,9 @@ class RunStatus:
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """A context manager around a wait for other ranks.
+        """Context around a wait for other ranks: within a step, its seconds count for the phase sync.
 
-        Within a step, its seconds count for the phase sync. It does not write the heartbeat file, because a
-        step has many such waits; the thread writes it.
+        It does not write the heartbeat file, because a step has many such waits; the thread writes it.
         """
         before = self.phase
         if before == "sync" or before not in STEP_PHASES:
@@ -178,13 +177,9 @@ class RunStatus:
                 os.replace(temporary, self.path)
             except OSError:
                 with contextlib.suppress(OSError):  # a status that cannot be written does not end a run
-                    self._write_over(content, temporary)
-
-    def _write_over(self, content: bytes, temporary: Path) -> None:
-        """Overwrite the heartbeat file in place: on a full disk, it has its block already."""
-        temporary.unlink(missing_ok=True)
-        with open(self.path, "r+b", buffering=0) as file:
-            file.write(content.ljust(os.fstat(file.fileno()).st_size))
+                    temporary.unlink(missing_ok=True)
+                    with open(self.path, "r+b", buffering=0) as file:  # on a full disk, it has its block
+                        file.write(content.ljust(os.fstat(file.fileno()).st_size))
 
 
 class CpuUsage:
@@ -197,10 +192,9 @@ class CpuUsage:
         self.share(0.0)
 
     def share(self, since: float) -> float | None:
-        """The share of a core (1.0: all of it) over the last seconds, but not before `since`.
+        """The share of a core (1.0: all of it) over the last seconds since `since`, of time.monotonic().
 
-        `since` is a time of time.monotonic(). None if there is no earlier measurement, or if the system does
-        not measure the CPU time of a thread.
+        None without an earlier measurement, and if the system does not measure the CPU time of a thread.
         """
         if self._clock is None:
             return None

@@ -1,7 +1,7 @@
 """The run status of every rank, exchanged each second through the rendezvous store.
 
-    exchange = StatusExchange(env, prefix)     # a thread with its own connection to the store
-    exchange.start(status)                     # status() returns the record of this rank
+    exchange = StatusExchange(env)
+    exchange.start(prefix, status)             # a thread; status() returns the record of this rank
     exchange.received                          # rank -> ReceivedStatus, for the other ranks
     exchange.publish()                         # publish and read at once, in a bounded time
 
@@ -47,8 +47,8 @@ class ReceivedStatus(NamedTuple):
 class StatusExchange:
     """Publishes the run status of this rank and reads those of the other ranks, each second, in a thread."""
 
-    def __init__(self, env: RankEnv, prefix: str) -> None:
-        self._env, self._prefix = env, prefix
+    def __init__(self, env: RankEnv) -> None:
+        self._env, self._prefix, self.is_started = env, "", False
         self._key = f"status/{env.rank}"
         self._others = {rank: f"status/{rank}" for rank in range(env.world_size) if rank != env.rank}
         self._status: Callable[[], RunStatusRecord] = RunStatusRecord
@@ -59,40 +59,30 @@ class StatusExchange:
         self._stopped = threading.Event()
         self.received: dict[int, ReceivedStatus] = {}
 
-    def start(self, status: Callable[[], RunStatusRecord]) -> None:
-        self._status = status
-        if self._others:
-            threading.Thread(target=self._work, name="status exchange", daemon=True).start()
+    def start(self, prefix: str, status: Callable[[], RunStatusRecord]) -> None:
+        """Start the thread. `prefix` is that of the keys in the store; `status()` is called each second."""
+        self._prefix, self._status, self.is_started = prefix, status, True
+        threading.Thread(target=self._work, name="status exchange", daemon=True).start()
 
     def stop(self) -> None:
         self._stopped.set()
 
-    def publish(self, seconds: float = 1.0) -> bool:
+    def publish(self, seconds: float = 1.0) -> None:
         """Publish this rank's status and read those of the other ranks, in a thread; wait at most `seconds`.
 
-        Returns True if the thread ended within `seconds`, even if the rendezvous store could not be reached.
-        Raises nothing for a lost connection.
+        Does nothing before `start`. Raises nothing for a lost connection.
         """
-        if not self._others:
-            return True
-        done = threading.Event()
-
-        def work() -> None:
-            self._exchange()
-            done.set()
-
-        threading.Thread(target=work, name="status exchange, once", daemon=True).start()
-        return done.wait(seconds)
+        if self.is_started:
+            once = threading.Thread(target=self._exchange, name="status exchange, once", daemon=True)
+            once.start()
+            once.join(seconds)
 
     def _work(self) -> None:
         while not self._stopped.wait(PUBLISH_SECONDS):
             self._exchange()
 
     def _exchange(self) -> None:
-        """Publish this rank's status and read the others once.
-
-        After a lost connection, a later call reconnects.
-        """
+        """Publish this rank's status and read the others once; reconnect after a lost connection."""
         with self._lock:
             try:
                 if self._store is None:

@@ -14,28 +14,18 @@ one rank is published to all, with its cause.
 from __future__ import annotations
 
 import contextlib
-import math
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.config import ConfigError
 from trainer.data.files import write_whole
 from trainer.distributed.process_group import Peer
 from trainer.health.attempt import Attempt
-from trainer.health.diagnosis import (
-    FRESH_SECONDS,
-    IMPAIRED_STALLS,
-    EndpointResult,
-    Freshness,
-    Verdict,
-    seconds_until_end,
-    shows_host,
-)
+from trainer.health.delay import DelayReport, stall_seconds
+from trainer.health.diagnosis import FRESH_SECONDS, EndpointResult, Freshness, shows_host
 from trainer.health.endpoint import QUERY_SECONDS, Answer, EndpointAddress, HealthEndpoint, query
 from trainer.health.report import RankEvidence, capitalize, describe_delay, describe_loss
 from trainer.health.run_status import RunStatus, Stage
@@ -45,11 +35,9 @@ from trainer.health.status_record import RankEnd, RunStatusRecord
 from trainer.host.logger import RunLogger, fields
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.rank_env import RankEnv
-from trainer.outcome import EXIT_CODES, Final, Retryable, RunEnd
+from trainer.outcome import Final, Retryable, RunEnd
 
-STALL_VARIABLE = "NANOFLEET_STALL_SECONDS"
-STALL_SECONDS = 60.0
-LATE_STEPS = 5  # medians
+LATE_STEPS = 5  # median steps
 CHECK_SECONDS = 1.0
 GRACE_SECONDS = 3.0  # for the main thread to end by itself after a peer has published its end
 EXPLAIN_SECONDS = 3.0  # to find out why a collective failed
@@ -57,18 +45,6 @@ LAST_STATUS_SECONDS = 0.5  # of them, for the last status of a peer that is endi
 FAREWELL_SECONDS = 5.0  # for the others to read the end of rank 0, which may own the store
 HURRIED_FAREWELL_SECONDS = 1.0
 STOOD_STILL_SECONDS = 5.0
-
-
-def stall_seconds() -> float:
-    """The shortest time, in seconds, after which a step is late: NANOFLEET_STALL_SECONDS, by default 60.
-
-    Raises ConfigError if the variable is not a number above 0.
-    """
-    text = os.environ.get(STALL_VARIABLE, "") or str(STALL_SECONDS)
-    with contextlib.suppress(ValueError):
-        if 0 < (seconds := float(text)) < math.inf:
-            return seconds
-    raise ConfigError(f"{STALL_VARIABLE} is {text!r} in the environment: it takes seconds, above 0.")
 
 
 class Watchdog:
@@ -88,14 +64,12 @@ class Watchdog:
         self._others = set(range(env.world_size)) - {env.rank}
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[int, EndpointAddress] = {}
-        self._exchange: StatusExchange | None = None
+        self._exchange = StatusExchange(env)
         self._endpoint: HealthEndpoint | None = None
         self._stopped = threading.Event()
         self._own_end: RankEnd | None = None
         self._is_echo = False  # this rank ends only because another rank is lost
-        self._stood_still: Stage | None = (
-            None  # the stage in which this process did not run, and for how long
-        )
+        self._stood_still: Stage | None = None  # when this process did not run, and for how many seconds
         self.evaluation_steps = 0.0  # the number of steps that has as many tokens as an evaluation
 
     # -- start and end ---------------------------------------------------------------------------------
@@ -122,8 +96,7 @@ class Watchdog:
 
         `prefix` is the prefix of the keys in the store.
         """
-        self._exchange = StatusExchange(self._env, prefix)
-        self._exchange.start(self._status)
+        self._exchange.start(prefix, self._status)
 
     def set_peers(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
         """Set the ranks of the run, and by rank the `endpoint` of each: its health endpoint as text."""
@@ -134,15 +107,14 @@ class Watchdog:
 
     def is_alive(self, rank: int) -> bool:
         """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""
-        received = self._exchange.received.get(rank) if self._exchange else None
+        received = self._exchange.received.get(rank)
         return received is not None and received.age < FRESH_SECONDS and not received.status.ended
 
     def stop(self) -> None:
         """Stop watching and publishing. The health endpoint answers queries as long as the process runs."""
         self._stopped.set()
         self._run_status.stop()
-        if self._exchange:
-            self._exchange.stop()
+        self._exchange.stop()
 
     def _status(self) -> RunStatusRecord:
         condition = self._interface.read()
@@ -154,29 +126,21 @@ class Watchdog:
         return replace(status, line=main_line(), stacks=stacks()) if with_stacks else status
 
     def _publish_end(self, outcome: str, hurry: bool) -> None:
-        """Publish the end of this rank to the other ranks. `hurry`: in 1 s instead of 5 s.
-
-        Rank 0 may own the rendezvous store, so it waits that long for the others to read its end, unless it
-        has finished.
-        """
+        """Publish the end of this rank. Rank 0, which may own the store, waits for the others to read it."""
         self._own_end = RankEnd(outcome, self._attempt.reason, self._is_echo)
         self.stop()
-        if self._exchange is None:
+        if not self._exchange.is_started:
             return
-        seconds = HURRIED_FAREWELL_SECONDS if hurry else FAREWELL_SECONDS
-        deadline = time.monotonic() + seconds
-        self._exchange.publish(min(1.0, seconds))
+        deadline = time.monotonic() + (HURRIED_FAREWELL_SECONDS if hurry else FAREWELL_SECONDS)
+        self._exchange.publish()
         if outcome == "finished" or not self._env.is_coordinator or self._run_status.phase == "done":
             return
-        while time.monotonic() < deadline and not self._all_peers_ended():
-            self._exchange.publish(0.5)
-            time.sleep(0.2)
-
-    def _all_peers_ended(self) -> bool:
-        return all(
+        while time.monotonic() < deadline and not all(
             self._query(rank).result == EndpointResult.REFUSES
             for rank in self._others - self._published_ends().keys()
-        )
+        ):
+            self._exchange.publish(0.5)
+            time.sleep(0.2)
 
     # -- watch -----------------------------------------------------------------------------------------
 
@@ -223,12 +187,7 @@ class Watchdog:
         return max(self._stall, late)
 
     def _report_delay(self, delay: DelayReport, late_seconds: float) -> None:
-        """Collect evidence and report which rank delays the run; end the attempt if a rank is lost for long.
-
-        The report goes to the log and the heartbeat file, but only if `DelayReport.should_report`.
-
-        `late_seconds` is the duration of the current stage so far.
-        """
+        """Report which rank delays a stage that is late; end the attempt if a rank stays lost."""
         first = not delay.reported
         evidence = self._collect_evidence(with_stacks=first)
         sentence = describe_delay(evidence)
@@ -244,10 +203,7 @@ class Watchdog:
             self._end(self._end_by_loss(evidence, ""))
 
     def _save_stacks(self, evidence: list[RankEvidence]) -> str:
-        """Write the stacks of each rank that sent them to stacks-RANK.txt in the run directory.
-
-        Returns a line for each such rank, for the log: the innermost line of its main thread, and the file.
-        """
+        """Write the stacks that ranks sent to stacks-RANK.txt; returns a line for the log per rank."""
         lines = []
         for each in evidence:
             if text := each.status.stacks:
@@ -278,47 +234,38 @@ class Watchdog:
         return sorted([mine, *found], key=lambda each: each.peer.rank)
 
     def _evidence_of(self, rank: int, with_stacks: bool, seconds: float, since: float) -> RankEvidence:
-        answer = self._query(rank, with_stacks, seconds)
-        received = self._exchange.received.get(rank) if self._exchange else None
+        answer, received = self._query(rank, with_stacks, seconds), self._exchange.received.get(rank)
         status = received.status if received and answer.status.is_empty else answer.status
         peer = self._peers.get(rank) or Peer(rank, status.host or "not yet known", "")
         if received is None:
             return RankEvidence(peer, answer.result, Freshness.NONE, status)
         # A short stall time queries before the status of a frozen rank is that old.
         is_fresh = received.age < min(FRESH_SECONDS, self._stall) and received.at > since
-        return RankEvidence(
-            peer, answer.result, Freshness.FRESH if is_fresh else Freshness.STALE, status, received.age
-        )
+        freshness = Freshness.FRESH if is_fresh else Freshness.STALE
+        return RankEvidence(peer, answer.result, freshness, status, received.age)
 
     def _query(self, rank: int, with_stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
-        address = self._addresses.get(rank)
-        if address is None and self._exchange and rank in self._exchange.received:
-            address = EndpointAddress.parse(self._exchange.received[rank].status.endpoint)
+        address, received = self._addresses.get(rank), self._exchange.received.get(rank)
+        if address is None and received:
+            address = EndpointAddress.parse(received.status.endpoint)
         return query(address, with_stacks, seconds) if address else Answer(EndpointResult.UNKNOWN)
 
     # -- ends of other ranks ---------------------------------------------------------------------------
 
     def _published_ends(self) -> dict[int, RankEnd]:
         """The ends that peers have published, by rank."""
-        received = dict(self._exchange.received) if self._exchange else {}
+        received = dict(self._exchange.received)
         return {rank: end for rank, known in received.items() if (end := known.status.ended)}
 
     def _end_of_a_peer(self) -> RunEnd | None:
-        """The end of this attempt that follows from the published end of another rank; None if there is none.
-
-        Final ends come first. An end that only follows from that of a third rank counts if there is no other.
-        """
+        """The end of this attempt that follows from the published end of another rank, a final one first."""
         ends = {rank: end for rank, end in self._published_ends().items() if end.outcome != "finished"}
         own = {rank: end for rank, end in ends.items() if not end.is_echo}
         for rank, end in sorted((own or ends).items(), key=lambda item: item[1].outcome != "final"):
-            peer = self._peers.get(rank) or Peer(rank, self._published_host(rank), "")
+            peer = self._peers.get(rank) or Peer(rank, self._exchange.received[rank].status.host, "")
             kind = Final if end.outcome == "final" else Retryable
             return kind(end.reason if end.reason.startswith("rank ") else f"{peer}: {end.reason}")
         return None
-
-    def _published_host(self, rank: int) -> str:
-        received = self._exchange.received.get(rank) if self._exchange else None
-        return received.status.host if received else ""
 
     def explain(self, error: Retryable) -> RunEnd:
         """The end of the attempt after the failed collective `error`, to be raised by the caller.
@@ -329,8 +276,7 @@ class Watchdog:
         began = time.monotonic()
         evidence: list[RankEvidence] = []
         while (waited := time.monotonic() - began) < EXPLAIN_SECONDS:
-            if self._exchange:
-                self._exchange.publish(0.5)
+            self._exchange.publish(0.5)
             if any(not end.is_echo for end in self._published_ends().values()):
                 return self._end_of_a_peer() or error
             # The last status of a rank that has just been killed may arrive in the first moments.
@@ -350,75 +296,15 @@ class Watchdog:
         seconds = still.seconds if still and still[:2] == stage[:2] else 0.0
         return Retryable(describe_loss(evidence, fallback, seconds))
 
-    def announce_end(self, end: RunEnd) -> None:
+    def announce_end(self, outcome: str, reason: str) -> None:
         """Publish to the other ranks that this rank is ending; its outcome file is written later."""
-        self._own_end = RankEnd(end.outcome, str(end), self._is_echo)
-        if self._exchange:
-            self._exchange.publish()
+        self._own_end = RankEnd(outcome, reason, self._is_echo)
+        self._exchange.publish()
 
     def _end(self, end: RunEnd) -> None:
         """Write the outcome and end this process, whose main thread waits in a failed collective."""
-        self.announce_end(end)
-        end = self._attempt.before_end(end, math.inf)
-        if self._attempt.end(end.outcome, str(end), hurry=True):
-            self._log.ended(end.outcome, str(end))
-            os._exit(EXIT_CODES[end.outcome])
-
-
-class DelayReport:
-    """Decides when a late stage is reported again, and when a lost rank ends the attempt.
-
-    `stall` is the stall time in seconds. The object keeps the verdict on each lost rank and since when it
-    holds.
-    """
-
-    def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stall, self._clock = stall, clock
-        self._every = min(10.0, stall / 4)
-        self._next = 0.0
-        self._report_again_at = 0.0
-        self._verdicts: dict[int, tuple[Verdict, float]] = {}  # by rank: verdict and its first time
-        self._lost_since: dict[int, float] = {}
-        self.reported = False
-
-    @property
-    def is_due(self) -> bool:
-        """Whether to collect evidence now: at first, then every 10 s, or every stall / 4 if shorter."""
-        return self._clock() >= self._next
-
-    def should_report(self, lost: Mapping[int, Verdict], late_seconds: float) -> bool:
-        """Record the verdicts on the `lost` ranks; returns whether to log a report now.
-
-        True at the first call, when a verdict changes, and each time that `late_seconds` has doubled.
-        """
-        now = self._clock()
-        self._next = now + self._every
-        before = {rank: verdict for rank, (verdict, _) in self._verdicts.items()}
-        self._lost_since = {rank: self._lost_since.get(rank, now) for rank in lost}
-        self._verdicts = {
-            rank: self._verdicts[rank] if before.get(rank) == verdict else (verdict, now)
-            for rank, verdict in lost.items()
-        }
-        wants = not self.reported or before != dict(lost) or late_seconds >= self._report_again_at
-        if wants:
-            self.reported, self._report_again_at = True, 2 * late_seconds
-        return wants
-
-    @property
-    def is_over(self) -> bool:
-        """Whether a rank has been lost for so long that the attempt ends.
-
-        That is: with one verdict for `seconds_until_end`, or with several in turn for IMPAIRED_STALLS stall
-        times.
-        """
-        now = self._clock()
-        for rank, (verdict, since) in self._verdicts.items():
-            limit = seconds_until_end(verdict, self._stall, self._every)
-            if limit is not None and now - since >= limit:
-                return True
-            if now - self._lost_since[rank] >= IMPAIRED_STALLS * self._stall:
-                return True
-        return False
+        self.announce_end(end.outcome, str(end))
+        self._attempt.end_process(end, self._log)
 
 
 def _clock() -> float:

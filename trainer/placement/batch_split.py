@@ -90,13 +90,22 @@ def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
 
 
 class Balancer:
-    """Measures the seconds per row of each rank and proposes a faster split."""
+    """Measures the seconds per row of each rank; `proposed` is a faster split that is not applied yet."""
 
     def __init__(self, shares: Sequence[int], names: Sequence[str]) -> None:
         self.shares, self._names = list(shares), list(names)
+        self.proposed: SplitChange | None = None
         self._seconds: deque[list[float]] = deque(maxlen=WINDOW_STEPS)
         self._whole: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._steps = 0  # since the last change
+
+    def update(self, applied: Sequence[int], seconds: Sequence[float], step_seconds: float) -> None:
+        """After a step: apply the new split of the ranks, if any; else record the step, then propose one."""
+        if applied:
+            self.apply(applied)
+        elif self.proposed is None:
+            self.record(seconds, step_seconds)
+            self.proposed = self.propose()
 
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
         """Record a step. seconds: what each rank computed, by rank; step_seconds: the whole step."""
@@ -130,6 +139,6 @@ class Balancer:
 
     def apply(self, shares: Sequence[int]) -> None:
         """Set the rows per rank of the next steps, and discard the recorded steps."""
-        self.shares, self._steps = list(shares), 0
+        self.shares, self._steps, self.proposed = list(shares), 0, None
         self._seconds.clear()
         self._whole.clear()

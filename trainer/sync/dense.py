@@ -6,8 +6,6 @@ reduced to their owner ranks, which step them and broadcast the weights.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives
@@ -34,9 +32,6 @@ class Dense(SyncMode):
         self._replicated_gradients.zero_()
         for gradients in self._owned_gradients.values():
             gradients.zero_()
-
-    def last_backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """All-reduce the AdamW gradients, reduce those of Muon to their owner ranks, divide by `tokens`."""

@@ -23,15 +23,12 @@ from trainer.sync.mode import SyncMode
 
 @dataclass
 class Bucket:
-    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
-
-    owner: the owner rank; weights: the flat weights of the matrices. Both are None for lm_head.
-    """
+    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank."""
 
     parameters: list[nn.Parameter]
     gradients: Tensor  # flat; the parameters' gradients are its pieces
-    owner: int | None = None
-    weights: Tensor | None = None
+    owner: int | None = None  # None: summed on every rank, as for lm_head
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))  # flat; of matrices with an owner rank
     unfinished: int = 0
     pending: list[Pending] = field(default_factory=list)
 
@@ -60,7 +57,6 @@ class Exact(SyncMode):
         for p in self._bucket_of:
             p.register_post_accumulate_grad_hook(self._on_gradient)
         self._next = len(self._buckets)  # the first bucket that is not sent; none may be sent yet
-        self._broadcasts: list[Pending] = []
 
     def _make_layers(self, model: nn.Module) -> list[Bucket]:
         """One bucket for each layer and owner rank, in the order in which backward finishes them."""
@@ -109,23 +105,18 @@ class Exact(SyncMode):
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.pending = [self._send(bucket)]
+        bucket.pending = [self._start_sum(bucket.gradients, bucket.owner)]
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the last gradients: small parameters and active rows. `step` waits for all sums."""
         self._tokens = tokens
         self._small_pending = [self._group.start_all_reduce(self._small)]
         self._rows = self._pack_rows()
-        self._rows_pending = [self._send_rows(self._rows)]
+        self._rows_pending = [self._start_sum(self._rows)]
 
     def step(self) -> None:
-        self._broadcasts = []
         self._head.pending = self._start_second_half(self._head.pending)
-        for bucket in self._layers:
-            if bucket.owner == self._group.rank:
-                self._finish_bucket(bucket)
-                self._step_layer(bucket)
-            self._broadcasts.append(self._start_broadcast(bucket))
+        self._broadcasts = [self._step_layer(bucket) for bucket in self._layers]
         self._rows_pending = self._start_second_half(self._rows_pending)
         self._finish_bucket(self._head)
         self._group.wait(self._small_pending + self._rows_pending)
@@ -155,13 +146,11 @@ class Exact(SyncMode):
 
     # -- transfers -------------------------------------------------------------------------------------
 
-    def _send(self, bucket: Bucket) -> Pending:
-        if bucket.owner is None:
-            return self._group.start_all_reduce(bucket.gradients)
-        return self._group.start_reduce(bucket.gradients, bucket.owner)
-
-    def _send_rows(self, rows: Tensor) -> Pending:
-        return self._group.start_all_reduce(rows)
+    def _start_sum(self, flat: Tensor, owner: int | None = None) -> Pending:
+        """Start to sum a flat tensor over all ranks: on its owner rank, or without one on every rank."""
+        if owner is None:
+            return self._group.start_all_reduce(flat)
+        return self._group.start_reduce(flat, owner)
 
     def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
         """Start the second transfer of the sums. Exact has one transfer per sum; Fast overrides this."""
@@ -172,10 +161,10 @@ class Exact(SyncMode):
         self._group.wait(bucket.pending)
         bucket.gradients.div_(self._tokens)
 
-    def _step_layer(self, bucket: Bucket) -> None:
-        self._optimizer.step_muon(bucket.parameters)
-
-    def _start_broadcast(self, bucket: Bucket) -> Pending:
-        assert bucket.weights is not None
+    def _step_layer(self, bucket: Bucket) -> Pending:
+        """On the owner rank, step the matrices of a bucket; start the broadcast of the result."""
         assert bucket.owner is not None
+        if bucket.owner == self._group.rank:
+            self._finish_bucket(bucket)
+            self._optimizer.step_muon(bucket.parameters)
         return self._group.start_broadcast(bucket.weights, bucket.owner)

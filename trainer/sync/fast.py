@@ -8,13 +8,10 @@ rounded. So all ranks hold equal bytes after each step, which differ from those 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from trainer.distributed.process_group import Collectives, Pending
-from trainer.optim.muon_adamw import MuonAdamW
+from trainer.distributed.process_group import Pending
 from trainer.sync.exact import Bucket, Exact
 
 TRANSFER_DTYPE = torch.bfloat16
@@ -23,51 +20,22 @@ TRANSFER_DTYPE = torch.bfloat16
 class Fast(Exact):
     """Sends the same buckets and rows as Exact, rounded to bfloat16."""
 
-    def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
-        super().__init__(group, model, optimizer)
-        self._updates: dict[int, Tensor] = {}
+    def _start_sum(self, flat: Tensor, owner: int | None = None) -> Pending:
+        """Start a reduce to `owner`, or an all-reduce: each rank sums one part, then broadcasts it rounded.
 
-    # -- reduce to the owner rank ------------------------------------------------------------------------
-
-    def _send(self, bucket: Bucket) -> Pending:
-        if bucket.owner is None:
-            return self._start_all_reduce(bucket.gradients)
-        return self._start_reduce(bucket.gradients, bucket.owner)
-
-    def _start_reduce(self, flat: Tensor, owner: int) -> Pending:
-        """Start to add the values of all ranks to `flat` of the owner rank. Those of other ranks are rounded.
-
-        `flat` of the other ranks does not change.
+        The wait for the first transfer of an all-reduce starts the second one and returns its Pending.
         """
-        rounded = flat.to(TRANSFER_DTYPE)
-        if self._group.rank != owner:
-            return self._group.start_gather(rounded, None, owner)
-        table = rounded.new_empty(self._group.world_size, rounded.numel())
-        return _then(self._group.start_gather(rounded, table, owner), lambda: self._add_up(flat, table))
-
-    def _add_up(self, flat: Tensor, table: Tensor) -> None:
-        for rank, values in enumerate(table):
-            if rank != self._group.rank:
-                flat += values
-
-    # -- all-reduce -------------------------------------------------------------------------------------
-
-    def _send_rows(self, rows: Tensor) -> Pending:
-        return self._start_all_reduce(rows)
-
-    def _start_all_reduce(self, flat: Tensor) -> Pending:
-        """Start an all-reduce in two transfers: each rank sums one part, then broadcasts it rounded.
-
-        The wait for the first transfer starts the second one and returns its Pending.
-        """
-        parts = list(flat.tensor_split(self._group.world_size))
-        reduced = [self._start_reduce(part, owner) for owner, part in enumerate(parts)]
+        group = self._group
+        if owner is not None:
+            return group.start_reduce(flat, owner, TRANSFER_DTYPE)
+        parts = list(flat.tensor_split(group.world_size))
+        reduced = [group.start_reduce(part, rank, TRANSFER_DTYPE) for rank, part in enumerate(parts)]
 
         def broadcast_parts() -> Pending:
             for wait in reduced:
                 wait()
             sums = [part.to(TRANSFER_DTYPE) for part in parts]
-            broadcasts = [self._group.start_broadcast(part, owner) for owner, part in enumerate(sums)]
+            broadcasts = [group.start_broadcast(part, rank) for rank, part in enumerate(sums)]
             return lambda: finish(sums, broadcasts)
 
         def finish(sums: list[Tensor], broadcasts: list[Pending]) -> None:
@@ -80,31 +48,21 @@ class Fast(Exact):
     def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
         return self._group.wait(pending)
 
-    # -- updates ----------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def _step_layer(self, bucket: Bucket) -> None:
-        updates = [self._optimizer.muon_update(p).flatten() for p in bucket.parameters]
-        self._updates[id(bucket)] = torch.cat(updates).to(TRANSFER_DTYPE)
+    def _step_layer(self, bucket: Bucket) -> Pending:
+        weights, owner = bucket.weights, bucket.owner
+        assert owner is not None
+        if owner == self._group.rank:
+            self._finish_bucket(bucket)
+            updates = [self._optimizer.muon_update(p).flatten() for p in bucket.parameters]
+            update = torch.cat(updates).to(TRANSFER_DTYPE)
+        else:
+            update = torch.empty_like(weights, dtype=TRANSFER_DTYPE)
+        received = self._group.start_broadcast(update, owner)
 
-    def _start_broadcast(self, bucket: Bucket) -> Pending:
-        assert bucket.weights is not None
-        assert bucket.owner is not None
-        update = self._updates.pop(id(bucket), None)
-        if update is None:
-            update = torch.empty_like(bucket.weights, dtype=TRANSFER_DTYPE)
-        weights = bucket.weights
-        return _then(self._group.start_broadcast(update, bucket.owner), lambda: _subtract(weights, update))
+        @torch.no_grad()
+        def subtract() -> None:
+            received()
+            weights.sub_(update)
 
-
-@torch.no_grad()
-def _subtract(weights: Tensor, update: Tensor) -> None:
-    weights -= update
-
-
-def _then(pending: Pending, call: Callable[[], None]) -> Pending:
-    def finish() -> None:
-        pending()
-        call()
-
-    return finish
+        return subtract

@@ -23,7 +23,7 @@ rows of rare tokens, forgotten before they occur again, are divided by too littl
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -156,9 +156,6 @@ class Local(SyncMode):
             assert fragment.active_at is not None
             fragment.active_at[active.cpu()] = self._step + 1
 
-    def last_backward(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Divide the gradients of this rank by its own tokens, and scale AdamW's beta2. Nothing is sent."""
         mine = mine or tokens // self._group.world_size
@@ -247,15 +244,9 @@ class Local(SyncMode):
         return mean
 
     def _finish_all_rounds(self) -> None:
-        """Finish all sync rounds in flight."""
         for fragment in self._fragments:
             if fragment.sync_round:
                 self._finish_round(fragment)
-
-    def _wait(self, sync_round: SyncRound) -> SyncRound:
-        """Wait for the transfer of a round, without its outer step; returns the round as complete."""
-        self._group.wait([sync_round.pending])
-        return sync_round._replace(pending=_done)
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -289,7 +280,8 @@ class Local(SyncMode):
                     states[name]["touched_at"] = fragment.active_at
                     states[name]["kept"] = torch.tensor(fragment.decay, dtype=torch.float64)
             if fragment.sync_round:
-                fragment.sync_round = self._wait(fragment.sync_round)
+                self._group.wait([fragment.sync_round.pending])  # without the outer step
+                fragment.sync_round = fragment.sync_round._replace(pending=_done)
                 states[fragment.names[0]] |= fragment.sync_round.common_state()
         return states
 

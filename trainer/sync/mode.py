@@ -23,7 +23,8 @@ from trainer.optim.muon_adamw import ParameterState
 class SyncMode(Protocol):
     """The methods of a sync mode that the training loop calls, the first five of them in each step.
 
-    The methods from `is_idle` on have defaults for a mode whose ranks hold equal bytes after each step.
+    `last_backward` and the methods from `is_idle` on have defaults for a mode that sends all gradients after
+    the last backward, and whose ranks hold equal bytes after each step.
     """
 
     def begin_step(self, active: Tensor) -> None:
@@ -34,6 +35,7 @@ class SyncMode(Protocol):
 
     def last_backward(self) -> AbstractContextManager[None]:
         """Context of the last backward of a step, in which a mode may send gradients once they are final."""
+        return nullcontext()
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the gradients. Afterwards no rank necessarily holds all reduced gradients.

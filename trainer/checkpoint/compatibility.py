@@ -1,0 +1,97 @@
+"""Checks whether a run may begin with, or resume from, the state of a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.checkpoint.storage import State
+from trainer.config import HORIZON, IDENTITY, RUNTIME, ConfigError, RunConfig
+from trainer.data import DataError
+from trainer.model.gpt import GPTConfig
+from trainer.optim.lr_schedule import describe_extension
+
+ANOTHER = "Give the new run another name (with the playbooks -e run_id=NAME, by hand another --run-dir)"
+DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the same run differently
+
+
+def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Raise ConfigError or DataError if imported weights are of another model or tokenizer than the run's.
+
+    `state` is the imported checkpoint; `model` and `hashes` are those of the run.
+    """
+    saved = state.meta["model_config"]
+    differing = [
+        f"{name} is {saved[name]!r}, the run's {value!r}"
+        for name, value in dataclasses.asdict(model).items()
+        if saved[name] != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"The run {run_id} would start with the weights of another model: {'; '.join(differing)}. "
+            "Use the settings that `import` printed."
+        )
+    tokenizer = state.meta["hashes"].get("tokenizer")
+    if hashes.get("tokenizer", tokenizer) != tokenizer:
+        raise DataError(
+            f"The run {run_id} would start with weights for another tokenizer than that of its data. Import "
+            "their tokenizer: python -m trainer import --from-nanochat PATH --data-dir DIR"
+        )
+
+
+def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
+    """Raise ConfigError or DataError if `state` is of another run, configuration or data than this run."""
+    started = str(state.meta.get("run_id", run_id))
+    by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
+    if started != run_id and not by_default and "imported" not in state.meta:
+        raise ConfigError(
+            f"The checkpoints are of the run {started}, and this run is {run_id}. {ANOTHER}, or resume "
+            f"{started} by its name (by hand --run-id {started})."
+        )
+    differing = config.differences(RunConfig.from_strings(state.meta["config"]), IDENTITY)
+    if differing:
+        raise ConfigError(
+            f"The run {started} was started with another configuration: {'; '.join(differing)}. "
+            f"{ANOTHER}, or use the old values to resume it."
+        )
+    other = [name for name, value in state.meta.get("hashes", {}).items() if hashes.get(name, value) != value]
+    if other:
+        raise DataError(
+            f"The run {started} was started on other data ({', '.join(other)}). {ANOTHER}, or "
+            "restore the old data."
+        )
+
+
+def planned_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
+    """The number of steps of a run: from its checkpoint, or `num_iterations` if the horizon has changed.
+
+    The checkpoint has priority because a release may derive another number of steps from the same target.
+    """
+    if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
+        return num_iterations
+    return int(meta["num_iterations"])
+
+
+def describe_changes(state: State, config: RunConfig, num_iterations: int, run_id: str) -> str:
+    """Sentences on the changes in a run that resumes from `state`: more steps, other settings.
+
+    Raises ConfigError if the run becomes shorter: its learning rates have followed the longer horizon.
+    """
+    before = int(state.meta.get("num_iterations", num_iterations))
+    if num_iterations < max(before, state.step):
+        raise ConfigError(
+            f"The run {run_id} is one of {before:,} steps, of which {state.step:,} are done, and "
+            f"{num_iterations:,} are asked for: a run can become longer, not shorter. To resume it, ask for "
+            f"{max(before, state.step)} steps or more (with the playbooks -e steps=N, by hand "
+            f"--num-iterations N). {ANOTHER}."
+        )
+    sentences = []
+    if before < num_iterations:
+        rates = (config.warmup_steps, config.warmdown_ratio, config.final_lr_frac)
+        sentences.append(describe_extension(state.step, before, num_iterations, *rates))
+    changed = config.differences(RunConfig.from_strings(state.meta["config"]), RUNTIME)
+    if changed:
+        sentences.append(f"Resumed with other settings: {'; '.join(changed)}.")
+    return " ".join(sentences)

@@ -1,0 +1,212 @@
+"""The files of a run directory that record the attempts at a run on this host.
+
+attempts.jsonl   one line for each ended attempt: outcome, reason, step, seconds
+attempt.json     the running attempt; if no outcome file exists beside it, the attempt was killed
+announced.json   an attempt that is to start; it is deleted when the attempt begins, so if it stays, the
+                 attempt died while loading
+
+Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+from trainer.data.files import write_json
+from trainer.health.status_record import RunStatusRecord
+
+HISTORY, RUNNING, ANNOUNCED = "attempts.jsonl", "attempt.json", "announced.json"
+SETTLED = ("final", "stopped", "finished")
+# The keys of a line in attempts.jsonl that are in outcome.json too.
+KEYS = ("run_id", "rank", "outcome", "reason", "step", "loss", "checkpoint", "seconds", "time")
+LOG_BYTES = 1 << 16
+RAISED = re.compile(r"^(?:\[[^]]*\]:? )?(?:\w+\.)*(\w+(?:Error|Exception)): (\S.*)$", re.MULTILINE)
+# Raised by torchrun when the rendezvous fails.
+RENDEZVOUS_ERRORS = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError")
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+Line = dict[str, Any]
+
+
+def history(run_dir: Path) -> list[Line]:
+    """The lines of attempts.jsonl, the oldest first; damaged lines are left out."""
+    try:
+        raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return []
+    lines = []
+    for text in raw:
+        with contextlib.suppress(ValueError):
+            lines.append(json.loads(text))
+    return [line for line in lines if isinstance(line, dict)]
+
+
+def outcomes(run_dir: Path) -> list[Line]:
+    """The contents of the outcome files of all ranks of this host."""
+    return [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
+
+
+def shutdowns(run_dir: Path) -> list[Path]:
+    """The outcome files of attempts that SIGTERM ended, perhaps because the host was shutting down."""
+    paths = [(path, _load(path)) for path in run_dir.glob("outcome*.json")]
+    return [path for path, end in paths if end.get("outcome") == "stopped" and not end.get("settled")]
+
+
+def is_requested(run_dir: Path) -> bool:
+    """Whether `run_dir` has no outcome, heartbeat or announced.json: the run was requested, not restarted."""
+    names = ("outcome*.json", "heartbeat-*.json", ANNOUNCED)
+    return not any(path for name in names for path in run_dir.glob(name))
+
+
+def was_requested(run_dir: Path) -> bool:
+    """Whether the running attempt was requested by a person; False for a restart."""
+    return bool(_load(run_dir / RUNNING).get("asked_anew", True))
+
+
+def has_stepped(run_dir: Path) -> bool:
+    """Whether a rank of this host made a step in its last attempt: its heartbeat file has a loss."""
+    return any(heartbeat.loss is not None for heartbeat in _heartbeats(run_dir))
+
+
+# -- the life of an attempt --------------------------------------------------------------------------------
+
+
+def announce(run_dir: Path) -> None:
+    """Write announced.json before an attempt starts, so that an attempt that fails while loading is counted.
+
+    An earlier attempt that has no line in attempts.jsonl gets one. Errors of the disk are ignored.
+    """
+    content = {"began": time.time(), "asked_anew": is_requested(run_dir)}
+    with contextlib.suppress(OSError):  # the attempt itself reports a full disk
+        if line := unrecorded(run_dir):
+            _add(run_dir, line)
+        (run_dir / RUNNING).unlink(missing_ok=True)
+        write_json(run_dir / ANNOUNCED, content)
+
+
+def begin(run_dir: Path) -> None:
+    """Write attempt.json for the attempt that begins; adds an earlier killed attempt to attempts.jsonl.
+
+    Call it before the outcome of the earlier attempt is removed. Raises OSError.
+    """
+    announced = _load(run_dir / ANNOUNCED)
+    if not announced and (killed := _killed_attempt(run_dir)):
+        _add(run_dir, killed)
+    running = {
+        "pid": os.getpid(),
+        "boot_id": _boot_id(),
+        "began": time.time(),
+        "asked_anew": announced.get("asked_anew", is_requested(run_dir)),
+    }
+    write_json(run_dir / RUNNING, running)
+    (run_dir / ANNOUNCED).unlink(missing_ok=True)
+
+
+def end(run_dir: Path, outcome: Line) -> None:
+    """Add the running attempt to attempts.jsonl and delete attempt.json. Raises OSError.
+
+    `outcome` is the content of outcome.json.
+    """
+    line = {name: outcome.get(name) for name in (*KEYS, "settled", "alone")}
+    _add(run_dir, line | _start_of(_load(run_dir / RUNNING)))
+    (run_dir / RUNNING).unlink(missing_ok=True)
+
+
+def settle(run_dir: Path) -> None:
+    """Set `settled` to true in outcome.json: no attempt follows.
+
+    A killed attempt has no outcome.json; it is written here.
+    """
+    ends = outcomes(run_dir)
+    known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
+    outcome = (known or ends or [unrecorded(run_dir)])[0]
+    if outcome and not outcome.get("settled"):
+        with contextlib.suppress(OSError):
+            write_json(run_dir / "outcome.json", {**outcome, "settled": True})
+
+
+# -- attempts without an outcome ---------------------------------------------------------------------------
+
+
+def unrecorded(run_dir: Path) -> Line:
+    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} without one."""
+    announced = _load(run_dir / ANNOUNCED)
+    if not announced:
+        return _killed_attempt(run_dir)
+    reason, ended_at = _end_of_log(run_dir / "train.log")
+    step = int((history(run_dir) or [{}])[-1].get("step") or 0)
+    ended = {"outcome": "retryable", "reason": reason, "step": step, **announced}
+    return {**ended, "time": ended_at or announced.get("began")}
+
+
+def _killed_attempt(run_dir: Path) -> Line:
+    """The line of an attempt that left no outcome; {} if there is no attempt.json."""
+    running = _load(run_dir / RUNNING)
+    if not running:
+        return {}
+    own = (heartbeat for heartbeat in _heartbeats(run_dir) if heartbeat.pid == running.get("pid"))
+    last = next(own, RunStatusRecord())
+    if running.get("boot_id") and running["boot_id"] != _boot_id():
+        cause = "Its host went down"
+    else:
+        cause = "Killed by SIGKILL: by hand, or by the kernel because memory ran out,"
+    began, seen = float(running.get("began") or 0), last.time or 0.0
+    reason = f"{cause} in {last.phase or 'load'} after step {last.step}."
+    checkpoint = last.checkpoint["path"] if last.checkpoint else None
+    seconds = round(max(0.0, seen - began), 3)
+    values = (last.run_id or None, last.rank, "retryable", reason, last.step, last.loss, checkpoint, seconds)
+    return dict(zip(KEYS, (*values, seen or began), strict=True)) | _start_of({**running, "began": began})
+
+
+def _start_of(running: Line) -> Line:
+    return {"began": running.get("began"), "asked_anew": running.get("asked_anew", False)}
+
+
+def _end_of_log(log: Path) -> tuple[str, float | None]:
+    """The last exception in `log` as a sentence, and the time of its last write (Unix time)."""
+    text, ended_at = "", None
+    with contextlib.suppress(OSError), open(log, "rb") as file:
+        ended_at = os.fstat(file.fileno()).st_mtime
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOG_BYTES))
+        text = file.read().decode("utf-8", "replace")
+    raised = RAISED.findall(text.rpartition("\n=== ")[2])
+    if not raised:
+        reason = "It ended while loading; train.log has the reason, or it was killed because memory ran out."
+    elif raised[-1][0] in RENDEZVOUS_ERRORS:
+        reason = f"The ranks did not meet: {raised[-1][1]}"
+    else:
+        reason = f"It ended while loading: {raised[-1][0]}: {raised[-1][1]}"
+    return reason, ended_at
+
+
+# -- files -------------------------------------------------------------------------------------------------
+
+
+def _add(run_dir: Path, line: Line) -> None:
+    with open(run_dir / HISTORY, "a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def _heartbeats(run_dir: Path) -> list[RunStatusRecord]:
+    return [RunStatusRecord.load(_load(path)) for path in sorted(run_dir.glob("heartbeat-*.json"))]
+
+
+def _load(path: Path) -> Line:
+    try:
+        raw = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return raw if isinstance(raw, dict) else {}
+
+
+def _boot_id() -> str:
+    try:
+        return BOOT_ID.read_text(encoding="ascii").strip()
+    except OSError:
+        return ""
