@@ -120,7 +120,7 @@ def host_rows(
 ) -> list[list[str]]:
     """The rows of one host: one per rank, or a single row that shows why there is none.
 
-    target: the host to which the run was transferred, or "". is_deleted: whether its run directory is missing.
+    target: the host to which the run was transferred, or "". is_deleted: whether the directory is missing.
     """
     blank = ["-"] * (len(HEADER) - 2)
     if facts.unreachable(state):
@@ -335,7 +335,9 @@ def _speed(status: RunStatus) -> list[str]:
 
 def _attempts(found: Mapping[str, State]) -> list[str]:
     """Lines about the attempts that have ended, from the first host in rank order that recorded any."""
-    recorded = next((state["past_attempts"] for state in found.values() if state["past_attempts"]), [])
+    recorded: list[Mapping[str, Any]] = next(
+        (state["past_attempts"] for state in found.values() if state["past_attempts"]), []
+    )
     ended = [attempt for attempt in recorded if attempt.get("outcome")]
     if not ended or (len(ended) == 1 and ended[0]["outcome"] in ("finished", "stopped")):
         return []

@@ -270,14 +270,13 @@ def test_a_listener_is_named_with_its_process() -> None:
     assert unit_facts.listeners([port]) == []
 
 
-def test_a_listener_that_ends_while_it_is_looked_for_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run between two attempts lets go of its port: that is no stranger's."""
+def test_a_listener_that_ends_during_the_search_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a run between two attempts close the port."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
-        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: server.close())
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (server.close(), "", ""))
         assert unit_facts.listeners([port]) == []
 
 
@@ -293,7 +292,6 @@ def test_a_listener_is_known_by_its_control_group_where_its_process_is_not_shown
             f"LISTEN 0 128 127.0.0.1:{port} 0.0.0.0:* uid:0 ino:{inode} sk:1 "
             "cgroup:/pod/system.slice/nanofleet-a.service <->\n"
         )
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
         monkeypatch.setattr(unit_facts, "run", lambda _argv: (0, line, ""))
         (held,) = unit_facts.listeners([port])
     assert held == {
@@ -305,9 +303,7 @@ def test_a_listener_in_a_process_that_nobody_shows_is_reported(monkeypatch: pyte
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
         monkeypatch.setattr(unit_facts, "run", lambda _argv: (1, "", "ss: not found"))
-        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: None)
         (held,) = unit_facts.listeners([server.getsockname()[1]])
     assert held["pid"] is None
 
