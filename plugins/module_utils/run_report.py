@@ -15,6 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     active_runs,
     answered,
     can_save,
+    checkpoint_step,
     is_over,
     not_met,
     rank_zero,
@@ -270,11 +271,6 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
         return f"Starting {run} from step 0: no checkpoint was saved yet."
     age = states[0]["time"] - (states[0].get("checkpoint_time") or states[0]["time"])
     return f"Resuming {run} from its checkpoint of step {step:,}, {duration(age)} old."
-
-
-def checkpoint_step(state: State) -> int:
-    """The step of the newest checkpoint on a host; 0 without one."""
-    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:

@@ -69,12 +69,22 @@ def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     return run_id or str(active[0] if active else newest["run_id"])
 
 
+def run_of_unit(unit: str) -> str:
+    """The name of the run of a unit: d4 for nanofleet-d4.service."""
+    return unit.removeprefix("nanofleet-").removesuffix(".service")
+
+
+def checkpoint_step(state: State) -> int:
+    """The step of the newest checkpoint on a host; 0 without one."""
+    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
+
+
 def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
     """{name of an active run: hosts on which it is active}."""
     active: dict[str, list[str]] = {}
     for host, state in answered(states).items():
         for unit in state["active_units"]:
-            active.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
+            active.setdefault(run_of_unit(unit), []).append(host)
     return active
 
 

@@ -15,10 +15,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     FRAME,
     attempt_of,
     first_error,
-    in_words,
+    is_error,
+    signal_text,
     tail,
-    tells_error,
-    without_echo,
+    without_torchrun_report,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
@@ -174,7 +174,7 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
         with acting_as(params["user"]):
             lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
     texts = [text for text, _moment in lines]
-    kept = [lines[index] for index in without_echo(texts)]
+    kept = [lines[index] for index in without_torchrun_report(texts)]
     kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
     unit = find_unit("nanofleet-" + params["run_id"], time.time())
     return {
@@ -191,12 +191,12 @@ def error_of(lines: list[Entry], count: int) -> list[Line]:
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)
-    if not any(tells_error(text) for text in attempt):
+    if not any(is_error(text) for text in attempt):
         return []
     error = first_error(attempt, count)
     start = len(texts) - len(attempt)
     at = next(i for i in range(start, len(texts)) if texts[i : i + len(error)] == error)
-    return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
+    return [line_of(signal_text(text), moment) for text, moment in lines[at : at + len(error)]]
 
 
 def main() -> None:

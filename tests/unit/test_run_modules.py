@@ -375,7 +375,7 @@ def test_frames_of_torchs_own_stack_are_no_error() -> None:
     trace = ["Traceback (most recent call last):", '  File "rendezvous.py", line 67',
              "torch.distributed.DistStoreError: Timed out after 46 seconds waiting for clients."]  # fmt: skip
     assert log.first_error(["[rank 0] step 6/9", *stack, *trace, *stack], 20) == trace
-    assert not any(log.tells_error(line) for line in stack)
+    assert not any(log.is_error(line) for line in stack)
 
 
 def test_torchruns_own_traceback_is_left_out() -> None:
@@ -384,12 +384,12 @@ def test_torchruns_own_traceback_is_left_out() -> None:
     assert log.first_error([*lines, *follow], 20) == lines[1:]
 
 
-def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_in_words() -> None:
+def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_signal_text() -> None:
     line = "E1121 16:55:44.1 7 api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 7) of binary: python"
-    assert log.in_words(line.format(-9)) == log.KILLED == report.KILLED
-    assert log.in_words(line.format(-11)) == "Ended by SIGSEGV"
+    assert log.signal_text(line.format(-9)) == log.KILLED == report.KILLED
+    assert log.signal_text(line.format(-11)) == "Ended by SIGSEGV"
     for kept in (line.format(-99), line.format(1), "ValueError: no rows"):
-        assert log.in_words(kept) == kept
+        assert log.signal_text(kept) == kept
 
 
 def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(
