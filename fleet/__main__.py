@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 
 try:
+    import ansible  # noqa: F401
+    import ansible_runner  # noqa: F401
     import rich  # noqa: F401
 except ModuleNotFoundError:
     sys.exit(
@@ -15,11 +17,10 @@ except ModuleNotFoundError:
     )
 
 from fleet import FleetError, demo, inventory
-from fleet.closing import close
 from fleet.playbooks import CancelledError, Job
 from fleet.progress import Screen
 from fleet.stages import run_playbook
-from fleet.watch import FAILED, Follower
+from fleet.watch import FAILED, Follower, close
 
 USAGE, INTERRUPTED = 2, 130
 _CODES = """exit codes: 0 the run finished; 1 a playbook or the run failed; 2 something must be fixed first;

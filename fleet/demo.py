@@ -12,15 +12,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import duration
+from rich import filesize
 from rich.text import Text
 
 from fleet import CACHE, ROOT, FleetError, corpus
-from fleet.closing import close
 from fleet.playbooks import Job
 from fleet.progress import Screen, done_line
 from fleet.stages import run_command, run_playbook
-from fleet.text import duration, number, size
-from fleet.watch import FAILED, FINISHED, Follower
+from fleet.text import number
+from fleet.watch import FAILED, FINISHED, Follower, close
 
 FREE_GB = 8
 """Disk space of the lab's image, of its hosts with a venv each, of the wheels and of the corpus."""
@@ -177,4 +178,4 @@ def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
 def _corpus_summary(data: Path) -> str:
     """The text about the size of the prepared corpus, from manifest.json in `data`."""
     manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
-    return f"{size(manifest['text_bytes'])} of text in {number(manifest['documents'])} documents"
+    return f"{filesize.decimal(manifest['text_bytes'])} of text in {number(manifest['documents'])} documents"

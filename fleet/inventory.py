@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -37,14 +36,10 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
     where = (
         ["-i", str(Path(inventory).absolute()) if "," not in inventory else inventory] if inventory else []
     )
-    tool = Path(sys.executable).parent / "ansible-inventory"
-    command = [str(tool) if tool.exists() else "ansible-inventory", *where, *extra, "--list"]
-    try:
-        done = subprocess.run(
-            command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
-        )
-    except FileNotFoundError:
-        raise FleetError("Ansible is not installed for this Python. Fix: make venv") from None
+    command = ["ansible-inventory", *where, *extra, "--list"]
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120, check=False
+    )
     if done.returncode:
         raise FleetError(
             f"Ansible cannot read the inventory {inventory or 'inventory/lab'}:\n{done.stderr.strip()}\n"

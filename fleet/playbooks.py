@@ -20,7 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fleet import CACHE, ROOT, FleetError
+import ansible_runner
+
+from fleet import CACHE, ROOT
 
 Event = dict[str, Any]
 
@@ -198,7 +200,6 @@ class Job:
 
     def _events(self) -> Generator[Event | None]:
         """Run the job and yield its events; None if none has arrived for 0.1 s."""
-        runner_module = _ansible_runner()
         events: queue.Queue[Event] = queue.Queue()
         kill = threading.Event()
 
@@ -208,7 +209,7 @@ class Job:
 
         with tempfile.TemporaryDirectory(prefix="nanofleet-") as private:
             arguments = [*self.args, "--ask-become-pass"] if self.become_password else self.args
-            runner = runner_module.interface.init_runner(
+            runner = ansible_runner.interface.init_runner(
                 private_data_dir=private,
                 project_dir=str(ROOT),
                 playbook=self.playbook,
@@ -280,17 +281,3 @@ def _environment() -> dict[str, str]:
 def environment() -> dict[str, str]:
     """The environment of this process with ansible.cfg and the tools of this checkout, for a subprocess."""
     return os.environ | _environment()
-
-
-def _ansible_runner() -> Any:
-    try:
-        import ansible_runner
-    except ModuleNotFoundError:
-        raise FleetError(
-            "Ansible is not installed for this Python. Fix: make venv, then .venv/bin/python -m fleet ..."
-        ) from None
-    if not (Path(sys.executable).parent / "ansible-playbook").exists() and not shutil.which(
-        "ansible-playbook"
-    ):
-        raise FleetError(f"ansible-playbook is not beside {sys.executable} nor on PATH. Fix: make venv")
-    return ansible_runner

@@ -4,6 +4,7 @@ In a terminal the current view is redrawn in place and finished lines scroll abo
 pipe) there are plain lines only; of a view, at most one every PLAIN_SECONDS.
 """
 
+import io
 import re
 import sys
 import time
@@ -11,23 +12,23 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import duration
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
-from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
 from fleet.playbooks import Failure, Stage
 from fleet.runview import RunView
-from fleet.text import curve, duration, number, spark
+from fleet.text import curve, number
 
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 """Without a terminal: seconds between prints of a view that changes, and of one that does not."""
 
-_ODD = ("Rebooted:", "Frozen:", "Blame:", "Between:", "Stop:", "No rank")
-"""How lines of the screen begin that are to be seen first."""
+ATTENTION = ("Rebooted:", "Frozen:", "Diagnosis:", "Network:", "Stop:", "No rank")
+"""The first words of the status lines that are highlighted."""
 _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
 """The line of an attempt that has ended."""
 
@@ -84,7 +85,7 @@ def run_plain(view: RunView) -> str:
     phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
     if not view.step:
         return f"{view.title}: {phases or ('waiting for the first step' if view.found else 'no host has it')}"
-    pace = f"  {number(view.tok_per_s)} tok/s  eta {duration(view.eta_seconds)}" if view.trains else ""
+    pace = f"  {number(view.tok_per_s)} tok/s  eta {duration(view.eta_seconds)}" if view.is_training else ""
     step = f"step {view.step}/{view.num_iterations or '?'}"
     return f"{view.title}: {step}  loss {number(view.loss, 4)}{pace}  {phases}"
 
@@ -111,22 +112,24 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
     bar.add_row(ProgressBar(total=total, completed=step, width=wide))
     parts: list[RenderableType] = [head, bar, facts]
     if len(view.losses) > 1:
-        parts.append(Text(spark([loss for _, loss in view.curve], wide), style="green"))
+        parts.append(Text("\n".join(curve(view.curve, wide - 8, 3)), style="green", no_wrap=True))
     parts.append(Text())
-    parts += [Text(line, style="yellow" if line.startswith(_ODD) else "") for line in view.screen]
+    parts += [Text(line, style="yellow" if line.startswith(ATTENTION) else "") for line in view.screen]
     parts += [Text(line, style="yellow") for line in lost_lines(view)]
     if trouble:
         parts.append(Text(trouble, style="yellow"))
     return Padding(Group(*parts), (0, 0, 0, 2))
 
 
-def odd_lines(view: RunView) -> dict[str, str]:
-    """The lines of the view that need attention: their text with numbers as # -> the line.
+def attention_lines(view: RunView) -> dict[str, str]:
+    """The status lines that need attention: {text with each number replaced by #: line}.
 
-    They name the rank that delays the run, lost hosts, warnings, and how each attempt ended.
+    They contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each attempt.
     """
-    odd = [line for line in view.screen if line.startswith((*_ODD, "Warning:")) or _ATTEMPT.match(line)]
-    keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in odd]
+    lines = [
+        line for line in view.screen if line.startswith((*ATTENTION, "Warning:")) or _ATTEMPT.match(line)
+    ]
+    keyed = [(line if _ATTEMPT.match(line) else re.sub(r"\d[\d.,]*", "#", line), line) for line in lines]
     return dict(keyed) | {line: line for line in lost_lines(view)}
 
 
@@ -161,27 +164,13 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
             facts += f"; validation {number(view.val_bpb, 3)} bits per byte"
         parts.append(Text(facts))
     if view.sample:
-        parts += [Text("\nIt writes:", style="bold"), Padding(Text(_squeezed(view.sample)), (0, 0, 0, 2))]
+        sample = [line.rstrip() for line in view.sample.splitlines() if line.strip()]
+        shown = "\n".join(sample[:10] + ["..."] * (len(sample) > 10))
+        parts += [Text("\nSample:", style="bold"), Padding(Text(shown), (0, 0, 0, 2))]
     if places:
         left = max(len(name) for name, _ in places)
         parts.append(Text("\n" + "\n".join(f"{name:<{left}}  {value}" for name, value in places)))
     return Group(*parts)
-
-
-class _Spinning:
-    """Draws a view again at each refresh; one that is a single line gets a spinner before it."""
-
-    def __init__(self, draw: Callable[[], RenderableType]) -> None:
-        self.draw = draw
-        self._spinner = Spinner("dots", style="cyan")
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        view = self.draw()
-        if isinstance(view, Text):
-            frame = self._spinner.render(console.get_time())
-            view = Text.assemble(frame if isinstance(frame, Text) else "", " ", view)
-            view.no_wrap, view.overflow = True, "ellipsis"
-        yield view
 
 
 class Screen:
@@ -211,7 +200,7 @@ class Screen:
         """In a terminal, show the view that `draw` returns on the last lines, and redraw it until `clear`."""
         self.clear()
         if self.is_live:
-            self._live = Live(_Spinning(draw), console=self.console, refresh_per_second=8, transient=True)
+            self._live = Live(get_renderable=draw, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
@@ -237,17 +226,9 @@ class Screen:
             self._live = None
 
 
-def _squeezed(sample: str, most: int = 10) -> str:
-    """A sample of text without blank lines, cut to `most` lines."""
-    lines = [line.rstrip() for line in sample.splitlines() if line.strip()]
-    return "\n".join(lines[:most] + ["..."] * (len(lines) > most))
-
-
 def record(path: str, title: str, parts: Sequence[RenderableType], width: int = 100) -> None:
     """Write `parts`, one below the other, as an SVG picture to `path`; `width` is in columns."""
-    with open("/dev/null", "w", encoding="utf-8") as nowhere:
-        console = Console(record=True, width=width, file=nowhere, force_terminal=True, highlight=False)
-        for part in parts:
-            console.print(part)
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        console.save_svg(path, title=title)
+    console = Console(record=True, width=width, file=io.StringIO(), force_terminal=True, highlight=False)
+    console.print(Group(*parts))
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    console.save_svg(path, title=title)

@@ -18,16 +18,6 @@ def is_report(result: object) -> bool:
 
 
 @dataclass
-class Rank:
-    """The phase and step of one rank; of a host that has reported none yet, only the host."""
-
-    host: str
-    rank: int | None = None
-    phase: str = ""
-    step: int | None = None
-
-
-@dataclass
 class RunView:
     """The state of a run from all reports so far. Losses are in nats, ``val_bpb`` in bits per byte.
 
@@ -39,7 +29,7 @@ class RunView:
     run_id: str = ""
     plan: str = ""
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
-    ranks: list[Rank] = field(default_factory=list)
+    ranks: list[RunStatusRecord] = field(default_factory=list)
     coordinator: str = ""
     step: int | None = None
     num_iterations: int | None = None
@@ -87,25 +77,25 @@ class RunView:
         return "No host has a run. To start one, type: python -m fleet train -e depth=4"
 
     @property
-    def trains(self) -> bool:
-        """Whether the ranks of all hosts that answer are at work, so that their pace is true."""
+    def is_training(self) -> bool:
+        """Whether all ranks of the hosts that answer make progress; if not, their last speed is outdated."""
         return bool(status.is_training(self._known))
 
     @property
     def returning(self) -> list[str]:
-        """Rebooted hosts that start the run again by themselves, just now."""
+        """The rebooted hosts that are restarting the run by themselves."""
         hosts: list[str] = status.returning(self._known)
         return hosts
 
     @property
     def reboots(self) -> list[str]:
-        """A line for each host that came up again without the run's unit, with what starts it again."""
+        """A line for each host whose reboot ended the run's unit, with the command that restarts it."""
         lines: list[str] = status.reboots(self._known, self.run_id)
         return [commands.typed(line, self.options) for line in lines]
 
     @property
     def _known(self) -> dict[str, dict[str, Any]]:
-        """The states of the hosts that answer and have a part of the run."""
+        """The states of the reachable hosts that have the run."""
         found = {host: state for host, state in self.states.items() if state.get("found")}
         return {host: state for host, state in found.items() if host not in self.lost}
 
@@ -132,17 +122,17 @@ class RunView:
         """The outcome of the run, that of the coordinator first; "" while it has not ended."""
         if not self.ended or not self.found:
             return ""
-        return str(self._verdict()[1].get("outcome") or "ended without an outcome")
+        return str(self._decisive_outcome()[1].get("outcome") or "ended without an outcome")
 
     @property
     def reason(self) -> str:
-        """Why it ended so, with the host whose word it is."""
-        host, outcome = self._verdict()
+        """The reason of the run's outcome; for an unsuccessful run with the host that reported it."""
+        host, outcome = self._decisive_outcome()
         reason = str(outcome.get("reason") or "")
         return f"{reason} ({host})" if reason and outcome["outcome"] != "finished" else reason
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
-        """Take one host's report into account."""
+        """Update the view with the result of run_state on `host`."""
         self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
@@ -151,14 +141,13 @@ class RunView:
         run_file = state.get("run_file") or {}
         hosts = run_file.get("hosts") or []
         self.plan = plan(run_file.get("config") or {}) or self.plan
-        beats = [RunStatusRecord.load(beat) for beat in state.get("heartbeats") or []]
-        own = [Rank(host, beat.rank, beat.phase, beat.step) for beat in beats]
-        if not own:
-            own = [Rank(host, hosts.index(host) if host in hosts else None)]
-        self.ranks = [rank for rank in self.ranks if rank.host != host] + own
-        self.ranks.sort(key=lambda one: (one.rank is None, one.rank or 0, one.host))
+        rank = hosts.index(host) if host in hosts else None
+        own = [RunStatusRecord.load({**known, "host": host}) for known in state.get("heartbeats") or []]
+        own = own or [RunStatusRecord(host=host, rank=rank)]
+        self.ranks = [known for known in self.ranks if known.host != host] + own
+        self.ranks.sort(key=lambda known: (known.rank is None, known.rank or 0, known.host))
         if own[0].rank == 0:
-            self._lead(host, state, beats[0] if beats else None)
+            self._update_from_coordinator(host, state, own[0])
 
     def history(self, lines: Iterable[str]) -> None:
         """Add the losses of metrics.jsonl, one JSON object per line."""
@@ -168,32 +157,32 @@ class RunView:
             except json.JSONDecodeError:
                 continue  # a line that is still being written
             if isinstance(entry, dict):
-                self._saw(entry)
+                self._add_figures(entry)
 
-    def _lead(self, host: str, state: dict[str, Any], beat: RunStatusRecord | None) -> None:
-        """Update the fields that come from the coordinator: step, losses, speed, checkpoint, sample."""
+    def _update_from_coordinator(self, host: str, state: dict[str, Any], own: RunStatusRecord) -> None:
+        """Update step, losses, speed, checkpoint and sample. own: run status of the first rank on `host`."""
         self.coordinator = host
         self.run_dir = state.get("run_dir") or self.run_dir
         self.checkpoint = state.get("checkpoint") or self.checkpoint
         outcome = state.get("outcome") or {}
-        known = beat.heartbeat() if beat else {}
-        for entry in (known, state.get("metrics"), state.get("evaluation"), outcome):
-            self._saw(entry or {})
-        for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
-            if (value := getattr(beat, key, None)) is not None:
-                setattr(self, key, value)
+        for entry in (own.heartbeat(), state.get("metrics"), state.get("evaluation"), outcome):
+            self._add_figures(entry or {})
+        if own.phase:
+            for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
+                if (value := getattr(own, key)) is not None:
+                    setattr(self, key, value)
         for key in ("step", "num_iterations", "sample", "checkpoint"):
             if outcome.get(key) is not None:
                 setattr(self, key, outcome[key])
 
-    def _saw(self, entry: dict[str, Any]) -> None:
+    def _add_figures(self, entry: dict[str, Any]) -> None:
         if entry.get("step") is not None and entry.get("loss") is not None:
             self.losses[int(entry["step"])] = float(entry["loss"])
         if entry.get("val_bpb") is not None:
             self.val_bpb = float(entry["val_bpb"])
 
-    def _verdict(self) -> tuple[str, dict[str, Any]]:
-        """The host whose outcome counts, and that outcome."""
+    def _decisive_outcome(self) -> tuple[str, dict[str, Any]]:
+        """(host, outcome) of the coordinator if it has an outcome, else of the first host that has one."""
         for host in (self.coordinator, *sorted(self.states)):
             outcome = self.states.get(host, {}).get("outcome") or {}
             if outcome.get("outcome"):

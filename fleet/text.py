@@ -1,50 +1,17 @@
-"""Formats numbers for people, and draws curves with characters. Pure functions, no terminal needed."""
+"""Formats numbers, and draws a loss curve with braille characters."""
 
-import itertools
 from collections.abc import Sequence
 
 Point = tuple[int, float]
 """(step, loss)."""
 
-_BARS = "▁▂▃▄▅▆▇█"
 # Braille cells hold 2 x 4 dots; the bit of each dot, by row and column within a cell.
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds as ``8 s``, ``2m34s`` or ``3h05m``; ``-`` for None, nan and infinity."""
-    if seconds is None or seconds != seconds or seconds in (float("inf"), float("-inf")):
-        return "-"
-    whole = max(0, round(seconds))
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    minutes = whole // 60
-    return f"{minutes // 60}h{minutes % 60:02d}m"
 
 
 def number(value: float | None, digits: int = 0) -> str:
     """A number with commas between thousands and `digits` decimals; ``-`` for None."""
     return "-" if value is None else f"{value:,.{digits}f}"
-
-
-def size(n_bytes: float) -> str:
-    """Bytes as text, such as ``12.3 MB``, in powers of ten."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if n_bytes >= scale:
-            return f"{n_bytes / scale:.1f} {unit}"
-    return f"{n_bytes:.0f} bytes"
-
-
-def spark(values: Sequence[float], width: int) -> str:
-    """The values as one line of bars, at most ``width``; each bar shows the mean of neighbouring values."""
-    if not values or width < 1:
-        return ""
-    means = _bins(values, min(width, len(values)))
-    low, high = min(means), max(means)
-    span = (high - low) or 1.0
-    return "".join(_BARS[round((value - low) / span * (len(_BARS) - 1))] for value in means)
 
 
 def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str]:
@@ -91,8 +58,3 @@ def _at(points: Sequence[Point], step: float) -> float:
             return before[1] + (after[1] - before[1]) * part
         before = after
     return before[1]
-
-
-def _bins(values: Sequence[float], count: int) -> list[float]:
-    edges = [len(values) * index // count for index in range(count + 1)]
-    return [sum(values[start:stop]) / (stop - start) for start, stop in itertools.pairwise(edges)]

@@ -1,20 +1,21 @@
-"""Follow a run to its end: join it, show it, and report how it ended. Leaving (Ctrl-C) never ends the run.
+"""Follows a run to its end and reports its outcome. Ctrl-C ends only the console, never the run.
 
-A host that left the run, because it cannot be reached or was rebooted, is asked for again.
+A host that cannot be reached, or was rebooted, is queried again.
 """
 
 import tempfile
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from fleet import ROOT
+from fleet import ROOT, FleetError, inventory
 from fleet.playbooks import CancelledError, Event, Job, message
-from fleet.progress import Screen, lost_lines, odd_lines, run_panel, run_plain
+from fleet.progress import Screen, attention_lines, lost_lines, record, report, run_panel, run_plain
 from fleet.runview import RunView, commands, is_report
 from fleet.stages import failed
 
@@ -26,14 +27,14 @@ WATCH_TASK = "Watch the run"
 """The task of watch.yml whose results, at each retry, are the reports of the hosts."""
 _RETRY_SECONDS = (2, 5, 10, 20, 30)
 _TRIES, _OVER_TRIES = 20, 3
-"""How often nobody may answer, and how often a lost host is asked for its end when the others have ended."""
+"""Most consecutive attempts without an answer, and most queries of a lost host once the others have ended."""
 _SNAPSHOT_AT = 0.6
-_ASK_ANEW_SECONDS = 20.0
-"""Seconds for which the other hosts are followed before a host that has left the run is asked again."""
+_RESTART_WATCH_SECONDS = 20.0
+"""Seconds after which watch.yml is restarted to query hosts that have left the run."""
 
 
-class _AskAnewError(Exception):
-    """Ends one look at the run: a host that left it is to be asked for again."""
+class _RestartWatchError(Exception):
+    """Ends watch.yml, which is then restarted to query a host that has left the run."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class Follower:
     _reports: int = 0
     _began: float = 0.0
     _history: threading.Thread | None = None
-    _told: set[str] = field(default_factory=set)
+    _printed: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         usual = str(ROOT / "inventory" / "lab")
@@ -61,7 +62,10 @@ class Follower:
         self.view.options = commands.options([given], [usual], asks, Path.cwd())
 
     def follow(self) -> int:
-        """Until the run has ended on every host. Returns an exit code; raises CancelledError on Ctrl-C."""
+        """Follow the run until it has ended on every host. Returns an exit code.
+
+        Raises CancelledError on Ctrl-C.
+        """
         silent = 0
         while True:
             job = self._job("watch", playbook=WATCH, args=self.args)
@@ -69,7 +73,7 @@ class Follower:
             self._show()
             try:
                 good = job.follow(self._tick, self._fold)
-            except _AskAnewError:
+            except _RestartWatchError:
                 continue
             finally:
                 self.screen.clear()
@@ -87,10 +91,10 @@ class Follower:
                 return FAILED
             if self.view.lost:
                 lost = ", ".join(sorted(self.view.lost))
-                doing = f"the run does not need this console; asking {lost} again"
+                doing = f"the run does not need this console; querying {lost} again"
                 self._wait(_RETRY_SECONDS[min(silent, len(_RETRY_SECONDS) - 1)], doing)
             elif returning:
-                doing = f"the run starts again by itself on {', '.join(sorted(returning))}; checking again"
+                doing = f"the run restarts by itself on {', '.join(sorted(returning))}; checking again"
                 self._wait(_RETRY_SECONDS[1], doing)
 
     def _conclude(self) -> int:
@@ -142,20 +146,17 @@ class Follower:
     def _show(self) -> None:
         self.screen.show(lambda: run_panel(self.view, self.screen.console.width, self.trouble))
 
-    def _tell(self) -> None:
-        """Without a terminal, print each new line that needs attention, once."""
-        odd = {} if self.screen.is_live else odd_lines(self.view)
-        for what, line in odd.items():
-            if what not in self._told:
-                self.screen.say(Text(line))
-        self._told = set(odd)
-
     def _tick(self) -> None:
-        self._tell()
+        # In a terminal these lines are part of the panel.
+        lines = {} if self.screen.is_live else attention_lines(self.view)
+        for text, line in lines.items():
+            if text not in self._printed:
+                self.screen.say(Text(line))
+        self._printed = set(lines)
         self.screen.plain(lambda: run_plain(self.view))
         some = self.view.lost or any(state.get("ended") for state in self.view.states.values())
-        if some and not self.view.ended and time.monotonic() - self._began > _ASK_ANEW_SECONDS:
-            raise _AskAnewError
+        if some and not self.view.ended and time.monotonic() - self._began > _RESTART_WATCH_SECONDS:
+            raise _RestartWatchError
 
     def _wait(self, seconds: int, doing: str) -> None:
         """Show the lost hosts and `doing`, the next action, and wait `seconds`."""
@@ -173,3 +174,44 @@ class Follower:
 def _ran_out(job: Job) -> bool:
     """Whether watch.yml failed only because its retries are used up: the run takes longer than one watch."""
     return bool(job.stage.failures) and all(failure.retried for failure in job.stage.failures)
+
+
+def close(
+    screen: Screen,
+    follower: Follower,
+    last: Sequence[tuple[str, str]] = (),
+    title: str = "python -m fleet watch",
+    picture: str | None = None,
+) -> None:
+    """Print the report of a run that has ended; nothing if no host knows the run.
+
+    last: more (name, text) lines for its end. picture: path of an SVG of the whole screen with this title.
+    """
+    if not follower.view.found:
+        return
+    before = list(screen.lines)
+    ending = report(follower.view, [*places(follower.view, follower.inventory, follower.args), *last])
+    screen.say("")
+    screen.say(ending)
+    if picture:
+        middle: list[RenderableType] = ["", follower.snapshot] if follower.snapshot else []
+        record(picture, title, [*before, *middle, "", ending])
+        screen.say(f"\nThe picture: {picture}")
+
+
+def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """(Name, place) of the checkpoint, the log and the tracker's page, as far as they are known.
+
+    where: the inventory; extra: its `-e` options.
+    """
+    found = []
+    if view.checkpoint:
+        path = view.checkpoint if view.checkpoint.startswith("/") else f"{view.run_dir}/{view.checkpoint}"
+        found.append(("checkpoint", f"{view.coordinator}:{path}"))
+    if view.run_dir:
+        found.append(("log", f"{view.coordinator}:{view.run_dir}/train.log"))
+    try:
+        found.append(("MLflow", inventory.tracker(inventory.read(where, extra))))
+    except FleetError as error:
+        found.append(("MLflow", f"its address is not known: {error}"))
+    return found

@@ -9,11 +9,11 @@ import tempfile
 from typing import Any
 
 
-def read_text(path: str) -> str:
-    """The text of a file without leading and trailing blanks; empty if it cannot be read."""
+def read_text(path: str, strip: bool = True) -> str:
+    """The text of a file, without the blanks around it if `strip`; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
-            return file.read().strip()
+            return file.read().strip() if strip else file.read()
     except OSError:
         return ""
 

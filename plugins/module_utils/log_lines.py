@@ -45,7 +45,7 @@ def attempt_of(lines: list[str]) -> list[str]:
     return lines[starts[-1] :] if starts else lines
 
 
-def tells_error(line: str) -> bool:
+def is_error(line: str) -> bool:
     """Whether a line reports an error or begins a traceback."""
     return bool(ERROR.search(line)) and not FRAME.match(line)
 
@@ -59,7 +59,7 @@ def first_error(lines: list[str], count: int) -> list[str]:
     """
     lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):
-        if not tells_error(line):
+        if not is_error(line):
             continue
         end = index + 1
         if END.match(line):
@@ -76,8 +76,8 @@ def first_error(lines: list[str], count: int) -> list[str]:
     return lines[-count:]
 
 
-def in_words(line: str) -> str:
-    """A sentence in place of torchrun's line about a rank that a signal ended; other lines unchanged."""
+def signal_text(line: str) -> str:
+    """torchrun's line about a rank that a signal ended as a sentence; other lines unchanged."""
     found = BY_SIGNAL.search(line)
     if not found:
         return line
@@ -90,14 +90,14 @@ def in_words(line: str) -> str:
         return line
 
 
-def without_echo(texts: list[str]) -> list[int]:
+def without_torchrun_report(texts: list[str]) -> list[int]:
     """Indices of the lines except torchrun's own traceback and table, which only report its end."""
-    kept, echo, rules = [], False, 0
+    kept, skipping, rules = [], False, 0
     for index, text in enumerate(texts):
         if text == TRACEBACK and any("ChildFailedError" in later for later in texts[index : index + 40]):
-            echo, rules = True, 0
-        if not echo or text.startswith("[rank "):
+            skipping, rules = True, 0
+        if not skipping or text.startswith("[rank "):
             kept.append(index)
-        rules += bool(echo and RULE.fullmatch(text.rstrip()))
-        echo = echo and rules < 2
+        rules += bool(skipping and RULE.fullmatch(text.rstrip()))
+        skipping = skipping and rules < 2
     return kept

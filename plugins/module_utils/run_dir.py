@@ -16,7 +16,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_
 from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     attempt_of,
     first_error,
-    in_words,
+    signal_text,
     tail,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
@@ -36,29 +36,17 @@ LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in a folder, sorted; none where it is missing or may not be read."""
+    """The names in a folder, sorted; [] if it is missing or cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
         return []
 
 
-def last_with(path: str, key: str) -> dict[str, Any] | None:
-    """The last JSON line of a file that has the key `key`; None without one."""
-    for line in reversed(tail(path)):
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(entry, dict) and key in entry:
-            return entry
-    return None
-
-
-def attempts(path: str) -> list[dict[str, Any]]:
-    """The last 20 attempts that the trainer recorded in attempts.jsonl (`path`), oldest first."""
+def json_lines(path: str) -> list[dict[str, Any]]:
+    """The JSON objects at the end of a file with one per line, in its order; other lines are ignored."""
     found = []
-    for line in tail(path)[-ATTEMPTS:]:
+    for line in tail(path):
         with contextlib.suppress(ValueError):
             entry = json.loads(line)
             found += [entry] if isinstance(entry, dict) else []
@@ -66,32 +54,34 @@ def attempts(path: str) -> list[dict[str, Any]]:
 
 
 def ended_ranks(run_dir: str) -> set[Any]:
-    """The ranks whose attempt is over: the next one takes their outcome away as it begins."""
+    """The ranks that have written an outcome; the next attempt removes it when it begins."""
     names = [name for name in names_in(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
     return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
 
 
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
-    """Each heartbeat-RANK.json as a dict, in rank order. now: Unix time.
+    """The run status of each rank, from heartbeat-RANK.json, as dicts in rank order. now: Unix time.
 
-    It also has over (the rank has ended), process (process_state), before (it is of an earlier attempt) and
+    Each also has over (the rank has ended), process (process_state), before (it is of an earlier attempt) and
     age (seconds since it was written).
     """
     found = []
     ended = ended_ranks(run_dir)
-    # torchrun may take its time to end after its ranks have.
-    ends = between_attempts(unit) or unit["active_state"] == "deactivating" or not is_up(unit)
+    began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
+    # torchrun may end later than its ranks.
+    ending = between_attempts(unit) or unit["active_state"] == "deactivating" or not is_up(unit)
     for name in names_in(run_dir):
-        beat = load_json(os.path.join(run_dir, name)) if re.fullmatch(r"heartbeat-\d+\.json", name) else None
-        if beat:
-            gone = beat.get("pid") is not None and is_missing(beat["pid"])
-            beat["over"] = ends or gone or beat.get("rank", 0) in ended
-            beat["process"] = process_state(beat["pid"]) if beat.get("pid") is not None else ""
-            began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
-            beat["before"] = float(beat.get("time") or now) < began - 1
-            beat["age"] = round(max(0.0, now - float(beat.get("time") or now)), 1)
-            found.append(beat)
-    return sorted(found, key=lambda beat: beat.get("rank") or 0)
+        if not re.fullmatch(r"heartbeat-\d+\.json", name):
+            continue
+        if status := load_json(os.path.join(run_dir, name)):
+            pid, written = status.get("pid"), float(status.get("time") or now)
+            missing = pid is not None and is_missing(pid)
+            status["over"] = ending or missing or status.get("rank", 0) in ended
+            status["process"] = process_state(pid) if pid is not None else ""
+            status["before"] = written < began - 1
+            status["age"] = round(max(0.0, now - written), 1)
+            found.append(status)
+    return sorted(found, key=lambda status: status.get("rank") or 0)
 
 
 def newest_checkpoint(run_dir: str) -> str | None:
@@ -107,15 +97,15 @@ def newest_checkpoint(run_dir: str) -> str | None:
 
 
 def rebooted_since(
-    run_dir: str, unit: Unit, beats: list[dict[str, Any]], outcome: dict[str, Any], now: float
+    run_dir: str, unit: Unit, statuses: list[dict[str, Any]], outcome: dict[str, Any], now: float
 ) -> float | None:
     """Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None."""
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
-    signs = [*(beat.get("time") for beat in beats), outcome.get("time"), *(one.get("began") for one in begun)]
-    last = max((float(sign) for sign in signs if sign), default=None)
-    up_since = booted(now)
-    gone = not is_up(unit) and unit["active_state"] != "failed" and not outcome.get("settled")
-    return up_since if gone and last and up_since and last < up_since else None
+    times = [*(one.get("time") for one in [*statuses, outcome]), *(one.get("began") for one in begun)]
+    last = max((float(moment) for moment in times if moment), default=None)
+    boot = booted(now)
+    inactive = not is_up(unit) and unit["active_state"] != "failed" and not outcome.get("settled")
+    return boot if inactive and last and boot and last < boot else None
 
 
 def links(run_dir: str) -> dict[str, str]:
@@ -136,8 +126,8 @@ def modified(path: str) -> float | None:
         return None
 
 
-def last_sign(run_dir: str) -> float:
-    """When a run last wrote one of its own files: a resumed run is newer than one that was made after it."""
+def last_written(run_dir: str) -> float:
+    """Unix time at which a run last wrote one of its JSON files, so that a resumed run counts as new."""
     names = [name for name in names_in(run_dir) if name.endswith(".json")]
     return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
 
@@ -148,7 +138,7 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
         run_dir = os.path.join(runs_dir, name)
         if os.path.exists(os.path.join(run_dir, "run.json")):
-            found.append((last_sign(run_dir), name))
+            found.append((last_written(run_dir), name))
     runs = []
     for moment, run_id in sorted(found, reverse=True)[:20]:
         run_dir = os.path.join(runs_dir, run_id)
@@ -171,36 +161,36 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
-    """What the run directory holds; a folder without run.json is no run, and nothing in it counts."""
+    """The part of the result of run_state that is read from the run directory; empty without run.json."""
     found = os.path.exists(os.path.join(run_dir, "run.json"))
     run_dir = run_dir if found else os.devnull
-    beats = heartbeats(run_dir, now, unit)
+    statuses = heartbeats(run_dir, now, unit)
     outcome = load_json(os.path.join(run_dir, "outcome.json"))
-    metrics = os.path.join(run_dir, "metrics.jsonl")
+    metrics = json_lines(os.path.join(run_dir, "metrics.jsonl"))[::-1]
     log = tail(os.path.join(run_dir, "train.log"))
-    rebooted = rebooted_since(run_dir, unit, beats, outcome or {}, now)
+    rebooted = rebooted_since(run_dir, unit, statuses, outcome or {}, now)
     lost = not is_up(unit) and outcome is None and not rebooted
     failed = found and (unit["active_state"] == "failed" or lost)
     checkpoint = newest_checkpoint(run_dir)
-    bad = failed or (not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final"))
-    bad = (bad and not rebooted) or between_attempts(unit)
+    unsuccessful = not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final")
+    has_error = ((failed or unsuccessful) and not rebooted) or between_attempts(unit)
     return {
         "found": found,
         "failed_unit": failed,
         "rebooted": rebooted,
-        "stepped": any(beat.get("loss") is not None and not beat["before"] for beat in beats),
-        "heartbeats": beats,
-        "metrics": last_with(metrics, "loss"),
-        "evaluation": last_with(metrics, "val_bpb"),
+        "stepped": any(status.get("loss") is not None and not status["before"] for status in statuses),
+        "heartbeats": statuses,
+        "metrics": next((entry for entry in metrics if "loss" in entry), None),
+        "evaluation": next((entry for entry in metrics if "val_bpb" in entry), None),
         "outcome": outcome,
         "stop_requested": os.path.exists(os.path.join(run_dir, "stop")),
-        "error": [in_words(line) for line in first_error(attempt_of(log), log_lines)] if bad else [],
+        "error": [signal_text(line) for line in first_error(attempt_of(log), log_lines)] if has_error else [],
         "run_file": load_json(os.path.join(run_dir, "run.json")),
         "prediction": "\n".join(tail(os.path.join(run_dir, "prediction.txt"))),
         "checkpoint": checkpoint,
         "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
         "leftovers": [name for name in names_in(run_dir) if LEFTOVER.fullmatch(name)],
         "links": links(run_dir),
-        "past_attempts": attempts(os.path.join(run_dir, "attempts.jsonl")),
+        "past_attempts": json_lines(os.path.join(run_dir, "attempts.jsonl"))[-ATTEMPTS:],
         "began": (load_json(os.path.join(run_dir, "attempt.json")) or {}).get("began"),
     }

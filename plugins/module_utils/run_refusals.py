@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
 State = Mapping[str, Any]
@@ -32,7 +33,7 @@ def refuse_shorter(run_file: Any, steps_before: int) -> None:
     steps = run_file.config.num_iterations
     if 0 < steps < steps_before:
         raise RefusedError(
-            f"The run {run_file.run_id} is one of {steps_before} steps, and {steps} are asked for: a run can "
+            f"The run {run_file.run_id} is one of {steps_before} steps, and {steps} are requested: a run can "
             "become longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
             "-e run_id=NAME."
         )
@@ -47,7 +48,7 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
         for other in state.get("active_units", []):
             if other in ends.get(host, []):
                 continue
-            other_id = other.removeprefix("nanofleet-").removesuffix(".service")
+            other_id = run_of_unit(other)
             raise RefusedError(
                 f"{host} is busy with another run, {other_id} (unit {other}). "
                 f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
@@ -59,8 +60,8 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
             continue
         who, end = holder(held, held["port"])
         raise RefusedError(
-            f"Port {held['port']} on {first} is held by {who}: the run's store needs it. "
-            f"End that on {first} ({end}), or take another port: -e store_port=PORT"
+            f"Port {held['port']} on {first} is held by {who}: the run's rendezvous store needs it. "
+            f"End that process on {first} ({end}), or use another port: -e store_port=PORT"
         )
 
 
@@ -85,6 +86,6 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
     for host, state in own.items():
         if state.get("checkpoint") and state.get("run_id") == run_id:
             raise RefusedError(
-                f"The run {run_id} has its checkpoints on {host}, its coordinator before; now {first} is."
+                f"The run {run_id} has its checkpoints on {host}, its former coordinator; {first} has none."
                 f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {first}."
             )

@@ -5,6 +5,7 @@ Parts that status.yml shares are here too; its screen is in run_status.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,14 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     active_runs,
     answered,
     can_save,
+    checkpoint_step,
     is_over,
     not_met,
     rank_zero,
     transferred_to,
 )
 
-NUMBERS = {"rank", "step", "loss", "sync", "temp", "last beat", "processes ended"}
+NUMBERS = {"rank", "step", "loss", "sync", "temp", "updated", "processes ended"}
 """Columns whose cells stand to the right."""
 GFLOPS_A_THREAD = 40
 """GFLOP/s per core in a whole training step, from measured steps of depth 8; for an estimate only."""
@@ -63,7 +65,7 @@ def unit_word(state: State) -> str:
     return "restarting" if state.get("between") else str(unit["active_state"])
 
 
-def standing(found: Mapping[str, State]) -> list[str]:
+def evaluation_and_checkpoints(found: Mapping[str, State]) -> list[str]:
     """Lines about the last evaluation and the last checkpoint of a run. found: hosts that have the run."""
     lines = []
     evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
@@ -113,21 +115,21 @@ def errors_of(states: Mapping[str, State]) -> list[str]:
         outcome = state["outcome"] or {}
         end = f"[rank {outcome.get('rank')}] {outcome.get('outcome')}: {outcome.get('reason')}"
         if state["error"] and state["error"][0] == KILLED:
-            # The attempts' own sentence says more: it comes with the outcome, or with the next attempt.
-            told = str(outcome.get("reason") or "").startswith("Killed")
-            lines += [] if told else ["", f"{host}: {KILLED}{_last_seen(state)}."]
+            # The reason of the outcome, once it is written, has more details.
+            if not str(outcome.get("reason") or "").startswith("Killed"):
+                lines += ["", f"{host}: {KILLED}{_last_phase(state)}."]
         elif state["error"] and list(state["error"]) != [end]:
             lines += ["", f"{host}: {state['run_dir']}/train.log reports"]
             lines += [f"  {line}" for line in state["error"]]
     return lines
 
 
-def _last_seen(state: State) -> str:
+def _last_phase(state: State) -> str:
     """Phase and last step of the host's rank, as text; empty if the host has several ranks or none."""
-    beats = [beat for beat in state["heartbeats"] if not beat.get("before")]
-    if len(beats) != 1 or not beats[0].get("phase"):
+    known = [status for status in state["heartbeats"] if not status.get("before")]
+    if len(known) != 1 or not known[0].get("phase"):
         return ""
-    return f" in {beats[0]['phase']} after step {beats[0].get('step') or 0}"
+    return f" in {known[0]['phase']} after step {known[0].get('step') or 0}"
 
 
 def failure(states: Mapping[str, State], run_id: str) -> str:
@@ -135,48 +137,52 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
 
     Hosts come in the order in which their units ended: the first one is the most likely cause.
     """
-    never = float("inf")
-    ended = {host: (is_over(s) and s["unit"].get("since")) or never for host, s in answered(states).items()}
-    reached = {host: states[host] for host in sorted(ended, key=lambda host: ended[host])}
-    odd = [host for host in states if host not in reached]
+    reached = answered(states)
+    ended_at = {host: (is_over(s) and s["unit"].get("since")) or math.inf for host, s in reached.items()}
+    reached = {host: reached[host] for host in sorted(ended_at, key=lambda host: ended_at[host])}
+    lost = [host for host in states if host not in reached]
     waiting = [host for host, state in reached.items() if not state["stepped"]]
-    dead = [host for host in waiting if is_over(reached[host])]
-    silent = [host for host in waiting if not is_over(reached[host])]
-    phases = [str(beat.get("phase")) for host in silent for beat in reached[host]["heartbeats"]]
+    ended = [host for host in waiting if is_over(reached[host])]
+    slow = [host for host in waiting if host not in ended]
+    phases = [str(status.get("phase")) for host in slow for status in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has reported its status"
     stopped = any(state["stop_requested"] for state in reached.values())
     causes = ["stop.yml has asked it to end"] if stopped else []
-    causes += [f"{', '.join(odd)} did not answer"] if odd else []
-    causes += [f"its unit ended on {', then on '.join(dead)} before the first step"] if dead else []
-    causes += [f"no step was made on {', '.join(silent)} ({last})"] if silent else []
-    reasons = [
-        f"  {host}: {state['outcome']['reason']}"
-        for host, state in reached.items()
-        if (state["outcome"] or {}).get("reason")
-    ]
-    head = f"The run {run_id} did not start: {'; '.join(causes) or 'a unit could not be started'}."
-    again = f"Fix that, then: ansible-playbook train.yml -e run_id={run_id}"
-    others = others_active(states, run_id)
+    causes += [f"{', '.join(lost)} did not answer"] if lost else []
+    causes += [f"its unit ended on {', then on '.join(ended)} before the first step"] if ended else []
+    causes += [f"no step was made on {', '.join(slow)} ({last})"] if slow else []
+    outcomes = {host: state["outcome"] or {} for host, state in reached.items()}
     errors = errors_of(reached)[1:]
-    look = ["Why the hosts do not meet: ansible-playbook doctor.yml"] if not_met(states) else []
-    return screen([*errors, *([""] if errors else []), head, *reasons, *others, "", *look, again])
+    return screen(
+        [
+            *errors,
+            *([""] if errors else []),
+            f"The run {run_id} did not start: {'; '.join(causes) or 'a unit could not be started'}.",
+            *(f"  {host}: {one['reason']}" for host, one in outcomes.items() if one.get("reason")),
+            *others_active(states, run_id),
+            "",
+            *(["Why the hosts do not meet: ansible-playbook doctor.yml"] if not_met(states) else []),
+            f"Fix that, then: ansible-playbook train.yml -e run_id={run_id}",
+        ]
+    )
 
 
 def started(states: Mapping[str, State], run_id: str) -> str:
     """The message of train.yml after every rank's first step: prediction, step, loss, speed, commands."""
-    beat = rank_zero(states)
-    parts = [f"step {beat.get('step')} of {beat.get('num_iterations')}"]
-    if beat.get("loss") is not None:
-        parts.append(f"loss {beat['loss']:.4f}")
-    if beat.get("tok_per_s") is not None:
-        parts.append(f"{beat['tok_per_s']:,.0f} tok/s")
-    if beat.get("eta_seconds"):
-        parts.append(f"{duration(beat['eta_seconds'])} left")
+    status = rank_zero(states)
+    progress = f"step {status.get('step')} of {status.get('num_iterations')}"
+    progress += f", loss {status['loss']:.4f}" if status.get("loss") is not None else ""
+    progress += f", {status['tok_per_s']:,.0f} tok/s" if status.get("tok_per_s") is not None else ""
+    progress += f", {duration(status['eta_seconds'])} left" if status.get("eta_seconds") else ""
     predicted = [state["prediction"] for state in answered(states).values() if state.get("prediction")]
-    goes = f"The run {run_id} trains on {', '.join(states)}: {', '.join(parts)}."
-    see = f"See it: ansible-playbook status.yml -e run_id={run_id}"
-    end = f"End it: ansible-playbook stop.yml -e run_id={run_id}"
-    return screen([*"".join(predicted[:1]).splitlines(), goes, see, end])
+    return screen(
+        [
+            *"".join(predicted[:1]).splitlines(),
+            f"The run {run_id} trains on {', '.join(states)}: {progress}.",
+            f"See it: ansible-playbook status.yml -e run_id={run_id}",
+            f"End it: ansible-playbook stop.yml -e run_id={run_id}",
+        ]
+    )
 
 
 def idle(states: Mapping[str, State], run_id: str) -> str:
@@ -193,16 +199,17 @@ def idle(states: Mapping[str, State], run_id: str) -> str:
 
 def stop_expected(states: Mapping[str, State], run_id: str) -> str:
     """How long a stop that saves will take, or that nothing is active; shown before the stop begins."""
-    if all(state["ended"] for state in answered(states).values()):
+    reached = answered(states)
+    if all(state["ended"] for state in reached.values()):
         return idle(states, run_id)
-    beat = rank_zero(states)
-    lost = [host for host in states if host not in answered(states)]
-    kept = max((checkpoint_step(state) for state in answered(states).values()), default=0)
-    last = f"the last checkpoint is that of step {kept:,}" if kept else "none was saved yet"
+    status = rank_zero(states)
+    lost = [host for host in states if host not in reached]
+    saved = max((checkpoint_step(state) for state in reached.values()), default=0)
+    last = f"the last checkpoint is that of step {saved:,}" if saved else "no checkpoint was saved yet"
     if not can_save(states):
         return f"The run {run_id} makes no steps at present, so it ends without saving: {last}."
-    took = f" ({duration(beat['step_seconds'])})" if beat.get("step_seconds") is not None else ""
-    at = f" is at step {beat['step']} of {beat.get('num_iterations')} and" if beat.get("step") else ""
+    took = f" ({duration(status['step_seconds'])})" if status.get("step_seconds") is not None else ""
+    at = f" is at step {status['step']} of {status.get('num_iterations')} and" if status.get("step") else ""
     line = f"The run {run_id}{at} ends after one more step{took} and one save."
     if lost:
         line += f" Without {', '.join(lost)}, which did not answer, that may fail: then {last}."
@@ -221,17 +228,17 @@ def stopped(
     without saving.
     """
     reached = answered(states)
-    alone = transferred_to(reached)
+    target = transferred_to(reached)
     rows = []
     for host in states:
         state = reached.get(host)
         how = str((state["outcome"] or {}).get("outcome") or "no outcome") if state else "-"
-        how = "not needed" if state and alone and not state["found"] else how
+        how = "not needed" if state and target and not state["found"] else how
         unit = str(state["unit"]["active_state"]) if state else "unreachable"
         rows.append([host, unit, how, str(len(ended.get(host, []))) if state else "-"])
     lines = [f"Run {run_id}", "", *table(("host", "unit", "outcome", "processes ended"), rows), ""]
     found = {host: state for host, state in reached.items() if state["found"]}
-    lines += standing(found) + ending(found)
+    lines += evaluation_and_checkpoints(found) + ending(found)
     if len(reached) == len(states):
         lines.append("No process of the run and no listener on its port is left.")
     lines += [
@@ -246,17 +253,17 @@ def stopped(
 
 
 def starting(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """The message before a start: run, hosts, first step, expected duration. plan: result of plan_run.
+    """The message before a start: run, hosts, first step, expected duration.
 
-    states, threads: of every host in rank order.
+    plan: result of plan_run. states, threads: state and CPU threads of every host, in rank order.
     """
     return f"{begins(plan, states)} {expected(plan, states, threads)}"
 
 
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """The run that is about to start, its hosts and its first step. states: of every host in rank order."""
-    alone = " alone (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
-    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{alone}"
+    chosen = " only (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
+    run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{chosen}"
     if plan["action"] != "resume":
         return f"Starting {run}."
     step = checkpoint_step(states[0])
@@ -264,11 +271,6 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
         return f"Starting {run} from step 0: no checkpoint was saved yet."
     age = states[0]["time"] - (states[0].get("checkpoint_time") or states[0]["time"])
     return f"Resuming {run} from its checkpoint of step {step:,}, {duration(age)} old."
-
-
-def checkpoint_step(state: State) -> int:
-    """The step of the newest checkpoint on a host; 0 without one."""
-    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
@@ -309,14 +311,14 @@ def _flops_per_token(config: Mapping[str, Any]) -> float:
 
 
 def duration(seconds: float | None) -> str:
-    """Seconds as text: 1.8 s, 2m34s, 3h05m, 2d04h; - for None."""
-    if seconds is None:
+    """Seconds as text: 46 ms, 1.8 s, 2m34s, 3h05m, 2d04h; - for None, nan and infinity."""
+    if seconds is None or not math.isfinite(seconds):
         return "-"
     if 0 < seconds < 0.095:
         return f"{1000 * seconds:.2g} ms"
     if seconds < 10:
         return f"{seconds:.1f} s"
-    if seconds < 60:
+    if seconds < 59.5:
         return f"{seconds:.0f} s"
     minutes, rest = divmod(round(seconds), 60)
     if minutes < 60:

@@ -1,4 +1,4 @@
-"""Facts about a run from the states of all its hosts: which run is meant, where it is active, who is lost.
+"""Facts about a run from the states of all its hosts: its name, where it is active, which hosts are lost.
 
 Pure functions of results of the module run_state, by host in rank order.
 """
@@ -49,9 +49,9 @@ def is_over(state: State) -> bool:
 
 
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
-    """The heartbeat of rank 0, else that of any rank, else {}."""
-    beats = [beat for state in answered(states).values() for beat in state["heartbeats"]]
-    return next((beat for beat in beats if beat.get("rank") == 0), beats[0] if beats else {})
+    """The run status of rank 0, else that of any rank, else {}."""
+    known = [status for state in answered(states).values() for status in state["heartbeats"]]
+    return min(known, key=lambda status: status.get("rank") != 0, default={})
 
 
 def transferred_to(found: Mapping[str, State]) -> str:
@@ -69,13 +69,23 @@ def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
     return run_id or str(active[0] if active else newest["run_id"])
 
 
+def run_of_unit(unit: str) -> str:
+    """The name of the run of a unit: d4 for nanofleet-d4.service."""
+    return unit.removeprefix("nanofleet-").removesuffix(".service")
+
+
+def checkpoint_step(state: State) -> int:
+    """The step of the newest checkpoint on a host; 0 without one."""
+    return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
+
+
 def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
     """{name of an active run: hosts on which it is active}."""
-    up: dict[str, list[str]] = {}
+    active: dict[str, list[str]] = {}
     for host, state in answered(states).items():
         for unit in state["active_units"]:
-            up.setdefault(unit.removeprefix("nanofleet-").removesuffix(".service"), []).append(host)
-    return up
+            active.setdefault(run_of_unit(unit), []).append(host)
+    return active
 
 
 def several_active(states: Mapping[str, State]) -> str:
@@ -114,14 +124,14 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The transfer to one host that the ranks chose: {"host", "seconds", "together", `said`}; else {}.
+    """The transfer to one host that the ranks chose: {"host", "seconds", "together", "said"}; else {}.
 
-    seconds: predicted step time on that host alone; together: on all ranks; `said`: the table of predictions.
+    seconds: predicted step time on that host; together: on all ranks; said: the table of predictions.
     states: of the run's hosts, by name.
     """
     for state in states.values():
         outcome = state.get("outcome") or {}
-        alone = outcome.get("alone") or {}
-        if outcome.get("outcome") == "final" and alone.get("host") in states:
-            return dict(alone)
+        transfer = outcome.get("alone") or {}
+        if outcome.get("outcome") == "final" and transfer.get("host") in states:
+            return dict(transfer)
     return {}

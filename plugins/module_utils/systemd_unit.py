@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import time
 from collections.abc import Collection
@@ -140,11 +141,15 @@ def _pids() -> list[int]:
 
 def unit_of(pid: int) -> str:
     """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
-    for line in read_text(f"/proc/{pid}/cgroup").splitlines():
-        for part in reversed(line.rstrip().split("/")):
-            if part.endswith(".service") and not part.startswith("user@"):
-                return part
-    return ""
+    groups = read_text(f"/proc/{pid}/cgroup").splitlines()
+    return next(filter(None, map(_service_in, groups)), "")
+
+
+def _service_in(group: str) -> str:
+    """The innermost service unit in the path of a control group; "" without one."""
+    parts = group.rstrip().split("/")
+    services = [part for part in parts if part.endswith(".service") and not part.startswith("user@")]
+    return services[-1] if services else ""
 
 
 def processes_of(name: str, scope: str = "system") -> list[int]:
@@ -169,7 +174,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def describe(pid: int) -> Process | None:
-    """A process in words: pid, user, command, unit; None once it has ended."""
+    """{"pid", "user", "command", "unit"} of a process; None if it has ended."""
     command = read_text(f"/proc/{pid}/cmdline").replace("\0", " ").strip() or read_text(f"/proc/{pid}/comm")
     unit, uid = unit_of(pid), _uid_of(pid)
     if uid is None:
@@ -178,61 +183,23 @@ def describe(pid: int) -> Process | None:
 
 
 def listeners(ports: Collection[int]) -> list[Process]:
-    """Processes that listen on these TCP ports: [{"port", "pid", "user", "command", "unit"}].
+    """The listening TCP sockets on these ports: [{"port", "pid", "user", "command", "unit"}].
 
-    pid is None if the process is unknown. A process may end during the search, as those of a run between two
-    attempts do: a port without a known holder is searched up to four times.
+    pid is None, and command empty, if this user may not see the process.
     """
-    for wait in (0.2, 0.5, 1.0, 0.0):
-        held, unknown = _listeners(ports)
-        if not unknown:
-            break
-        time.sleep(wait)
-    return held + [{"port": port, "pid": None, "user": "", "command": "", "unit": ""} for port in unknown]
-
-
-def _listeners(ports: Collection[int]) -> tuple[list[Process], list[int]]:
-    """(listeners whose process or unit is known, ports whose listener is not known)."""
-    sockets = {each.inode: each.port for each in listening(tables()) if each.port in ports}
+    try:
+        # --extended shows the control group: root in a container may not see the processes of others.
+        lines = run(["ss", "-Htlnpe"])[1].splitlines() if ports else []
+    except OSError:
+        lines = []
+    by_inode = {found[1]: line for line in lines if (found := re.search(r" ino:(\d+)", line))}
     held = []
-    for pid in _pids() if sockets else []:
-        for link in _links(f"/proc/{pid}/fd"):
-            inode = int(link[8:-1]) if link.startswith("socket:[") else 0
-            if inode in sockets:
-                holder = describe(pid)
-                if holder:
-                    held.append(dict(holder, port=sockets.pop(inode)))
-    # Root in a container may not read other processes; `ss` still names the unit that made a socket.
-    units = _socket_units() if sockets else {}
-    held += [dict(units[inode], port=port) for inode, port in sockets.items() if inode in units]
-    unknown = sorted({port for inode, port in sockets.items() if inode not in units})
-    return sorted(held, key=lambda one: (one["port"], one["pid"] or 0)), unknown
-
-
-def _socket_units() -> dict[int, Process]:
-    """{inode: dict as of describe(), with pid None} of the listening sockets of services, read from `ss`."""
-    try:
-        _status, lines, _error = run(["ss", "-Htlne"])
-    except OSError:
-        return {}
-    found = {}
-    for line in lines.splitlines():
-        about = dict(part.split(":", 1) for part in line.split() if ":" in part)
-        groups = about.get("cgroup", "").split("/")
-        services = [name for name in groups if name.endswith(".service") and not name.startswith("user@")]
-        if services and "ino" in about:
-            user = user_name(int(about.get("uid", "0")))
-            found[int(about["ino"])] = {"pid": None, "user": user, "command": "", "unit": services[-1]}
-    return found
-
-
-def _links(folder: str) -> list[str]:
-    links = []
-    try:
-        for entry in os.scandir(folder):
-            # A descriptor may be closed while the folder is read.
-            with contextlib.suppress(OSError):
-                links.append(os.readlink(entry.path))
-    except OSError:
-        pass
-    return links
+    # The table is read last, so that it does not contain the socket of a process that has just ended.
+    for socket in listening(tables()):
+        if socket.port in ports:
+            line = by_inode.get(str(socket.inode), "")
+            pid, group = re.search(r"\bpid=(\d+)", line), re.search(r" cgroup:(\S+)", line)
+            unit = _service_in(group[1]) if group else ""
+            unseen = {"pid": None, "user": user_name(socket.uid), "command": "", "unit": unit}
+            held.append({"port": socket.port, **((describe(int(pid[1])) if pid else None) or unseen)})
+    return sorted(held, key=lambda one: (one["port"], one["pid"] or 0))

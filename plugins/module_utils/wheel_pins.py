@@ -80,7 +80,7 @@ def read_entries(text: str, name: str) -> Iterator[tuple[Requirement, Version, s
         if not hashes:
             raise ValueError(
                 f"{name}: {head[:80]!r} is not a pinned package (NAME==VERSION) with hashes. The file is "
-                "out of date or was edited. Type: make lock"
+                "out of date or was edited. Fix: make lock"
             )
         yield requirement, version, hashes
 

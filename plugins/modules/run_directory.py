@@ -1,16 +1,16 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: make or remove a run directory, and write files in it that the trainer does not write."""
+"""Ansible module: make or remove a run directory, and write files in it."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import stat
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account, acting_as
 
 DOCUMENTATION = r"""
@@ -86,78 +86,47 @@ class RefusedError(Exception):
     """The run directory cannot be used. The text of the error is the message for the person."""
 
 
-def open_folder(path: str, check: bool) -> tuple[int | None, bool]:
-    """(descriptor of a folder, whether it was made or changed). A missing folder is made.
+def prepare_folder(path: str, check: bool) -> bool:
+    """Make a folder, or set the mode and group of an existing one. Returns whether anything is changed.
 
-    In check mode a missing folder is not made; its descriptor is None. Raises RefusedError for a link.
+    Raises RefusedError for a link.
     """
     if os.path.islink(path):
         raise RefusedError(
             f"{path} is a link to {os.readlink(path)}, and a run's files are written to real folders only. "
             f"Remove the link on this host: sudo rm {path}"
         )
-    missing = not os.path.exists(path)
-    if missing and check:
-        return None, True
-    if missing:
-        os.mkdir(path, FOLDER_MODE)
-    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    found = os.fstat(folder)
-    changed = (stat.S_IMODE(found.st_mode), found.st_gid) != (FOLDER_MODE, os.getegid())
-    if changed and not check:
-        os.fchown(folder, -1, os.getegid())
-        os.fchmod(folder, FOLDER_MODE)
-    return folder, changed or missing
-
-
-def read_file(folder: int, name: str) -> str | None:
-    """The text of a regular file in a folder; None if there is no such file."""
-    try:
-        opened = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-    except OSError:
-        return None
-    with open(opened, encoding="utf-8", errors="replace") as file:
-        return file.read() if stat.S_ISREG(os.fstat(opened).st_mode) else None
-
-
-def write_file(folder: int, name: str, text: str) -> None:
-    """Write a file in a folder in one step; it replaces a file or link of that name."""
-    temporary = f".{name}.new"
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=folder)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    with open(os.open(temporary, flags, FILE_MODE, dir_fd=folder), "w", encoding="utf-8") as file:
-        os.fchmod(file.fileno(), FILE_MODE)
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+    found = os.stat(path) if os.path.exists(path) else None
+    if found and (stat.S_IMODE(found.st_mode), found.st_gid) == (FOLDER_MODE, os.getegid()):
+        return False
+    if not check:
+        os.makedirs(path, exist_ok=True)
+        os.chown(path, -1, os.getegid())
+        os.chmod(path, FOLDER_MODE)
+    return True
 
 
 def make(params: dict[str, Any], check: bool) -> dict[str, Any]:
     """Make the run directory and its files. Returns changed, changed_files and a diff."""
-    changed, folder = False, None
-    for path in (os.path.dirname(params["path"]), params["path"]):
-        if folder is not None:
-            os.close(folder)
-        folder, made = open_folder(path, check)
-        changed = changed or made
+    run_dir = params["path"]
+    changed = [prepare_folder(path, check) for path in (os.path.dirname(run_dir), run_dir)]
     names, diff = [], []
     for name in params["remove"]:
-        if folder is not None and os.path.lexists(os.path.join(params["path"], name)):
+        if os.path.lexists(path := os.path.join(run_dir, name)):
             names.append(name)
             if not check:
-                os.unlink(name, dir_fd=folder)
+                os.unlink(path)
     for name, text in params["files"].items():
-        before = read_file(folder, name) if folder is not None else None
-        if before == text or not (before is None or params["replace"]):
+        path = os.path.join(run_dir, name)
+        exists = os.path.isfile(path) and not os.path.islink(path)
+        before = read_text(path, strip=False) if exists else ""
+        if exists and (before == text or not params["replace"]):
             continue
         names.append(name)
-        header = os.path.join(params["path"], name)
-        diff.append({"before_header": header, "after_header": header, "before": before or "", "after": text})
-        if folder is not None and not check:
-            write_file(folder, name, text)
-    return {"changed": changed or bool(names), "changed_files": names, "diff": diff}
+        diff.append({"before_header": path, "after_header": path, "before": before, "after": text})
+        if not check:
+            write_whole(path, text, FILE_MODE)
+    return {"changed": any(changed) or bool(names), "changed_files": names, "diff": diff}
 
 
 def remove(params: dict[str, Any], check: bool) -> dict[str, Any]:

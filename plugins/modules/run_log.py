@@ -15,10 +15,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.log_lines import (
     FRAME,
     attempt_of,
     first_error,
-    in_words,
+    is_error,
+    signal_text,
     tail,
-    tells_error,
-    without_echo,
+    without_torchrun_report,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
@@ -69,10 +69,6 @@ options:
     description: Whether lines that report a step are returned; they are the same on every host.
     type: bool
     default: true
-  error_lines:
-    description: Most lines of the first error.
-    type: int
-    default: 20
 attributes:
   check_mode: {support: full}
 author: the nanofleet authors
@@ -102,6 +98,7 @@ source: {description: journal or file, type: str, returned: always}
 ended: {description: Whether the unit is neither active nor about to start, type: bool, returned: always}
 """
 
+ERROR_LINES = 20
 SEARCHED = 2000
 """Lines that are searched for the first error; fewer may be returned."""
 Line = dict[str, Any]
@@ -109,9 +106,7 @@ Entry = tuple[str, float | None]
 """A line's text and its time."""
 STEP = re.compile(r"\[rank \d+\] step \d+/\d+ loss ")
 """How a rank reports a step (see trainer.tracking.reporter)."""
-SPAN = re.compile(
-    r"(\d+) ?(?:(s)(?:ecs?|econds?)?|(m)(?:ins?|inutes?)?|(h)(?:rs?|ours?)?|(d)(?:ays?)?|(w)(?:eeks?)?)"
-)
+SPAN = re.compile(r"-?(\d+) ?([smhdw])(?:ecs?|econds?|ins?|inutes?|rs?|ours?|ays?|eeks?)?(?: ago)?")
 MOMENT = re.compile(r"now|today|yesterday|@\d+|(\d{4}-\d\d-\d\d)?[ T]?(\d\d:\d\d(:\d\d)?)?")
 RANK = re.compile(r"^\[rank (\d+)\] ?")
 
@@ -124,14 +119,13 @@ def since_words(given: Any) -> str:
     words = str(given or "").strip()
     if not words:
         return ""
-    span = SPAN.fullmatch(words.removesuffix(" ago").removeprefix("-"))
-    if span:
-        return f"-{span.group(1)}{span.group(span.lastindex or 2)}"
+    if span := SPAN.fullmatch(words):
+        return f"-{span[1]}{span[2]}"
     if MOMENT.fullmatch(words):
         return words.replace("T", " ")
     raise ValueError(
-        f"since={words} is no time: "
-        "take a span (10min, 2h, 1d) or a moment (today, 14:05, '2026-11-21 14:05')."
+        f"since={words} is not a time. "
+        "Give a span (10min, 2h, 1d) or a moment (today, 14:05, '2026-11-21 14:05')."
     )
 
 
@@ -180,12 +174,12 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
         with acting_as(params["user"]):
             lines = [(text, None) for text in tail(os.path.join(params["run_dir"], "train.log"))]
     texts = [text for text, _moment in lines]
-    kept = [lines[index] for index in without_echo(texts)]
+    kept = [lines[index] for index in without_torchrun_report(texts)]
     kept = [line for line in kept if params["steps"] or not STEP.match(line[0])]
     unit = find_unit("nanofleet-" + params["run_id"], time.time())
     return {
         "lines": [line_of(*line) for line in kept[-params["lines"] :]],
-        "error": error_of(lines, params["error_lines"]),
+        "error": error_of(lines, ERROR_LINES),
         "cursor": cursor,
         "source": source,
         "ended": not is_up(unit),
@@ -197,12 +191,12 @@ def error_of(lines: list[Entry], count: int) -> list[Line]:
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)
-    if not any(tells_error(text) for text in attempt):
+    if not any(is_error(text) for text in attempt):
         return []
     error = first_error(attempt, count)
     start = len(texts) - len(attempt)
     at = next(i for i in range(start, len(texts)) if texts[i : i + len(error)] == error)
-    return [line_of(in_words(text), moment) for text, moment in lines[at : at + len(error)]]
+    return [line_of(signal_text(text), moment) for text, moment in lines[at : at + len(error)]]
 
 
 def main() -> None:
@@ -216,7 +210,6 @@ def main() -> None:
             "cursor": {"type": "str", "default": ""},
             "wait_seconds": {"type": "int", "default": 0},
             "steps": {"type": "bool", "default": True},
-            "error_lines": {"type": "int", "default": 20},
         },
         supports_check_mode=True,
     )

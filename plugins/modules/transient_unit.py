@@ -87,10 +87,6 @@ options:
     type: list
     elements: str
     default: []
-  collect:
-    description: Whether systemd unloads a failed unit at once, with its result.
-    type: bool
-    default: false
   ports:
     description: TCP ports which the unit's processes must no longer listen on once stopped.
     type: list
@@ -176,8 +172,6 @@ def command_line(params: dict[str, Any]) -> list[str]:
     """The systemd-run command line. Each `$` in argv is doubled, because systemd would expand variables."""
     user = params["scope"] == "user"
     command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
-    if params["collect"]:
-        command.append("--collect")
     if params["description"]:
         command.append("--description=" + params["description"])
     properties = dict(params["properties"])
@@ -303,7 +297,6 @@ def main() -> None:
             "setenv": {"type": "dict", "default": {}},
             "properties": {"type": "dict", "default": {}},
             "boot_condition": {"type": "list", "elements": "str", "default": []},
-            "collect": {"type": "bool", "default": False},
             "ports": {"type": "list", "elements": "int", "default": []},
             "grace": {"type": "int", "default": -1},
             "timeout": {"type": "int", "default": 10},

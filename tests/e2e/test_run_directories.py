@@ -131,7 +131,7 @@ def test_a_run_directory_that_is_removed_on_a_worker_is_named_and_put_back(hosts
     assert f"{HOSTS[1]} active - no directory" in status
     assert f"Missing: {RUN} on {HOSTS[1]}, where the unit is active." in status
     again = " ".join(hosts.play("train.yml", run_id=run, **TINY).stdout.split())
-    assert f"its directory is gone on {HOSTS[1]}" in again
+    assert f"its directory is missing on {HOSTS[1]}" in again
     assert "from its checkpoint of step" in again, "it was saved before its units were ended"
     # Now the unit ends as well, and systemd cannot start it again.
     hosts.on(HOSTS[1], f"rm -r {RUN}; systemctl kill -s KILL nanofleet-planted; sleep 15")

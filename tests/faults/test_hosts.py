@@ -77,7 +77,7 @@ def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path
         )
         site.resumed(run, log)
         site.trains(run, beyond=step + 1)
-        assert "it is taken over, and resumed on" in " ".join(alone.stdout.split())
+        assert "its units are ended, and it resumes on" in " ".join(alone.stdout.split())
         site.note(
             "a host shut down, and gone for good",
             said.seconds,

@@ -8,8 +8,8 @@ import pytest
 
 from fleet import ROOT, FleetError, corpus, demo, inventory
 from fleet.__main__ import main, parser
-from fleet.closing import places
 from fleet.runview import RunView
+from fleet.watch import places
 
 
 class TestInventory:

@@ -7,36 +7,12 @@ from console import event
 
 from fleet import progress
 from fleet.playbooks import Failure, Stage, environment, message
-from fleet.text import curve, duration, number, size, spark
+from fleet.text import curve, number
 
 
 class TestText:
-    @pytest.mark.parametrize(
-        ("seconds", "text"),
-        [
-            (None, "-"),
-            (float("nan"), "-"),
-            (float("inf"), "-"),
-            (0.4, "0 s"),
-            (59.4, "59 s"),
-            (59.6, "1m00s"),
-            (154, "2m34s"),
-            (3599.7, "1h00m"),
-            (11100, "3h05m"),
-        ],
-    )
-    def test_duration(self, seconds: float | None, text: str) -> None:
-        assert duration(seconds) == text
-
-    def test_numbers_and_sizes(self) -> None:
+    def test_numbers(self) -> None:
         assert (number(None), number(4096), number(5.12345, 2)) == ("-", "4,096", "5.12")
-        assert (size(900), size(16e6), size(1.44e9)) == ("900 bytes", "16.0 MB", "1.4 GB")
-
-    def test_spark_shows_every_value_up_to_its_width(self) -> None:
-        assert spark([1, 2, 3], 10) == "▁▅█"
-        assert spark([3] * 100, 5) == "▁▁▁▁▁"
-        assert len(spark(range(1000), 60)) == 60
-        assert spark([], 10) == ""
 
     def test_curve_falls_from_the_upper_left_to_the_lower_right(self) -> None:
         lines = curve([(1, 9.0), (50, 5.0), (100, 3.0)], width=20, height=4)

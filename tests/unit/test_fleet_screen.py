@@ -51,7 +51,7 @@ class TestRunView:
             follower.view.fold("b", state(1))
             follower._tick()
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]
-        assert said.count("Blame:       rank 1 (b) has waited for 64 s") == 1
+        assert said.count("Diagnosis:   rank 1 (b) has waited for 64 s") == 1
         assert "70 s" not in said
         assert said.count("retryable at step 9: Lost rank 1 (b).") == 1
 
@@ -66,7 +66,7 @@ class TestRunView:
         view = RunView()
         there = {"found": False, "run_id": "frist", "heartbeats": [], "runs": [{"run_id": "first"}]}
         view.fold("a", state(0) | there)
-        assert view.unknown == "No run frist here. Did you mean first? Known runs: first."
+        assert view.unknown == "No host has a run frist. Did you mean first? Known runs: first."
         assert progress.run_plain(view) == "the run: no host has it"
         view.states["a"]["run_id"] = ""
         assert "To start one, type: python -m fleet train" in view.unknown
@@ -86,7 +86,8 @@ class TestRunView:
         panel = drawn(progress.run_panel(view), 140)
         for piece in (
             "12 %", "91 °C throttled",
-            "Frozen:      rank 0 on a has not beaten for 34 s", "step 10, 1m00s ago", "b did not answer",
+            "Frozen:      rank 0 on a has published no run status for 34 s",
+            "step 10, 1m00s ago", "b did not answer",
         ):  # fmt: skip
             assert piece in panel
         assert "unreachable" in panel
@@ -98,7 +99,7 @@ class TestRunView:
             "b", state(1, ended=True, rebooted=1000.0, outcome={"outcome": "stopped", "settled": False})
         )
         assert [line.startswith("Rebooted:    b at ") for line in view.reboots] == [True]
-        assert "Start it again: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
+        assert "Restart it: ansible-playbook train.yml -e run_id=d4-1a2b3c4d" in drawn(
             progress.run_panel(view), 200
         )
         view.fold("a", state(0, ended=True, outcome={"outcome": "stopped", "settled": True}))
@@ -197,7 +198,7 @@ class TestScreen:
             screen.plain(lambda: "setup  Install", float(index))
             now[0] += 1
         lines = screen.console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        assert lines == ["setup  Install  0 s", "setup  Install  30 s", "setup  Install  1m00s"]
+        assert lines == ["setup  Install  0.0 s", "setup  Install  30 s", "setup  Install  1m00s"]
 
     def test_plain_output_does_not_repeat_itself(self, monkeypatch: pytest.MonkeyPatch) -> None:
         screen = progress.Screen(Console(file=io.StringIO()))

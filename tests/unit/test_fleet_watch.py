@@ -105,7 +105,7 @@ class TestThroughAnsibleRunner:
         said = screen.console.file.getvalue()  # type: ignore[attr-defined]
         assert said.count("Rebooted:    b at ") == 1
         typed = f"ansible-playbook -i {fake / 'hosts.yml'} train.yml -e run_id=t"
-        assert f"Start it again: {typed}" in " ".join(said.split())
+        assert f"Restart it: {typed}" in " ".join(said.split())
         assert [typed in line for line in follower.view.reboots] == [True]
 
     def test_a_run_whose_hosts_start_it_again_is_not_over(
@@ -116,7 +116,7 @@ class TestThroughAnsibleRunner:
         screen = progress.Screen(Console(file=io.StringIO(), width=200))
         follower = watch.Follower(screen, str(fake / "hosts.yml"), [])
         assert follower.follow() == watch.FINISHED
-        assert "the run starts again by itself on a, b" in screen.console.file.getvalue()  # type: ignore[attr-defined]
+        assert "the run restarts by itself on a, b" in screen.console.file.getvalue()  # type: ignore[attr-defined]
 
     def test_ctrl_c_ends_a_playbook_and_its_workers(self, fake: Path) -> None:
         job = Job("long", "long.yml", inventory=str(fake / "hosts.yml"))

@@ -38,7 +38,7 @@ def command(scope: str = "system", **given: Any) -> list[str]:
     """The systemd-run command of a run."""
     params = {
         "name": rendered("__launch_unit"), "description": "", "argv": rendered("__launch_argv", **given),
-        "user": "nanofleet", "setenv": rendered("__launch_setenv", **{**PLACE, **given}), "collect": False,
+        "user": "nanofleet", "setenv": rendered("__launch_setenv", **{**PLACE, **given}),
         "properties": rendered("__launch_properties", **given), "scope": scope,
         "boot_condition": rendered("__launch_boot_condition", **{**PLACE, **given}),
     }  # fmt: skip

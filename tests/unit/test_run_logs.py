@@ -178,7 +178,7 @@ def test_since_is_a_span_or_a_moment(given: str, asked: str) -> None:
 
 
 def test_another_since_is_refused() -> None:
-    with pytest.raises(ValueError, match="since=soon is no time"):
+    with pytest.raises(ValueError, match="since=soon is not a time"):
         run_log.since_words("soon")
 
 

@@ -270,14 +270,13 @@ def test_a_listener_is_named_with_its_process() -> None:
     assert unit_facts.listeners([port]) == []
 
 
-def test_a_listener_that_ends_while_it_is_looked_for_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run between two attempts lets go of its port: that is no stranger's."""
+def test_a_listener_that_ends_during_the_search_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a run between two attempts close the port."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
-        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: server.close())
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (server.close(), "", ""))
         assert unit_facts.listeners([port]) == []
 
 
@@ -293,7 +292,6 @@ def test_a_listener_is_known_by_its_control_group_where_its_process_is_not_shown
             f"LISTEN 0 128 127.0.0.1:{port} 0.0.0.0:* uid:0 ino:{inode} sk:1 "
             "cgroup:/pod/system.slice/nanofleet-a.service <->\n"
         )
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
         monkeypatch.setattr(unit_facts, "run", lambda _argv: (0, line, ""))
         (held,) = unit_facts.listeners([port])
     assert held == {
@@ -305,9 +303,7 @@ def test_a_listener_in_a_process_that_nobody_shows_is_reported(monkeypatch: pyte
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         server.listen()
-        monkeypatch.setattr(unit_facts, "_pids", lambda: [])
         monkeypatch.setattr(unit_facts, "run", lambda _argv: (1, "", "ss: not found"))
-        monkeypatch.setattr(unit_facts.time, "sleep", lambda _seconds: None)
         (held,) = unit_facts.listeners([server.getsockname()[1]])
     assert held["pid"] is None
 
@@ -379,7 +375,7 @@ def test_frames_of_torchs_own_stack_are_no_error() -> None:
     trace = ["Traceback (most recent call last):", '  File "rendezvous.py", line 67',
              "torch.distributed.DistStoreError: Timed out after 46 seconds waiting for clients."]  # fmt: skip
     assert log.first_error(["[rank 0] step 6/9", *stack, *trace, *stack], 20) == trace
-    assert not any(log.tells_error(line) for line in stack)
+    assert not any(log.is_error(line) for line in stack)
 
 
 def test_torchruns_own_traceback_is_left_out() -> None:
@@ -388,12 +384,12 @@ def test_torchruns_own_traceback_is_left_out() -> None:
     assert log.first_error([*lines, *follow], 20) == lines[1:]
 
 
-def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_in_words() -> None:
+def test_torchruns_word_for_a_rank_that_a_signal_ended_is_put_signal_text() -> None:
     line = "E1121 16:55:44.1 7 api.py:1002] failed (exitcode: {}) local_rank: 0 (pid: 7) of binary: python"
-    assert log.in_words(line.format(-9)) == log.KILLED == report.KILLED
-    assert log.in_words(line.format(-11)) == "Ended by SIGSEGV"
+    assert log.signal_text(line.format(-9)) == log.KILLED == report.KILLED
+    assert log.signal_text(line.format(-11)) == "Ended by SIGSEGV"
     for kept in (line.format(-99), line.format(1), "ValueError: no rows"):
-        assert log.in_words(kept) == kept
+        assert log.signal_text(kept) == kept
 
 
 def test_a_rank_that_was_just_killed_is_told_in_the_words_of_its_attempts(

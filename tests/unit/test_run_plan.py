@@ -30,7 +30,7 @@ def test_a_new_run_holds_every_field_with_its_type() -> None:
     ("given", "run_id", "said"),
     [
         ({"depth": "deep"}, "a", "deep"),
-        ({}, "tracker", "taken"),
+        ({}, "tracker", "reserved"),
         ({}, "../x", "run_id"),
         ({"dept": 1}, "a", "depth"),
     ],
@@ -71,7 +71,7 @@ def test_a_run_that_lacks_a_host_is_taken_over() -> None:
     )
     made = plan({}, waiting, state(**stored()))
     assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT]})
-    assert "waits on tower for laptop, where its unit is gone" in made["message"]
+    assert "waits on tower for laptop, where its unit is not active" in made["message"]
 
 
 def test_a_run_whose_directory_is_gone_on_a_worker_is_saved_and_taken_over() -> None:
@@ -80,7 +80,7 @@ def test_a_run_whose_directory_is_gone_on_a_worker_is_saved_and_taken_over() -> 
     laptop = state(run_dir="/runs/a", active_units=[UNIT], ended=False)
     made = plan({}, tower, laptop)
     assert (made["action"], made["ends"]) == ("resume", {"tower": [UNIT], "laptop": [UNIT]})
-    assert "its directory is gone on laptop (/runs/a)" in made["message"]
+    assert "its directory is missing on laptop (/runs/a)" in made["message"]
     assert made["saves"], "nothing of what it has learned since its last checkpoint is lost"
     waiting = {**tower, "between": True}
     stuck = plan({}, waiting, {**laptop, "between": True})
@@ -91,7 +91,7 @@ def test_a_run_whose_directory_is_gone_on_its_coordinator_is_not_ended_unasked()
     """The memory of its ranks is all that is left of it."""
     made = plan({}, state(active_units=[UNIT], ended=False), up_on(HOSTS, stepped=True))
     assert (made["action"], made["ends"]) == ("refuse", {})
-    for part in ("gone on tower, its coordinator (/runs/a)", "stop.yml -e run_id=a -e stop_now=true"):
+    for part in ("missing on tower, its coordinator (/runs/a)", "stop.yml -e run_id=a -e stop_now=true"):
         assert part in made["message"]
 
 
@@ -106,7 +106,7 @@ def test_a_run_whose_unit_systemd_cannot_start_is_taken_over(
     tower, laptop = up_on(HOSTS, heartbeats=[beat()]), up_on(HOSTS, between=True, unit=waits)
     made = plan({}, tower, laptop)
     assert (made["action"] == "resume") is unable
-    assert ("cannot start on laptop" in made["message"]) is unable
+    assert ("systemd cannot start the unit of the run a on laptop" in made["message"]) is unable
 
 
 def test_a_run_goes_on_with_other_hosts_once_it_does_not_train() -> None:
@@ -130,7 +130,7 @@ def test_a_unit_of_a_run_that_was_stopped_while_its_host_was_away_is_ended() -> 
     laptop = state(active_units=["nanofleet-b.service"], runs=[{"run_id": "b", "active": True}])
     made = plan({}, tower, laptop)
     assert (made["action"], made["ends"]) == ("start", {"laptop": ["nanofleet-b.service"]})
-    assert "nanofleet-b.service on laptop is of a run that has ended elsewhere" in made["message"]
+    assert "nanofleet-b.service on laptop belongs to a run that has ended on other hosts" in made["message"]
     tower["runs"][0] |= {"outcome": "retryable", "settled": False}
     assert plan({}, tower, laptop)["action"] == "refuse", "that run may come back"
 
@@ -251,7 +251,7 @@ def test_a_longer_run_goes_on_from_its_last_checkpoint_though_it_had_finished() 
     assert plan({"save_minutes": "1"}, done, state())["action"] == "none"
     shorter = plan({"num_iterations": "19"}, state(**stored()), state())
     assert shorter["action"] == "refuse"
-    assert "one of 20 steps, and 19 are asked for: a run can become longer, not shorter" in shorter["message"]
+    assert "one of 20 steps, and 19 are requested: a run can become longer, not shorter" in shorter["message"]
     by_target = stored(num_iterations=0, target_flops=1e15)
     finished = {"outcome": "finished", "step": 20, "num_iterations": 20}
     assert plan({"num_iterations": "19"}, state(**by_target, outcome=finished), state())["action"] == "refuse"
@@ -259,7 +259,10 @@ def test_a_longer_run_goes_on_from_its_last_checkpoint_though_it_had_finished() 
     assert plan({"num_iterations": "21"}, state(**by_target, outcome=finished), state())["action"] == "resume"
     asked = plan({"target_flops": "1e16"}, state(**by_target, outcome=finished), state())
     assert asked["action"] == "resume"
-    assert "target_flops was 1000000000000000.0, now 1e+16): its log has the steps." in asked["message"]
+    assert (
+        "target_flops was 1000000000000000.0, now 1e+16); the log shows the number of steps."
+        in asked["message"]
+    )
 
 
 def test_runtime_settings_may_change_when_a_run_is_resumed() -> None:
@@ -267,7 +270,7 @@ def test_runtime_settings_may_change_when_a_run_is_resumed() -> None:
     assert made["action"] == "resume"
     config = made["file"]["config"]
     assert (config["device_batch_size"], config["save_minutes"], config["depth"]) == (1, 5.0, 2)
-    said = "Other settings than before: device_batch_size was 2, now 1; save_minutes was 30.0, now 5.0."
+    said = "Changed settings: device_batch_size was 2, now 1; save_minutes was 30.0, now 5.0."
     assert made["message"] == said
     up = state(**stored(), active_units=[UNIT], heartbeats=[beat()], ended=False)
     active = plan({"save_minutes": "5", "num_iterations": 30}, up, up)
