@@ -9,25 +9,6 @@ from typing import Any
 from ansible.plugins.lookup import LookupBase
 from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
-DOCUMENTATION = r"""
-name: run_settings
-short_description: Settings of a run that are set as variables
-description:
-  - Returns the fields of the trainer's RunConfig that are set as variables and not empty. The variable
-    C(steps) gives the field C(num_iterations).
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Show the settings of the run
-  ansible.builtin.debug:
-    msg: "{{ lookup('nanofleet.fleet.run_settings') }}"
-"""
-
-RETURN = r"""
-_raw: {description: "One dictionary, field to value.", type: list, elements: dict}
-"""
-
 
 class LookupModule(LookupBase):
     """The lookup plugin `nanofleet.fleet.run_settings`."""

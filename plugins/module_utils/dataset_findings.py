@@ -38,8 +38,7 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
     rows = {host: dataset_rows(hostvars[host].get("__dataset_packed")) for host in hosts}
     digests = {host: rows_digest(each) for host, each in rows.items() if each}
     return [
-        f"{host} packed rows {digest}, the others {usual}."
-        for host, digest, usual in unlike_most(digests)
+        f"{host} packed rows {digest}, the others {usual}." for host, digest, usual in unlike_most(digests)
     ]
 
 

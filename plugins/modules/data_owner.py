@@ -16,33 +16,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.owned_folder import give, open_folder
 
-DOCUMENTATION = r"""
-module: data_owner
-short_description: Make a data directory and set the owner of it and of the files pushed to it
-description:
-  - Makes the directory. Sets O(user) as the owner of it and of its manifest, shards and tokenizer.
-    Other files in it keep their owner.
-  - Works on file descriptors and follows no link.
-options:
-  path: {description: The data directory., type: path, required: true}
-  user: {description: The user who owns it., type: str, required: true}
-  reader: {description: User whose primary group the files get., type: str, required: true}
-  mode: {description: "Mode of the directory itself, such as 0750.", type: str, required: true}
-author: the nanofleet authors
-"""
-EXAMPLES = r"""
-- name: Give the data to the service user
-  nanofleet.fleet.data_owner:
-    path: /var/lib/nanofleet/data
-    user: nanofleet
-    reader: nanofleet
-    mode: "0750"
-"""
-
-RETURN = r"""
-given: {description: Number of files and folders whose owner was changed., type: int, returned: always}
-"""
-
 PUSHED = ("manifest.json", "shards", "tokenizer")
 
 

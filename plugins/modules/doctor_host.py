@@ -17,53 +17,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import resolved
 from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import ask_ip, is_wireless
 
-DOCUMENTATION = r"""
-module: doctor_host
-short_description: Read the facts of this host that affect training
-description:
-  - Reads the clock, what the host's own name resolves to, interfaces, disks, cores and load.
-  - Needs no privileges and changes nothing.
-options:
-  sent:
-    description: Unix time on the controller when the task was sent; returned unchanged in RV(facts).
-    type: float
-    required: true
-  paths: {description: Folders whose file systems are read., type: list, elements: path, default: []}
-  marks:
-    description: Files and links whose change makes a new check by the doctor necessary.
-    type: list
-    elements: path
-    default: []
-  copy_mib:
-    description: MiB of the blocks that are copied to measure memory bandwidth; 0 for no measurement.
-    type: int
-    default: 0
-  threads: {description: Number of threads that copy., type: int, default: 1}
-attributes:
-  check_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Read the facts of the host
-  nanofleet.fleet.doctor_host:
-    sent: "{{ now().timestamp() }}"
-    paths: [/var/lib/nanofleet]
-"""
-
-RETURN = r"""
-facts:
-  description: >-
-    sent, time, hostname, resolves_to, python, machine, cpu, flags, cores, machine_cores, load, memory_gib,
-    copy_gb_s, port_range, links, disks.
-  type: dict
-  returned: always
-marks:
-  description: By path, the state of each of O(marks); under C(boot), the id of the present boot.
-  type: dict
-  returned: always
-"""
-
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 """Flags of a CPU that decide the rate of a GEMM."""
 COPY_SECONDS = 0.25

@@ -13,61 +13,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
 from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
 
-DOCUMENTATION = r"""
-module: ephemeral_ports
-short_description: Narrow net.ipv4.ip_local_port_range, and restore it
-description:
-  - Writes a sysctl file that sets the range and records the former one, and sets the range at once.
-    The range holds for IPv4 and IPv6.
-  - With O(state=absent) removes the file and sets the former range again.
-options:
-  state:
-    description: V(present) sets the range, V(absent) restores the former one.
-    type: str
-    choices: [present, absent]
-    default: present
-  low: {description: First port., type: int}
-  high: {description: Last port., type: int}
-  path: {description: The sysctl file., type: path, default: /etc/sysctl.d/60-nanofleet.conf}
-  user:
-    description: User of the ranks; listeners of other users in the range are returned.
-    type: str
-    default: nanofleet
-  fleet: {description: "Name of the fleet, for a comment in the file.", type: str, default: ""}
-attributes:
-  check_mode: {support: full}
-  diff_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Limit the ephemeral ports to 20000 to 20999
-  nanofleet.fleet.ephemeral_ports:
-    low: 20000
-    high: 20999
-"""
-
-RETURN = r"""
-before: {description: "The former range, as LOW HIGH.", type: str, returned: always}
-usable: {description: Number of ports of the range that are not reserved., type: int, returned: when present}
-reserved: {description: Value of ip_local_reserved_ports., type: str, returned: when present}
-overriding:
-  description: Files that set another range and are read after O(path) at boot, with their values.
-  type: list
-  elements: str
-  returned: when present
-listeners:
-  description: Listeners of other users in the range, which peers can reach - port and user.
-  type: list
-  elements: dict
-  returned: when present
-removed:
-  description: The file that was removed and the range that was restored, one line each.
-  type: list
-  elements: str
-  returned: when absent
-"""
-
 KEY = "net.ipv4.ip_local_port_range"
 PROC = "/proc/sys/net/ipv4"
 DEFAULT = "32768 60999"

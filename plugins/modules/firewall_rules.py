@@ -10,41 +10,6 @@ import shlex
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 
-DOCUMENTATION = r"""
-module: firewall_rules
-short_description: List the rules that may drop connections
-description:
-  - Reads the listings of ufw, firewalld, nft and iptables as text. No packet is evaluated.
-  - Run it where a real connection has failed, to find the rule that dropped it.
-  - Changes nothing. Without root it returns the active firewalls and no rules.
-options:
-  interface: {description: Interface to the peers., type: str, default: ""}
-attributes:
-  check_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: List the rules that may drop connections
-  nanofleet.fleet.firewall_rules:
-    interface: eth0
-"""
-
-RETURN = r"""
-rules:
-  description: >-
-    Rules that drop, refuse or admit - firewall, place, chain, verdict, text, remedy (a shell line), version,
-    protocol, source, ports, length. A condition that a rule does not have is empty.
-  type: list
-  elements: dict
-  returned: always
-active:
-  description: Names of the active firewalls that can be detected without root.
-  type: list
-  elements: str
-  returned: always
-"""
-
 
 def main() -> None:
     module = AnsibleModule(

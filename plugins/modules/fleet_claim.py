@@ -13,66 +13,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import parse_ip
 
-DOCUMENTATION = r"""
-module: fleet_claim
-short_description: Claim a host for a fleet, or report that another fleet has claimed it
-description:
-  - A host serves one fleet at a time. The file at O(path) holds the fleet's name, its hosts with their
-    addresses, who claimed the host first and when, and the addresses of the controllers.
-  - A claim under another name with exactly the same hosts and addresses is of the same fleet, and gets the
-    new name.
-  - With O(partial) it is enough that one of the two lists of hosts contains the other, so that a run can be
-    started and stopped although hosts were added or removed since setup.yml.
-  - Does not fail if another fleet has claimed the host; RV(refusal) then names that fleet.
-options:
-  path: {description: The file with the claim., type: path, required: true}
-  state:
-    description: V(claimed) writes the claim, V(checked) changes nothing, V(absent) removes it.
-    type: str
-    choices: [claimed, checked, absent]
-    default: checked
-  fleet_id: {description: Name of the fleet., type: str, required: true}
-  host: {description: "Name of this host, for messages.", type: str, required: true}
-  hosts: {description: "The hosts of the fleet, name to address.", type: dict, default: {}}
-  partial:
-    description: Whether an inventory with more or fewer of the claim's hosts is of the same fleet.
-    type: bool
-    default: false
-  by: {description: "Who first claims the host, as user@machine.", type: str, default: ""}
-  at: {description: "Time of the first claim, in ISO 8601.", type: str, default: ""}
-  controller:
-    description: Address of the controller as this host sees it, added to those of the claim; empty for none.
-    type: str
-    default: ""
-  controllers:
-    description: Addresses that replace the controllers of the claim; if not given, those are kept.
-    type: list
-    elements: str
-attributes:
-  check_mode: {support: full}
-  diff_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Claim the host
-  nanofleet.fleet.fleet_claim:
-    path: /opt/nanofleet/fleet.json
-    state: claimed
-    fleet_id: home
-    host: tower
-    hosts: {tower: 192.168.1.10, laptop: 192.168.1.11}
-    by: ada@desk
-    at: "2026-11-23T10:00:00Z"
-"""
-
-RETURN = r"""
-refusal: {description: "Message if another fleet has the host, else empty.", type: str, returned: always}
-renamed: {description: "Former name of the fleet if it has changed.", type: str, returned: always}
-controllers: {description: Addresses of the controllers., type: list, elements: str, returned: always}
-removed: {description: "Path of the file if it was removed.", type: list, elements: str, returned: always}
-"""
-
 SCHEMA = 1
 
 

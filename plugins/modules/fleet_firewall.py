@@ -11,64 +11,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import ufw_rule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import matching
 
-DOCUMENTATION = r"""
-module: fleet_firewall
-short_description: Make the ufw rules with the fleet's comment equal to a list
-description:
-  - Adds the rules of O(rules) that are missing, and deletes the fleet's rules that are not in O(rules).
-  - Rules whose comment begins with the word C(nanofleet) are the fleet's. One with another such comment gets
-    O(comment).
-  - A rule of O(rules) that exists without such a comment stays unchanged; reset.yml does not remove it.
-  - Rules can be set while ufw is inactive. With O(enable) a rule that admits the controller's SSH is added,
-    a timer is started that disables ufw again, and ufw is enabled. The caller stops the timer after a new
-    SSH connection has succeeded.
-  - The comment of the rule for SSH ends with C(ssh). It marks that this module has enabled ufw.
-options:
-  state:
-    description: V(absent) deletes all rules of the fleet. It first disables ufw if this module enabled it.
-    type: str
-    choices: [present, absent]
-    default: present
-  rules:
-    description: The rules to have. Each admits one address to a TCP port or a range of ports.
-    type: list
-    elements: dict
-    default: []
-    suboptions:
-      source: {description: Address or network that may connect., type: str, required: true}
-      port: {description: "A port, or a range as LOW:HIGH.", type: str, required: true}
-  comment:
-    description: The comment of the fleet's rules, which begins with the word C(nanofleet).
-    type: str
-    default: nanofleet
-  enable: {description: Enable ufw if it is inactive., type: bool, default: false}
-  controller:
-    description: The controller's address as this host's SSH server sees it; empty if unknown.
-    type: str
-    default: ""
-  ssh_port: {description: The port of the SSH server., type: int, default: 22}
-  rollback_seconds:
-    description: Seconds after which the timer disables ufw again, unless it is stopped.
-    type: int
-    default: 60
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Let the peer reach the ranks' ports
-  nanofleet.fleet.fleet_firewall:
-    rules:
-      - source: 192.168.1.11
-        port: "20000:20999"
-"""
-
-RETURN = r"""
-status: {description: "State of ufw after the task: active, inactive or absent.", type: str, returned: always}
-rules: {description: "The rules of the fleet, one line each.", type: list, elements: str, returned: always}
-removed: {description: "Deleted rules, one line each.", type: list, elements: str, returned: always}
-timer: {description: "Timer that disables ufw unless it is stopped, or empty.", type: str, returned: always}
-"""
-
 TIMER = "nanofleet-ufw-rollback"
 RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
 

@@ -30,47 +30,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import 
     write_lock,
 )
 
-DOCUMENTATION = r"""
-module: locked_venv
-short_description: Install a wheelhouse into a virtual environment of its own, with hashes
-description:
-  - Copies every wheel to a folder that only root can write, and compares the copies with the controller's
-    lock in O(requirements). The wheelhouse's own uv installs the copies without a network.
-  - Switches the link at the end and removes environments that no process uses.
-options:
-  wheelhouse: {description: The wheelhouse on the host., type: path, required: true}
-  digest: {description: "sha256 of its requirements.lock on the controller.", type: str, required: true}
-  requirements: {description: Text of the requirements.lock., type: str, default: ""}
-  python: {description: Python of the environment., type: path, required: true}
-  venvs: {description: Folder of the environments., type: path, required: true}
-  link: {description: Link to the current environment., type: path, required: true}
-  imports: {description: Modules to import once after installing., type: list, elements: str}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Install the environment offline
-  nanofleet.fleet.locked_venv:
-    wheelhouse: /opt/nanofleet/wheelhouse/train
-    digest: "{{ made.digest }}"
-    requirements: "{{ lookup('ansible.builtin.file', 'requirements.lock', rstrip=false) }}"
-    python: python3
-    venvs: /opt/nanofleet/venvs
-    link: /opt/nanofleet/venv
-    imports: [torch]
-"""
-
-RETURN = r"""
-ready: {description: Whether the environment was complete before the call., type: bool, returned: always}
-problems: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
-path: {description: Folder of the environment., type: str, returned: always}
-digest: {description: "sha256 of the lock of the environment.", type: str, returned: always}
-installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}
-versions: {description: "Name and version of each package.", type: dict, returned: always}
-project: {description: "sha256 of the project's own wheel, or empty.", type: str, returned: always}
-removed: {description: Environments that were removed., type: list, elements: str, returned: always}
-"""
-
 MARKER = "nanofleet-venv.json"
 PROJECT = "nanofleet"
 TOOL = "uv"

@@ -18,43 +18,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links impor
     route_get,
 )
 
-DOCUMENTATION = r"""
-module: network_links
-short_description: Read interfaces, routes to the peers, and how long looking up a name takes
-description:
-  - Returns the input of the filter P(nanofleet.fleet.network_choose#filter). Changes nothing; needs no root.
-options:
-  targets:
-    description: Addresses to which the routes are read.
-    type: list
-    elements: str
-    required: true
-attributes:
-  check_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Read interfaces and routes
-  nanofleet.fleet.network_links:
-    targets: [192.168.1.11]
-"""
-
-RETURN = r"""
-links: {description: What C(ip -json -details address show up) prints., type: list, returned: always}
-routes:
-  description: By target, C(dev) and C(prefsrc) of C(ip -json route get), and C(error), its message.
-  type: dict
-  returned: always
-wireless: {description: Names of the interfaces that are WiFi., type: list, elements: str, returned: always}
-slow_names:
-  description: Names and addresses whose lookup took longer than 3 s; the module waits no longer.
-  type: list
-  elements: str
-  returned: always
-"""
-
-
 LOOKUP_SECONDS = 3.0
 
 

@@ -12,50 +12,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
-DOCUMENTATION = r"""
-module: run_files
-short_description: List a run's files with their sha256, or compare copies with such a list
-description:
-  - Without O(expected), lists the run's settings, metrics, log, outcome, attempts, sample and O(checkpoint).
-    The sha256 of a checkpoint's files are those in its meta.json, so that a damaged file is detected.
-  - With O(expected), compares the files under O(path) with it. A file that grows while the run continues
-    is compared up to the size it was listed with.
-  - Changes nothing.
-options:
-  path:
-    description: The run directory, or the folder of the copies.
-    type: path
-    required: true
-  user:
-    description: User whose rights the module uses to read files if it runs as root; empty for root's own.
-    type: str
-    default: ""
-  checkpoint:
-    description: The checkpoint to list, relative to O(path); empty for none.
-    type: str
-    default: ""
-  expected:
-    description: RV(files) of an earlier call.
-    type: list
-    elements: dict
-attributes:
-  check_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: List the run's files
-  nanofleet.fleet.run_files:
-    path: /var/lib/nanofleet/runs/d4-1a2b3c4d
-    checkpoint: checkpoints/step_000100
-"""
-
-RETURN = r"""
-files: {description: "Name, size, sha256 of each", type: list, elements: dict, returned: without expected}
-bytes: {description: Size of all files together, type: int, returned: without expected}
-faults: {description: Copies that are missing or differ, type: list, elements: str, returned: with expected}
-"""
-
 KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.jsonl", "sample.txt")
 
 

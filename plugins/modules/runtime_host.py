@@ -12,37 +12,6 @@ import stat
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account, user_name
 
-DOCUMENTATION = r"""
-module: runtime_host
-short_description: Read what the environment of a host depends on
-description:
-  - Reads the version of the Python that makes the environment, the login user, the service user and folders.
-  - Needs no privileges and changes nothing.
-options:
-  python: {description: The Python that makes the environment., type: str, default: python3}
-  user: {description: Name of the service user., type: str, required: true}
-  folders: {description: Folders whose owner and mode are read., type: list, elements: path, default: []}
-attributes:
-  check_mode: {support: full}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Look at the host
-  nanofleet.fleet.runtime_host:
-    user: nanofleet
-    folders: [/var/lib/nanofleet]
-"""
-
-RETURN = r"""
-host:
-  description: >-
-    python (version, such as 3.11), machine, user (the login user), rsync (whether it is installed), account
-    (comment, home and shell of the service user, or null), folders (owner and mode of existing ones by path).
-  type: dict
-  returned: always
-"""
-
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
 
 

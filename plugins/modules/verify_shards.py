@@ -20,33 +20,6 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
-DOCUMENTATION = r"""
-module: verify_shards
-short_description: Compare a data directory with its manifest, by sha256
-description:
-  - Compares the shards and the tokenizer that the manifest lists, and returns shards that it does not list.
-  - Stores each sha256 beside the data, except in check mode. A second comparison reads only changed files.
-options:
-  path: {description: The data directory., type: path, required: true}
-  manifest_sha256: {description: "The manifest's own sha256; empty for any.", type: str, default: ""}
-  user: {description: "User whose rights root uses; empty for root's.", type: str, default: ""}
-author: the nanofleet authors
-"""
-EXAMPLES = r"""
-- name: Compare the data with their manifest
-  nanofleet.fleet.verify_shards:
-    path: /var/lib/nanofleet/data
-    user: nanofleet
-"""
-
-RETURN = r"""
-findings: {description: "Missing, extra and altered files, as phrases.", type: list, returned: always}
-manifest_sha256: {description: "sha256 of manifest.json; empty without one.", type: str, returned: always}
-shards: {description: Number of shards., type: int, returned: always}
-bytes: {description: Size of all shards., type: int, returned: always}
-hashed: {description: Number of files that were read., type: int, returned: always}
-"""
-
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer/tokenizer.json"
 MEMORY = ".verified.json"

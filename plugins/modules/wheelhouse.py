@@ -40,55 +40,6 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-DOCUMENTATION = r"""
-module: wheelhouse
-short_description: Make a wheelhouse with a sha256 lock for one kind of host
-description:
-  - Downloads the pinned wheels of an extra with pip, builds the project's own wheel, and writes
-    C(requirements.lock).
-  - Refuses a wheel whose sha256 differs from the committed ones. A wheel without a committed hash is accepted
-    at its first download, with a warning, and refused if a later download differs.
-  - Changes nothing if packages and sources are unchanged. Verifies every wheel each time.
-options:
-  source: {description: The repository's root., type: path, required: true}
-  dest: {description: The wheelhouse's folder., type: path, required: true}
-  constraints:
-    description: File with lines C(name==version). Its versions replace those of O(hashes).
-    type: path
-    required: true
-  hashes: {description: File with the packages of each extra and their hashes., type: path, required: true}
-  require_hashes: {description: Refuse wheels without a committed hash., type: bool, default: false}
-  extra: {description: "Extra of pyproject.toml; empty for none.", type: str, default: ""}
-  project: {description: Include the project's own wheel and base dependencies., type: bool, default: true}
-  python_version: {description: "The hosts' Python, as 3.11.", type: str, required: true}
-  architecture: {description: "The hosts' machine, as x86_64.", type: str, required: true}
-  torch: {description: "Torch's build.", type: str, choices: [cpu, cuda], default: cpu}
-  torch_index: {description: "Index URL or folder of wheels for torch.", type: str, default: ""}
-  offline: {description: Download nothing and fail if a wheel is missing., type: bool, default: false}
-author: the nanofleet authors
-"""
-
-EXAMPLES = r"""
-- name: Make the wheelhouse of the hosts with Python 3.11
-  nanofleet.fleet.wheelhouse:
-    source: .
-    dest: .wheelhouse/3.11-x86_64/train
-    constraints: constraints.txt
-    hashes: requirements/hashes.txt
-    extra: train
-    python_version: "3.11"
-    architecture: x86_64
-  delegate_to: localhost
-"""
-
-RETURN = r"""
-path: {description: The folder of the wheelhouse., type: str, returned: always}
-digest: {description: "sha256 of requirements.lock, or empty.", type: str, returned: always}
-wheels: {description: Number of wheels., type: int, returned: always}
-bytes: {description: Size of all wheels., type: int, returned: always}
-unverified: {description: Wheels without a committed hash., type: list, elements: str, returned: always}
-"""
-
 PROJECT = "nanofleet"
 
 
