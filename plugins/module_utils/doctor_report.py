@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_hosts import host_findings
-from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import link_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import (
+    directed_rates,
+    link_findings,
+)
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import trainer_digest
@@ -20,6 +23,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import 
 SCHEMA = 2
 Measured = Mapping[str, Mapping[str, Any]]
 Finding = Mapping[str, str]
+MISSING = "manifest.json is missing"
+FACTS = (
+    *("cores", "cpu", "flags", "memory_gib", "copy_gb_s", "skew_s"),
+    *("load", "python", "machine", "port_range", "disks"),
+)
 
 
 def examined(
@@ -42,6 +50,7 @@ def examined(
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
     """The report as an object for JSON. about: time, seconds, quick, rehearsal (result of can_rehearse)."""
     errors = [each for each in findings if each["severity"] == "error"]
+    all_reduce_rates = [(of_host["rehearsal"] or {}).get("allreduce_mbit") for of_host in measured.values()]
     active = {host: of_host["active"] for host, of_host in measured.items() if of_host["active"]}
     return {
         "schema": SCHEMA,
@@ -50,81 +59,60 @@ def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, 
         "quick": bool(about["quick"]),
         "good": not errors,
         "active_runs": active,
-        "allreduce_mbit": _together(measured),
+        "allreduce_mbit": min(filter(None, all_reduce_rates), default=None),
         "hosts": {host: _host(of_host) for host, of_host in measured.items()},
-        "pairs": [_pair(measured, host, peer) for host in measured for peer in measured if host != peer],
+        "pairs": _pairs(measured),
         "findings": [dict(each) for each in sorted(findings, key=lambda each: each["severity"] != "error")],
         "not_measured": _not_measured(measured, active, about),
     }
 
 
 def _host(of_host: Mapping[str, Any]) -> dict[str, Any]:
-    facts, rehearsal = of_host["facts"], of_host["rehearsal"] or {}
+    facts = of_host["facts"]
     link = (facts.get("links") or {}).get(of_host["interface"]) or {}
-    gemm = rehearsal.get("gemm_gflops") or {}
-    names = (
-        "cores",
-        "cpu",
-        "flags",
-        "memory_gib",
-        "copy_gb_s",
-        "skew_s",
-        "load",
-        "python",
-        "machine",
-        "port_range",
-        "disks",
-    )
+    gemm = (of_host["rehearsal"] or {}).get("gemm_gflops") or {}
     return {
         "reachable": of_host["reachable"],
         "interface": of_host["interface"],
         "address": of_host["address"],
         "link": {name: link.get(name) for name in ("mtu", "speed_mbit", "duplex", "wireless")},
-        **{name: facts.get(name) for name in names},
-        "gemm_gflops": {"float32": gemm.get("float32"), "bfloat16": gemm.get("bfloat16")},
+        **{name: facts.get(name) for name in FACTS},
+        "gemm_gflops": {name: gemm.get(name) for name in ("float32", "bfloat16")},
         "torch": (of_host["installed"] or {}).get("torch"),
     }
 
 
-def _pair(measured: Measured, host: str, peer: str) -> dict[str, Any]:
-    path = measured[host]["paths"].get(peer) or {}
-    states = {port["state"] for port in path.get("ports") or []}
-    return {
-        "from": host,
-        "to": peer,
-        "route": path.get("route"),
-        "ports": path.get("ports") or [],
-        "open": states == {"open"},
-        "rtt_ms": path.get("rtt_ms"),
-        "mtu": path.get("mtu"),
-        "mbit": _mbit(measured, host, peer),
-        "allreduce_mbit": _allreduce(measured, host, peer),
-    }
+def _pairs(measured: Measured) -> list[dict[str, Any]]:
+    rates, all_reduce_rates = directed_rates(measured), _all_reduce_rates(measured)
+    pairs = []
+    for host, peer in itertools.permutations(measured, 2):
+        path = measured[host]["paths"].get(peer) or {}
+        ports = path.get("ports") or []
+        pairs.append(
+            {
+                "from": host,
+                "to": peer,
+                "route": path.get("route"),
+                "ports": ports,
+                "open": {port["state"] for port in ports} == {"open"},
+                "rtt_ms": path.get("rtt_ms"),
+                "mtu": path.get("mtu"),
+                "mbit": rates.get((host, peer)),
+                "allreduce_mbit": all_reduce_rates.get(frozenset((host, peer))),
+            }
+        )
+    return pairs
 
 
-def _mbit(measured: Measured, host: str, peer: str) -> float | None:
-    """Rate in Mbit/s from `host` to `peer`, whichever of them opened the connection; None if not measured."""
-    for caller, called, name in ((host, peer, "sent_mbit"), (peer, host, "received_mbit")):
-        rates = measured[caller]["rates"].get(called) or {}
-        if name in rates:
-            return float(rates[name])
-    return None
-
-
-def _allreduce(measured: Measured, host: str, peer: str) -> float | None:
-    for of_host in (each for name, each in measured.items() if name in (host, peer)):
+def _all_reduce_rates(measured: Measured) -> dict[frozenset[str], float]:
+    """Effective bandwidths of all-reduces of two hosts in Mbit/s, by the set of the two."""
+    rates: dict[frozenset[str], float] = {}
+    for of_host in measured.values():
         rehearsal = of_host["rehearsal"] or {}
-        together = rehearsal.get("hosts") or []
-        if host in together and peer in together:
-            a, b = sorted((together.index(host), together.index(peer)))
-            if f"{a}-{b}" in (rehearsal.get("pairs") or {}):
-                return float(rehearsal["pairs"][f"{a}-{b}"])
-    return None
-
-
-def _together(measured: Measured) -> float | None:
-    rates = [(of_host["rehearsal"] or {}).get("allreduce_mbit") for of_host in measured.values()]
-    return min((float(rate) for rate in rates if rate), default=None)
+        for ranks, mbit in (rehearsal.get("pairs") or {}).items():
+            hosts = frozenset(rehearsal["hosts"][int(rank)] for rank in ranks.split("-"))
+            rates.setdefault(hosts, float(mbit))
+    return rates
 
 
 def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[str, Any]) -> list[str]:
@@ -135,16 +123,11 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
         unit = next(iter(active.values()))[0]
         found.append(f"rates, memory, GEMM and the all-reduce, for {unit} is active and was not disturbed")
     elif about["rehearsal"].get("why"):
-        what = (
-            "the all-reduce"
-            if any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
-            else "GEMM and the all-reduce"
-        )
+        has_gemm = any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
+        what = "the all-reduce" if has_gemm else "GEMM and the all-reduce"
         found.append(f"{what} with every host: {about['rehearsal']['why']}")
     bare = [
-        host
-        for host, each in measured.items()
-        if "manifest.json is missing" in ((each["data"] or {}).get("findings") or [])
+        host for host, each in measured.items() if MISSING in ((each["data"] or {}).get("findings") or [])
     ]
     if bare:
         found.append(f"the data of {', '.join(bare)}: none are there yet (ansible-playbook setup.yml)")
@@ -159,44 +142,34 @@ def text(report: Mapping[str, Any]) -> str:
     findings = report["findings"]
     errors = sum(each["severity"] == "error" for each in findings)
     warnings = len(findings) - errors
-    lines = [*matrix(report), ""]
-    if report["not_measured"]:
-        lines += [*(f"Not measured: {each}." for each in report["not_measured"]), ""]
-    lines += [verdict(each) for each in findings]
-    end = (
-        "Nothing prevents"
-        if report["good"]
-        else f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}"
-    )
+    missing = [f"Not measured: {each}." for each in report["not_measured"]]
+    lines = [*matrix(report), "", *missing, *([""] if missing else [])]
+    for each in findings:
+        label = "FAULT" if each["severity"] == "error" else "warning"
+        lines.append(f"{label}  {each['code']}  {each['host']}: {each['problem']} Type: {each['remedy']}")
+    end = f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}" if errors else "Nothing prevents"
     also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
     lines.append(f"{end} training{also}. Checked for {report['seconds']:.0f} s; nothing was changed.")
     return "\n".join(line.rstrip() for line in lines)
 
 
-def verdict(each: Finding) -> str:
-    label = "FAULT" if each["severity"] == "error" else "warning"
-    return f"{label}  {each['code']}  {each['host']}: {each['problem']} Type: {each['remedy']}"
-
-
 def matrix(report: Mapping[str, Any]) -> list[str]:
     """A table of hosts by hosts. A cell shows the path from row to column; on the diagonal, the host."""
+    cells = {(host, host): _host_cell(of_host) for host, of_host in report["hosts"].items()}
+    for pair in report["pairs"]:
+        is_reachable = all(report["hosts"][pair[end]]["reachable"] for end in ("from", "to"))
+        cells[pair["from"], pair["to"]] = _path_cell(pair) if is_reachable else ["-"]
     hosts = list(report["hosts"])
-    pairs = {(pair["from"], pair["to"]): pair for pair in report["pairs"]}
     rows: list[list[str]] = []
-    for host, of_host in report["hosts"].items():
-        cells = [
-            _own_cell(of_host) if host == peer else _path_cell(report, pairs[host, peer]) for peer in hosts
-        ]
-        lines = itertools.zip_longest(*cells, fillvalue="")
+    for host in hosts:
+        lines = itertools.zip_longest(*(cells[host, peer] for peer in hosts), fillvalue="")
         rows += [["" if index else host, *line] for index, line in enumerate(lines)]
     return table(("from \\ to", *hosts), rows, numbers=())
 
 
-def _own_cell(host: Mapping[str, Any]) -> list[str]:
-    if not host["reachable"]:
-        return ["does not answer"]
-    if not host["cores"]:
-        return ["not checked"]
+def _host_cell(host: Mapping[str, Any]) -> list[str]:
+    if not (host["reachable"] and host["cores"]):
+        return ["not checked" if host["reachable"] else "does not answer"]
     cores = f"{host['cores']} core{'s' if host['cores'] > 1 else ''}"
     memory = f", copies {host['copy_gb_s']:g} GB/s" if host["copy_gb_s"] else ""
     lines = [f"{host['interface'] or 'no interface'}: {cores}{memory}"]
@@ -207,29 +180,20 @@ def _own_cell(host: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _path_cell(report: Mapping[str, Any], pair: Mapping[str, Any]) -> list[str]:
-    if not report["hosts"][pair["from"]]["reachable"] or not report["hosts"][pair["to"]]["reachable"]:
-        return ["-"]
+def _path_cell(pair: Mapping[str, Any]) -> list[str]:
     if not pair["ports"]:
         return ["not probed"]
-    lines = []
-    shut: dict[str, list[str]] = {}
+    closed: dict[str, dict[str, None]] = {}  # state -> names of ports
     for port in pair["ports"]:
         if port["state"] != "open":
-            shut.setdefault(port["state"], []).append("store" if port["role"] == "store" else "Gloo")
-    for state, roles in shut.items():
-        lines.append(f"{' and '.join(dict.fromkeys(roles))} ports {state}")
+            closed.setdefault(port["state"], {})["store" if port["role"] == "store" else "Gloo"] = None
+    lines = [f"{' and '.join(roles)} ports {state}" for state, roles in closed.items()]
     if pair["rtt_ms"]:
-        mtu = pair["mtu"] or {}
-        size = f", packets to {mtu['passes']}" if mtu else ""
+        size = f", packets to {pair['mtu']['passes']}" if pair["mtu"] else ""
         lines.append(f"{pair['rtt_ms']['median']:.2f} ms{size}")
-    rates = [
-        f"{_bits(pair['mbit'])}" if pair["mbit"] else "",
-        f"all-reduce {_bits(pair['allreduce_mbit'])}" if pair["allreduce_mbit"] else "",
-    ]
-    if any(rates):
-        lines.append(", ".join(each for each in rates if each))
-    return lines
+    rates = {"": pair["mbit"], "all-reduce ": pair["allreduce_mbit"]}
+    shown = ", ".join(f"{name}{_bits(mbit)}" for name, mbit in rates.items() if mbit)
+    return [*lines, shown] if shown else lines
 
 
 def _bits(mbit: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
@@ -19,6 +19,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses impor
 )
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
+Owned = Mapping[str, list[Interface]]
+"""Addresses of this host by interface."""
 
 # Interfaces that programs make: no cable ends in them. A bridge of another name may be the LAN itself.
 BRIDGE = re.compile(r"^(docker|br-[0-9a-f]{12}$|virbr|podman|cni|lxcbr|lxdbr|vboxnet|vmnet|veth)")
@@ -70,10 +72,10 @@ def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
     return "bridge" if BRIDGE.match(name) else "cable"
 
 
-def reaches(addresses: Iterable[Interface], target: str) -> bool:
-    """Whether `target` is an address in the network of one of these interface addresses."""
+def reaches(networks: Iterable[Interface | str], target: str) -> bool:
+    """Whether the address `target` is in one of these networks. networks: interface addresses or networks."""
     parsed = parse_ip(target)
-    return any(parsed is not None and parsed in address.network for address in addresses)
+    return parsed is not None and any(parsed in ipaddress.ip_interface(each).network for each in networks)
 
 
 def choose(
@@ -89,133 +91,113 @@ def choose(
     """
     links = {link["ifname"]: link for link in seen["links"] if link["ifname"] != "lo"}
     owned = {name: found for name, link in links.items() if (found := addresses_of(link))}
+    interface, address, problem = _route_to(host, peers, seen, owned, override)
+    found = owned.get(interface, [])
+    return {
+        "interface": interface,
+        "address": address,
+        "listen": str(found[0].ip) if found else address,
+        "networks": [str(own.network) for own in found],
+        "problem": problem,
+        "findings": [] if problem else list(_findings(host, peers, seen, interface, address)),
+    }
+
+
+def _route_to(
+    host: str, peers: Mapping[str, str], seen: Mapping[str, Any], owned: Owned, override: str
+) -> tuple[str, str, str]:
+    """(interface, own address, "") for the path to all peers, or ("", "", problem). See `choose`."""
     listed = ", ".join(f"{name} ({found[0].ip})" for name, found in owned.items()) or "none"
-
-    def verdict(interface: str = "", address: str = "", problem: str = "") -> dict[str, Any]:
-        found = owned.get(interface, [])
-        return {
-            "interface": interface,
-            "address": address,
-            "listen": str(found[0].ip) if found else address,
-            "networks": [str(own.network) for own in found],
-            "problem": problem,
-            "findings": [] if problem else _findings(host, peers, seen, interface, address),
-        }
-
     if override and override not in owned:
-        return verdict(
-            problem=f"{host} has no interface {override} with an address; it has {listed}. "
+        return "", "", (
+            f"{host} has no interface {override} with an address; it has {listed}. "
             f"Set fleet_interface of {host} in the inventory to one of them, or leave it out."
-        )
+        )  # fmt: skip
     if override:
         near = [own for own in owned[override] if any(reaches([own], target) for target in peers.values())]
-        return verdict(override, str((near or owned[override])[0].ip))
+        return override, str((near or owned[override])[0].ip), ""
     names = {address: name for name, address in peers.items()}
     chosen: dict[str, tuple[str, str]] = {}  # interface -> (own address, peer)
     for target, route in seen["routes"].items():
-        peer = f"{names[target]} ({target})" if target in names else target
+        name = names.get(target, target)
+        peer = f"{name} ({target})" if target in names else target
         device, source = route.get("dev", ""), route.get("prefsrc", "")
         if is_loopback(target) or device == "lo":
-            return verdict(
-                problem=f"{host} would reach {peer} through loopback: that is {host} itself. "
-                f"Set fleet_address of {names.get(target, target)} in the inventory to the address "
-                "the other hosts reach it at."
-            )
+            return "", "", (
+                f"{host} would reach {peer} through loopback: that is {host} itself. Set fleet_address of "
+                f"{name} in the inventory to the address at which the other hosts reach it."
+            )  # fmt: skip
         if is_link_local(target):
-            return verdict(
-                problem=f"The address of {peer} is link-local: it means something only with the name of an "
-                "interface, which differs by host, so a run cannot use it. Set fleet_address of "
-                f"{names.get(target, target)} to an IPv4 or a global IPv6 address; to make one, type on it: "
-                "sudo ip address add fd42::1/64 dev INTERFACE (another number on each host)."
-            )
+            return "", "", (
+                f"The address of {peer} is link-local: it is valid only with the name of an interface, which "
+                f"differs by host, so a run cannot use it. Set fleet_address of {name} to an IPv4 or a "
+                "global IPv6 address. To add one, type on it: sudo ip address add fd42::1/64 dev INTERFACE "
+                "(another number on each host)."
+            )  # fmt: skip
+        if not device and not peers and owned:  # one host without a default route: any interface will do
+            first = next(iter(owned))
+            return first, str(owned[first][0].ip), ""
         if not device:
-            if not peers and owned:  # alone and without a default route: any interface will do
-                first = next(iter(owned))
-                return verdict(first, str(owned[first][0].ip))
             printed = str(route.get("error") or "ip route gave no answer").strip(" .\n")
-            return verdict(
-                problem=f"{host} has no route to {peer}: {printed}. On {host}: ip route get {target}. "
+            return "", "", (
+                f"{host} has no route to {peer}: {printed}. On {host}: ip route get {target}. "
                 "Put both on one network, or set fleet_address of the peer to an address that is."
-            )
+            )  # fmt: skip
         own = owned.get(device)
         chosen.setdefault(device, (source or (str(own[0].ip) if own else ""), peer))
     if len(chosen) > 1:
         paths = " but ".join(f"{peer} over {device}" for device, (_, peer) in chosen.items())
-        return verdict(
-            problem=f"{host} reaches {paths}; a rank uses one interface. "
-            "Set fleet_address of these peers to addresses of one network, "
-            f"or fleet_interface of {host} to one of {listed}."
-        )
-    if not chosen:
-        return verdict(problem=f"{host} has no network interface with an address: ip address show")
-    device, (source, _) = next(iter(chosen.items()))
-    return verdict(device, source)
+        return "", "", (
+            f"{host} reaches {paths}; a rank uses one interface. Set fleet_address of these peers to "
+            f"addresses of one network, or fleet_interface of {host} to one of {listed}."
+        )  # fmt: skip
+    for device, (source, _) in chosen.items():
+        return device, source, ""
+    return "", "", f"{host} has no network interface with an address: ip address show"
 
 
 def _findings(
     host: str, peers: Mapping[str, str], seen: Mapping[str, Any], interface: str, address: str
-) -> list[Finding]:
+) -> Iterator[Finding]:
     """Warnings about the chosen interface: a better path, an address that changes, slow name lookups."""
     links = {link["ifname"]: link for link in seen["links"]}
-    found = [
-        each
-        for name, target in peers.items()
-        for each in _path(host, f"{name} ({target})", target, seen, interface)
-    ]
+    kinds = {name: kind_of(link, seen.get("wireless", [])) for name, link in links.items()}
+    for name, target in peers.items():
+        used = seen["routes"].get(target, {}).get("dev") or interface
+        kind, peer = kinds.get(used, ""), f"{name} ({target})"
+        cables = [
+            other
+            for other, link in links.items()
+            if other not in ("lo", used) and kinds[other] == "cable" and reaches(addresses_of(link), target)
+        ]
+        if kind in KINDS and cables:
+            problem = (
+                f"It reaches {peer} over {used}, which is {KINDS[kind]}, although the wired interface "
+                f"{cables[0]} is on the same network. The kernel's route uses {used}."
+            )
+            remedy = f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or "
+            yield warning(
+                "NF201", host, problem, f"{remedy}give its route a higher metric than {cables[0]}'s"
+            )
+        elif used != interface:
+            problem = f"fleet_interface is {interface}, but the kernel sends packets to {peer} over {used}."
+            remedy = (
+                f"ip route get {target}  (on {host}); route it over {interface}, or remove fleet_interface"
+            )
+            yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
     if any(entry.get("temporary") and entry["local"] == address for entry in entries):
-        setting = f"net.ipv6.conf.{interface}.use_tempaddr=0"
-        found.append(
-            warning(
-                "NF203",
-                host,
-                f"Its address {address} on {interface} is a temporary one (IPv6 privacy): "
-                "it changes, and firewall rules do not follow.",
-                f"sudo sysctl {setting}  (on {host}; in /etc/sysctl.d to keep it), or give the hosts IPv4",
-            )
+        problem = f"Its address {address} on {interface} is a temporary one (IPv6 privacy): it changes, and "
+        remedy = (
+            f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; in /etc/sysctl.d to keep it)"
         )
-    found += [
-        warning(
-            "NF204",
-            host,
-            f"Looking up {name} takes seconds on it, and the start of a run does so several times: a name "
-            "server does not answer.",
-            f"cat /etc/resolv.conf  (on {host}), and take out the server that does not answer",
-        )
-        for name in seen.get("slow_names", [])
-    ]
-    return found
-
-
-def _path(host: str, peer: str, target: str, seen: Mapping[str, Any], interface: str) -> Iterable[Finding]:
-    """A warning if a wired interface could reach the peer instead, or if the route ignores `interface`."""
-    links = {link["ifname"]: link for link in seen["links"]}
-    wireless = seen.get("wireless", [])
-    dev = seen["routes"].get(target, {}).get("dev") or interface
-    kind = kind_of(links.get(dev, {"ifname": dev}), wireless)
-    cables = [
-        name
-        for name, link in links.items()
-        if name not in ("lo", dev)
-        and kind_of(link, wireless) == "cable"
-        and reaches(addresses_of(link), target)
-    ]
-    if kind in KINDS and cables:
         yield warning(
-            "NF201",
-            host,
-            f"It reaches {peer} over {dev}, which is {KINDS[kind]}, although the wired interface {cables[0]} "
-            f"is on the same network. The kernel's route uses {dev}.",
-            f"sudo ip link set {dev} down  (on {host}; SSH sessions over {dev} end), or "
-            f"give its route a higher metric than {cables[0]}'s",
+            "NF203", host, f"{problem}firewall rules do not follow.", f"{remedy}, or use IPv4 addresses"
         )
-    elif dev != interface:
-        yield warning(
-            "NF202",
-            host,
-            f"fleet_interface is {interface}, but what it sends to {peer} leaves by {dev}.",
-            f"ip route get {target}  (on {host}); route it over {interface}, or leave fleet_interface out",
-        )
+    for name in seen.get("slow_names", []):
+        problem = f"A lookup of the name {name} takes more than 3 s, because a name server does not answer. "
+        remedy = f"cat /etc/resolv.conf  (on {host}), and remove the server that does not answer"
+        yield warning("NF204", host, f"{problem}The start of a run looks it up several times.", remedy)
 
 
 def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) -> list[Finding]:
@@ -229,22 +211,16 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
     for peer in peers:
         its = hostvars[peer]
         here, there = own["network_listen_address"], its.get("network_listen_address", "")
-        if not there:
+        if not there or (
+            (":" in here) == (":" in there)
+            and (there == its["network_address"] or reaches(own["network_networks"], there))
+        ):
             continue
-        one, other = ipaddress.ip_address(here), ipaddress.ip_address(there)
-        meets = one.version == other.version and (
-            there == its["network_address"]  # to which there is a route
-            or any(other in ipaddress.ip_network(network) for network in own["network_networks"])
+        problem = (
+            f"Gloo announces {here} on {host} and {there} on {peer}, the first addresses of the interfaces "
+            f"{own['network_interface']} and {its['network_interface']}. These cannot connect to each other, "
+            "so the ranks would wait until they time out."
         )
-        if not meets:
-            found.append(
-                warning(
-                    "NF205",
-                    host,
-                    f"Gloo announces {here} here and {there} on {peer}, the first addresses of "
-                    f"{own['network_interface']} and of {its['network_interface']} there, and no "
-                    "connection between these is possible: the ranks would wait until they time out.",
-                    "ip address show  (on both), and let both begin with an address of one network",
-                )
-            )
+        remedy = "ip address show  (on both), and give both interfaces a first address in one network"
+        found.append(warning("NF205", host, problem, remedy))
     return found

@@ -62,7 +62,7 @@ def test_an_override_is_respected_and_what_leaves_by_another_way_is_named() -> N
     assert (chosen["interface"], chosen["address"]) == ("docker0", "172.17.0.1")
     (found,) = chosen["findings"]
     assert (
-        "fleet_interface is docker0, but what it sends to laptop (10.0.0.11) leaves by enp3s0"
+        "fleet_interface is docker0, but the kernel sends packets to laptop (10.0.0.11) over enp3s0"
         in found["problem"]
     )
 
@@ -185,7 +185,7 @@ def test_a_temporary_address_is_named() -> None:
 def test_a_name_server_that_does_not_answer_is_named() -> None:
     there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
     (found,) = network.choose("tower", ONE, there)["findings"]
-    assert "Looking up tower takes seconds" in found["problem"]
+    assert "A lookup of the name tower takes more than 3 s" in found["problem"]
     assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Type: {found['remedy']}"]
 
 
@@ -214,7 +214,7 @@ def test_the_addresses_gloo_announces_must_meet(tower: tuple, laptop: tuple, mee
     findings = network.peer_findings("tower", ["laptop"], hostvars)
     assert (findings == []) is meet
     if not meet:
-        assert f"Gloo announces {tower[1]} here and {laptop[1]} on laptop" in findings[0]["problem"]
+        assert f"Gloo announces {tower[1]} on tower and {laptop[1]} on laptop" in findings[0]["problem"]
 
 
 def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: pytest.MonkeyPatch) -> None:
