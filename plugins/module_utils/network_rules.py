@@ -50,30 +50,28 @@ def rules(
     peers: addresses of the other hosts. ports: "LOW:HIGH" of the ranks' listeners. The coordinator also
     admits the peers to the rendezvous store and to the tracker, and the controllers to the tracker.
     """
-    wanted = []
-    for peer in dict.fromkeys(peers):
-        wanted.append({"source": peer, "port": ports})
-        if is_coordinator:
-            wanted.append({"source": peer, "port": str(store_port)})
-            wanted.append({"source": peer, "port": str(tracker_port)})
+    wanted = [ports, str(store_port), str(tracker_port)] if is_coordinator else [ports]
+    found = [(peer, port) for peer in dict.fromkeys(peers) for port in wanted]
     if is_coordinator:
         known = dict.fromkeys(plain(address) for address in controllers if not is_local(address))
-        wanted += [
-            {"source": source, "port": str(tracker_port)}
-            for source in known
-            if source not in map(plain, peers)
-        ]
-    return wanted
+        found += [(source, str(tracker_port)) for source in known if source not in map(plain, peers)]
+    return [{"source": source, "port": port} for source, port in found]
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
     """Connections that were tried between these hosts on fixed ports, in the form of doctor_measured.
 
-    low, high: the range of ports. Round-trip times are left out, because only the doctor reports them.
+    low, high: the range of ports. A listener on a port that the kernel chose is left out: in a dry run the
+    kernel chooses ports outside of the range that setup.yml would set. Round-trip times are left out, because
+    only the doctor reports them.
     """
+
+    def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        return [port for port in ports if not port["picked"]]
+
     found = {}
     for host in hosts:
-        listening, tried, rules = (
+        listening, tried, listed = (
             hostvars[host].get(f"__network_{name}") or {} for name in ("listening", "tried", "listed")
         )
         found[host] = {
@@ -86,17 +84,9 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
                 peer: {**each, "ports": fixed(each["ports"]), "rtt_ms": None}
                 for peer, each in (tried.get("peers") or {}).items()
             },
-            "firewall": rules.get("rules"),
+            "firewall": listed.get("rules"),
         }
     return found
-
-
-def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The listeners on fixed ports, without those on a port that the kernel chose.
-
-    In a dry run the kernel chooses ports outside of the range that setup.yml would set.
-    """
-    return [port for port in ports if not port["picked"]]
 
 
 def findings(
@@ -108,83 +98,67 @@ def findings(
     options: port_low, port_high, store_port, wanted (result of `rules`), comment (of the rules), is_root
     (whether tasks become root).
     """
-    low, high = options["port_low"], options["port_high"]
     if not options["is_root"]:
-        span = base64.b64decode(own["__network_range"]["content"]).decode()
-        active = own["__network_listed"]["active"]
-        owner = owner_findings(host, active, span, options["wanted"], low, high, options["comment"])
-        return [*owner, *filter_findings(host, "user")]
+        return [*owner_findings(host, own, options), *filter_findings(host, "user")]
+    closed = connection_findings(connections, {**options, "slow_rtt_ms": 0})
     return [
         *filter_findings(host, own["__network_filter"].get("stdout", "")),
-        *port_findings(host, own["__network_ports"], low, high),
-        *(
-            {**each, "severity": "warning"}
-            for each in connection_findings(connections, {**options, "slow_rtt_ms": 0})
-            if each["host"] == host
-        ),
+        *port_findings(host, own["__network_ports"], options["port_low"], options["port_high"]),
+        *({**each, "severity": "warning"} for each in closed if each["host"] == host),
     ]
 
 
 def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> Iterator[Finding]:
     """Warnings about the range of ephemeral ports. ports: result of the module ephemeral_ports."""
     span = f"{low}-{high}"
-
+    other_range = "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH"
     for other in ports["overriding"]:
+        problem = (
+            f"{other} sets another range of ephemeral ports than {span}. At the next boot it overrides the "
+            "range that setup.yml sets, because it is read later."
+        )
         path = other.partition(" ")[0]
-        yield warning(
-            "NF210",
-            host,
-            f"At its next start {other} sets another range of ports than {span}, being read after ours.",
-            f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})",
-        )
+        yield warning("NF210", host, problem, f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})")
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
-        yield warning(
-            "NF211",
-            host,
+        problem = (
             f"net.ipv4.ip_local_port_range was {ports['before'].replace(' ', '-')}, not the kernel's "
-            f"default. setup.yml sets it to {span}; reset.yml restores the old range.",
-            f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})",
+            f"default. setup.yml sets it to {span}; reset.yml restores the former range."
         )
+        remedy = f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
+        yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
-        yield warning(
-            "NF212",
-            host,
+        problem = (
             f"net.ipv4.ip_local_reserved_ports ({ports['reserved']}) leaves {ports['usable']} ports of "
-            f"{span}; a run needs about a hundred.",
-            "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH",
+            f"{span}; a run needs about a hundred."
         )
+        yield warning("NF212", host, problem, other_range)
     for held in ports["listeners"]:
-        yield warning(
-            "NF213",
-            host,
-            f"Port {held['port']} in {span} is served by {held['user']}. The other hosts can connect to it.",
-            "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH, or move it",
+        problem = (
+            f"The user {held['user']} listens on port {held['port']}, which is in {span}, the range that is "
+            "open to the other hosts. They can connect to it."
         )
+        yield warning("NF213", host, problem, f"{other_range}, or move that program to another port")
 
 
-def owner_findings(
-    host: str,
-    active: list[str],
-    port_range: str,
-    wanted: list[Mapping[str, str]],
-    low: int,
-    high: int,
-    comment: str = "nanofleet",
-) -> list[Finding]:
+def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[Finding]:
     """A warning with the commands that the owner of a host without root access for plays has to type.
 
-    active: firewalls that the module firewall_rules found active. port_range: "LOW HIGH" in force. Without an
-    active firewall there is no warning: nothing needs to be opened, and any range of ports will do.
+    Arguments as in `findings`. Without an active firewall there is no warning: nothing needs to be opened,
+    and any range of ports can be used.
     """
-    if not active or not wanted:
+    active = own["__network_listed"]["active"]
+    if not active or not options["wanted"]:
         return []
-    typed = FIREWALLS[active[0]].permit(wanted, "", comment)
-    if port_range.split() != [str(low), str(high)]:
-        setting, path = f"net.ipv4.ip_local_port_range = {low} {high}", "/etc/sysctl.d/60-nanofleet.conf"
+    typed = FIREWALLS[active[0]].permit(options["wanted"], "", options["comment"])
+    wanted = [str(options["port_low"]), str(options["port_high"])]
+    if base64.b64decode(own["__network_range"]["content"]).decode().split() != wanted:
+        setting = f"net.ipv4.ip_local_port_range = {' '.join(wanted)}"
+        path = "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
-        f"Plays do not become root there, so the firewall {active[0]}, which is active, and the range of "
-        "ports were not changed. Its owner types the command. Check: ansible-playbook doctor.yml"
+        f"Plays do not become root on it, so its active firewall {active[0]} and its range of ephemeral "
+        "ports were not changed. The owner of the host has to type the command. Check: ansible-playbook "
+        "doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 
@@ -200,12 +174,9 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
         "open": "Its systemd or kernel does not filter a unit's addresses (IPAddressDeny= has no effect)",
         "user": "Its units belong to a user's own systemd, which cannot filter a unit's addresses",
     }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
-    return [
-        warning(
-            "NF215",
-            host,
-            f"{reason}, so only a firewall keeps other machines from the ports of a run.",
-            f"sudo ufw status  (on {host}), and enable a firewall, or set fleet_address of every "
-            "host to its address in a private network (docs/security.md)",
-        )
-    ]
+    problem = f"{reason}, so only a firewall keeps other machines from the ports of a run."
+    remedy = (
+        f"sudo ufw status  (on {host}), and enable a firewall, or set fleet_address of every host to its "
+        "address in a private network (docs/security.md)"
+    )
+    return [warning("NF215", host, problem, remedy)]

@@ -230,7 +230,7 @@ def test_what_stands_in_the_ranges_way_is_said_in_sentences() -> None:
         "/etc/sysctl.d/99-c.conf (1024 65535) sets another",
         "was 40000-50000",
         "leaves 7 ports",
-        "20001 in 20000-20999 is served by postgres",
+        "postgres listens on port 20001, which is in 20000-20999",
     ]
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
