@@ -6,10 +6,12 @@ If one fault causes others, only the first one is reported.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import (
     FIREWALLS,
     holds_address,
@@ -19,10 +21,12 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import (
 
 Measured = Mapping[str, Mapping[str, Any]]
 Ports = Sequence[Mapping[str, Any]]
+Spans = Sequence[tuple[int, int]]
+"""Ranges of ports (low, high)."""
 SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
 AS_ROOT = "the same command with -K, so that doctor can read the rules as root"
-SHUT = {
+CLOSED = {
     "filtered": ("gets no answer from", ": its packets are dropped"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),
     "unreachable": ("cannot reach", " ({detail})"),
@@ -40,34 +44,22 @@ def connection_findings(
 ) -> list[Finding]:
     """Findings about the connections that were probed.
 
-    explained: hosts that another finding covers; their connections are left out.
-    """
-    found = []
-    for host, of_host in measured.items():
-        for peer in of_host["paths"]:
-            if measured[peer]["reachable"] and not {host, peer} & set(explained):
-                found += [
-                    {**each, "path": f"{host} to {peer}"} for each in _path(measured, host, peer, options)
-                ]
-    return _merged(found)
-
-
-def _merged(found: Sequence[Finding]) -> list[Finding]:
-    """Findings with the same code, host and remedy as one finding that lists the other paths.
-
-    One firewall rule may close many paths.
+    explained: hosts that another finding covers; their connections are left out. Findings with the same code,
+    host and remedy are one finding that lists the other paths: one firewall rule may close many.
     """
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}
-    for each in found:
-        key = (each["code"], each["host"], each["remedy"])
-        if key in merged:
-            others.setdefault(key, []).append(each["path"])
-        else:
-            merged[key] = each
+    for host, of_host in measured.items():
+        for peer in of_host["paths"]:
+            if not measured[peer]["reachable"] or {host, peer} & set(explained):
+                continue
+            for each in Path(measured, host, peer, options).findings():
+                key = (each["code"], each["host"], each["remedy"])
+                if merged.setdefault(key, each) is not each:
+                    others.setdefault(key, []).append(f"{host} to {peer}")
     for key, paths in others.items():
         merged[key]["problem"] += f" The same: {', '.join(paths)}."
-    return [{name: each[name] for name in each if name != "path"} for each in merged.values()]
+    return list(merged.values())
 
 
 # -- the interface -------------------------------------------------------------------------------------------
@@ -81,256 +73,242 @@ def _interfaces(measured: Measured) -> Iterator[Finding]:
             sentence, _dot, remedy = of_host["problem"].partition(". ")
             yield finding("NF520", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
             continue
-        for peer, path in of_host["paths"].items():
-            used = (path.get("route") or {}).get("interface") or chosen
+        for peer in of_host["paths"]:
+            used = _used_interface(of_host, peer) or chosen
             # An address that is off the link proves nothing if the peer's own interface is not the right one.
-            is_proof = _is_on_link(of_host, used, measured[peer]["address"]) or not _is_odd(measured, peer)
+            link = (of_host["facts"].get("links") or {}).get(used) or {}
+            is_on_link = any(
+                holds_address(net, measured[peer]["address"]) for net in link.get("addresses") or []
+            )
+            is_proof = is_on_link or _uses_chosen_interface(measured[peer])
             if chosen and used not in (chosen, "lo") and is_proof:
-                yield finding(
-                    "NF521", host,
+                problem = (
                     f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
-                    f"{peer} by {used}: Gloo would listen where no peer connects.",
-                    f"remove fleet_interface of {host} from the inventory, or set it to {used}", peer,
-                )  # fmt: skip
+                    f"{peer} by {used}: Gloo would listen where no peer connects."
+                )
+                remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
+                yield finding("NF521", host, problem, remedy, peer)
                 break
 
 
-def _is_on_link(of_host: Mapping[str, Any], interface: str, address: str) -> bool:
-    link = (of_host["facts"].get("links") or {}).get(interface) or {}
-    return any(holds_address(network, address) for network in link.get("addresses") or [])
+def _used_interface(of_host: Mapping[str, Any], peer: str) -> str:
+    """The interface of the kernel's route to a peer; "" if it is unknown."""
+    return str((of_host["paths"][peer].get("route") or {}).get("interface") or "")
 
 
-def _is_odd(measured: Measured, host: str) -> bool:
-    of_host = measured[host]
-    used = {(path.get("route") or {}).get("interface") for path in of_host["paths"].values()} - {None, ""}
-    return bool(of_host["interface"]) and bool(used) and of_host["interface"] not in used
+def _uses_chosen_interface(of_host: Mapping[str, Any]) -> bool:
+    """Whether a route of this host uses the interface that was chosen, as far as both are known."""
+    used = {_used_interface(of_host, peer) for peer in of_host["paths"]} - {""}
+    return not of_host["interface"] or not used or of_host["interface"] in used
 
 
-# -- the ports -----------------------------------------------------------------------------------------------
+# -- one path ------------------------------------------------------------------------------------------------
 
 
-def _path(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings about the path from `host` to `peer`, whose listener `host` has probed."""
-    path = measured[host]["paths"][peer]
-    ports = path.get("ports") or []
-    shut = [port for port in ports if port["state"] != "open"]
-    strange = next((port for port in shut if port["state"] == "misrouted"), None)
-    if strange:
-        return [_misrouted(measured, host, peer, strange)]
-    rule = _blame(measured, host, peer, shut) or _blame_answers(measured, host, peer)
-    if shut and len(shut) == len(ports) and not path.get("up") and not rule:
-        return [_no_path(measured, host, peer)]
-    states = dict.fromkeys(port["state"] for port in shut)
-    found = [
-        _shut(measured, host, peer, [port for port in shut if port["state"] == state], options)
-        for state in states
-    ]
-    return [*found, *_packets(measured, host, peer), *_oddities(measured, host, peer, options)]
+@dataclass(frozen=True)
+class Path:
+    """The path from `host` to `peer`, whose listener `host` has probed. options: as in path_findings."""
 
+    measured: Measured
+    host: str
+    peer: str
+    options: Mapping[str, Any]
 
-def _misrouted(measured: Measured, host: str, peer: str, port: Mapping[str, Any]) -> Finding:
-    address, other = measured[peer]["address"], port["detail"]
-    return finding(
-        "NF522", peer,
-        f"When {host} connects to {address}, the address of {peer}, it reaches {other} instead. Two hosts "
-        "have this address, or a rule redirects the packets.",
-        f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})", host,
-    )  # fmt: skip
+    def findings(self) -> Iterator[Finding]:
+        host, peer, path = self.host, self.peer, self.measured[self.host]["paths"][self.peer]
+        address, ports = self.measured[peer]["address"], path.get("ports") or []
+        closed: dict[str, list[Mapping[str, Any]]] = {}
+        for port in ports:
+            if port["state"] != "open":
+                closed.setdefault(port["state"], []).append(port)
+        if "misrouted" in closed:
+            other = closed["misrouted"][0]["detail"]
+            problem = (
+                f"When {host} connects to {address}, the address of {peer}, it reaches {other} instead. "
+                "Two hosts have this address, or a rule redirects the packets."
+            )
+            remedy = f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})"
+            yield finding("NF522", peer, problem, remedy, host)
+            return
+        is_closed = ports and all(port["state"] != "open" for port in ports)
+        if is_closed and not path.get("up") and not (self._dropping(ports) or self._dropping_answers()):
+            problem = (
+                f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
+                f"controller reaches {peer}: they are on different networks, or a router isolates its clients."
+            )
+            remedy = f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of "
+            yield finding("NF523", peer, problem, f"{remedy}{peer})", host)
+            return
+        for state, ports in closed.items():
+            yield self._closed(state, ports)
+        yield from self._packets(path)
+        yield from self._warnings(path)
 
-
-def _no_path(measured: Measured, host: str, peer: str) -> Finding:
-    address = measured[peer]["address"]
-    return finding(
-        "NF523", peer,
-        f"{host} gets no answer from {address} at all, not even on the SSH port, while the controller "
-        f"reaches {peer}: they are on different networks, or a router keeps its clients apart.",
-        f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of {peer})", host,
-    )  # fmt: skip
-
-
-def _shut(measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]) -> Finding:
-    state, words = ports[0]["state"], _in_words(measured, peer, ports, options)
-    back = (measured[peer]["paths"].get(host) or {}).get("ports") or []
-    is_one_way = back and all(port["state"] == "open" for port in back)
-    also = ", while the other direction is open" if is_one_way else ""
-    if state == "silent":
-        problem = (
-            f"{host} can connect to {peer} on {words} but receives no data. The program on {peer} is frozen, "
-            "or packets are lost"
+    def _closed(self, state: str, ports: Ports) -> Finding:
+        """The finding about ports of the peer that are in the same state, which is not open."""
+        host, peer, options = self.host, self.peer, self.options
+        words, see = self._words(ports), f"sudo ss -Hltnp  (on {peer})"
+        back = (self.measured[peer]["paths"].get(host) or {}).get("ports") or []
+        is_one_way = back and all(port["state"] == "open" for port in back)
+        also = ", while the other direction is open" if is_one_way else ""
+        if state == "silent":
+            problem = (
+                f"{host} can connect to {peer} on {words} but receives no data. The program on {peer} is "
+                f"frozen, or packets are lost{also}."
+            )
+            return finding("NF524", peer, problem, see, host)
+        if state == "foreign":
+            problem = f"A program other than nanofleet answers {host} on {words} of {peer}{also}."
+            return finding("NF525", peer, problem, see, host)
+        verb, how = CLOSED[state]
+        what = f"{host} {verb} {peer} on {words}{how.format(detail=ports[0]['detail'])}{also}."
+        wanted, has = (
+            [options["port_low"], options["port_high"]],
+            self.measured[peer]["facts"].get("port_range"),
         )
-        return finding("NF524", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
-    if state == "foreign":
-        problem = f"A program other than nanofleet answers {host} on {words} of {peer}"
-        return finding("NF525", peer, f"{problem}{also}.", f"sudo ss -Hltnp  (on {peer})", host)
-    verb, how = SHUT[state]
-    how = how.format(detail=ports[0]["detail"]) + also
-    wanted, has = [options["port_low"], options["port_high"]], measured[peer]["facts"].get("port_range")
-    astray = [port for port in ports if port.get("picked") and not wanted[0] <= port["port"] <= wanted[1]]
-    if astray and has and has != wanted:
-        because = f"Its kernel picks ports from {has[0]}-{has[1]}, which is not the range that is opened."
-        return finding("NF526", peer, f"{host} {verb} {peer} on {words}{how}. {because}", SETUP, host)
-    where, because, remedy = _cause(measured, host, peer, ports, options)
-    is_store = all(port["role"] == "store" for port in ports)
-    other = host if where == peer else peer
-    problem = f"{host} {verb} {peer} on {words}{how}. {because}"
-    return finding("NF527" if is_store else "NF528", where, problem, remedy, other)
+        outside = [
+            each for each in ports if each.get("picked") and not wanted[0] <= each["port"] <= wanted[1]
+        ]
+        if outside and has and has != wanted:
+            because = f"Its kernel picks ports from {has[0]}-{has[1]}, which is not the range that is opened."
+            return finding("NF526", peer, f"{what} {because}", SETUP, host)
+        where, because, remedy = self._cause(ports)
+        is_store = all(port["role"] == "store" for port in ports)
+        other = host if where == peer else peer
+        return finding("NF527" if is_store else "NF528", where, f"{what} {because}", remedy, other)
+
+    def _words(self, ports: Ports) -> str:
+        """Names of ports of the peer in a sentence."""
+        low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
+        gloo = sorted(port["port"] for port in ports if port["role"] == "gloo")
+        words = [f"the store's port {store}"] if len(gloo) < len(ports) else []
+        if gloo and len(gloo) == sum(port["role"] == "gloo" for port in self.measured[self.peer]["ports"]):
+            words.append(f"Gloo's range {low}-{high}")
+        elif gloo:
+            words.append(f"port{'s' if len(gloo) > 1 else ''} {', '.join(map(str, gloo))} of Gloo's range")
+        return " and ".join(words)
+
+    # -- firewalls -------------------------------------------------------------------------------------------
+
+    def _ends(self, *chains: str) -> Iterator[tuple[str, str, list[Rule], str]]:
+        """(host, chain, its firewall rules, address at the other end): of the peer, then of the host."""
+        ends = ((self.peer, self.host), (self.host, self.peer))
+        for chain, (where, other) in zip(chains, ends, strict=True):
+            yield where, chain, self.measured[where]["firewall"] or [], self.measured[other]["address"]
+
+    def _cause(self, ports: Ports) -> tuple[str, str, str]:
+        """(host to change, cause as a sentence, command to type) for ports that cannot be reached."""
+        host, peer = self.host, self.peer
+        if rule := self._dropping(ports):
+            return _by_rule(rule)
+        if self.measured[peer]["firewall"] is None:
+            return peer, f"Only root can read the firewall rules of {peer}.", AS_ROOT
+        spans = [(port["port"], port["port"]) for port in ports]
+        for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
+            for policy in lacking(rules, chain, address, spans):
+                lacks = f"lets {host} in" if chain == "INPUT" else f"lets it reach {peer}"
+                because = f"{policy['text']} is active on {where} and has no rule that {lacks}."
+                return where, because, self._permission(policy, where, address, ports)
+        if rule := self._dropping_answers():
+            return _by_rule(rule)
+        for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
+            drops = matching(rules, "drop", chain, address, spans)
+            if drops:
+                drops.sort(key=lambda each: not (each["ports"] or each["source"]))
+                texts = "; ".join(dict.fromkeys(each["text"] for each in drops[:SHOWN_RULES]))
+                return where, f"Rules of {where} that may drop them: {texts}.", _listing(drops[0], where)
+        because = f"No rule for it was found on {host} or {peer}: another firewall, a router or a cloud's."
+        return peer, because, f"sudo nft list ruleset  (on {peer}, then on {host})"
+
+    def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
+        """The command after which a policy admits TCP from `source` to these ports.
+
+        For outgoing packets it is the command that lists the rules.
+        """
+        firewall = FIREWALLS[policy["firewall"]]
+        if policy["chain"] == "OUTPUT":
+            return _listing(policy, where)
+        if firewall.is_managed:
+            return SETUP
+        low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
+        names = {"gloo": f"{low}:{high}", "store": str(store)}
+        wanted = [
+            {"source": source, "port": names[role]} for role in sorted({port["role"] for port in ports})
+        ]
+        return f"{' && '.join(firewall.permit(wanted, policy['place'], ''))}{firewall.keep}  (on {where})"
+
+    def _dropping(self, ports: Ports) -> Rule | None:
+        """The rule that by itself drops packets to these ports of the peer; None without one."""
+        return self._dropping_all(("INPUT", "OUTPUT"), [[(port["port"], port["port"]) for port in ports]])
+
+    def _dropping_answers(self) -> Rule | None:
+        """The rule that by itself drops the answers of the peer, from any port; None without one."""
+        low, high = (self.measured[self.host]["facts"].get("port_range") or [0, 65535])[:2]
+        return self._dropping_all(("OUTPUT", "INPUT"), [[(low, low)], [(high, high)]])
+
+    def _dropping_all(self, chains: tuple[str, str], groups: Sequence[Spans]) -> Rule | None:
+        """The first rule that drops packets to each group of ports, with its host as `where`.
+
+        chains: of the peer and of the host.
+        """
+        for where, chain, rules, address in self._ends(*chains):
+            for rule in rules:
+                drops = all(matching([rule], "drop", chain, address, group) for group in groups)
+                if drops and rule["remedy"]:
+                    return {**rule, "where": where}
+        return None
+
+    # -- packets ---------------------------------------------------------------------------------------------
+
+    def _packets(self, path: Mapping[str, Any]) -> Iterator[Finding]:
+        """Findings about connections that break off and large packets that are lost without an error."""
+        host, peer, mtu = self.host, self.peer, path.get("mtu") or {}
+        if path.get("cut"):
+            problem = f"A connection from {host} to {peer} breaks off: {path['cut']}."
+            yield finding("NF530", peer, problem, f"ping {self.measured[peer]['address']}  (on {host})", host)
+        if not mtu.get("swallowed"):
+            return
+        arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
+        what = f"Packets of {mtu['sent']} bytes from {host} to {peer} are lost without an error{arrive}: "
+        what += "a run would connect and then hang."
+        for where, chain, rules, _address in self._ends("INPUT", "OUTPUT"):
+            for rule in rules:
+                if (rule["chain"], rule["verdict"]) == (chain, "drop") and rule["length"]:
+                    _where, because, remedy = _by_rule({**rule, "where": where})
+                    other = host if where == peer else peer
+                    yield finding("NF531", where, f"{what} {because}", remedy, other)
+                    return
+        interface, small = self.measured[host]["interface"], mtu["passes"] or 576
+        because = f"A device between {host} and {peer} has a smaller MTU than {interface}."
+        remedy = f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)"
+        yield finding("NF532", host, f"{what} {because}", remedy, peer)
+
+    def _warnings(self, path: Mapping[str, Any]) -> Iterator[Finding]:
+        """Warnings about a path that works: an unexpected source address, a long round trip."""
+        host, peer, own = self.host, self.peer, self.measured[self.host]["address"]
+        address = self.measured[peer]["address"]
+        seen = {port["seen"] for port in path.get("ports") or [] if port.get("seen")}
+        if own and seen and own not in seen:
+            problem = (
+                f"{peer} receives packets of {host} from {', '.join(sorted(seen))}, not from {own}, the "
+                f"address of {host}. A firewall rule on {peer} that allows {own} does not match them."
+            )
+            remedy = f"ip route get {address}  (on {host}; then set fleet_interface or fleet_address of it)"
+            yield finding("NF533", host, problem, remedy, peer, "warning")
+        # The shortest of all: a busy host answers late now and then, a distant one always.
+        took = (path.get("rtt_ms") or {}).get("min", 0)
+        if took > self.options["slow_rtt_ms"]:
+            problem = f"A message from {host} takes {took:.0f} ms there and back: that is no local network."
+            remedy = f"ping -c 20 {address}  (on {host}; a VPN or WiFi's power saving does this)"
+            yield finding("NF534", peer, problem, remedy, host, "warning")
 
 
-def _in_words(measured: Measured, peer: str, ports: Ports, options: Mapping[str, Any]) -> str:
-    gloo = sorted(port["port"] for port in ports if port["role"] == "gloo")
-    words = [f"the store's port {options['store_port']}"] if len(gloo) < len(ports) else []
-    if gloo and len(gloo) == sum(port["role"] == "gloo" for port in measured[peer]["ports"]):
-        words.append(f"Gloo's range {options['port_low']}-{options['port_high']}")
-    elif gloo:
-        words.append(f"port{'s' if len(gloo) > 1 else ''} {', '.join(map(str, gloo))} of Gloo's range")
-    return " and ".join(words)
-
-
-# -- firewalls -----------------------------------------------------------------------------------------------
-
-
-def _cause(
-    measured: Measured, host: str, peer: str, ports: Ports, options: Mapping[str, Any]
-) -> tuple[str, str, str]:
-    """(host to change, cause as a sentence, command to type) for ports of `peer` that `host` cannot reach."""
-    rule = _blame(measured, host, peer, ports)
-    if rule:
-        return _by_rule(rule)
-    if measured[peer]["firewall"] is None:
-        return peer, f"Only root can read the firewall rules of {peer}.", AS_ROOT
-    spans = [(port["port"], port["port"]) for port in ports]
-    ends = ((peer, "INPUT", host), (host, "OUTPUT", peer))
-    for where, chain, other in ends:
-        for policy in lacking(measured[where]["firewall"] or [], chain, measured[other]["address"], spans):
-            because = f"{policy['text']} is active on {where} and has no rule that lets {other} in."
-            if chain == "OUTPUT":
-                because = f"{policy['text']} is active on {where} and has no rule that lets it reach {other}."
-            return where, because, _permission(policy, where, measured[other]["address"], ports, options)
-    rule = _blame_answers(measured, host, peer)
-    if rule:
-        return _by_rule(rule)
-    for where, chain, other in ends:
-        drops = matching(measured[where]["firewall"] or [], "drop", chain, measured[other]["address"], spans)
-        if drops:
-            drops.sort(key=lambda each: not (each["ports"] or each["source"]))
-            texts = "; ".join(dict.fromkeys(each["text"] for each in drops[:SHOWN_RULES]))
-            return where, f"Rules of {where} that may drop them: {texts}.", _listing(drops[0], where)
-    return (
-        peer,
-        f"No rule for it was found on {host} or {peer}: another firewall, a router or a cloud's.",
-        f"sudo nft list ruleset  (on {peer}, then on {host})",
-    )
-
-
-def _by_rule(rule: Mapping[str, str]) -> tuple[str, str, str]:
+def _by_rule(rule: Rule) -> tuple[str, str, str]:
+    """(host to change, cause as a sentence, command to type) for a rule that drops packets."""
     where = rule["where"]
     remedy = f"{rule['remedy']}  (on {where})" if rule["remedy"] else _listing(rule, where)
     return where, f"The rule on {where} is: {rule['text']}.", remedy
 
 
-def _listing(rule: Mapping[str, str], where: str) -> str:
+def _listing(rule: Rule, where: str) -> str:
     return f"sudo {FIREWALLS[rule['firewall']].listing}  (on {where})"
-
-
-def _permission(
-    policy: Mapping[str, str], where: str, source: str, ports: Ports, options: Mapping[str, Any]
-) -> str:
-    """The command after which a policy admits TCP from `source` to these ports.
-
-    For outgoing packets it is the command that lists the rules.
-    """
-    firewall = FIREWALLS[policy["firewall"]]
-    if policy["chain"] == "OUTPUT":
-        return _listing(policy, where)
-    if firewall.is_managed:
-        return SETUP
-    names = {
-        "gloo": f"{options['port_low']}:{options['port_high']}",
-        "store": str(options["store_port"]),
-    }
-    wanted = [{"source": source, "port": names[role]} for role in sorted({port["role"] for port in ports})]
-    return f"{' && '.join(firewall.permit(wanted, policy['place'], ''))}{firewall.keep}  (on {where})"
-
-
-def _blame(measured: Measured, host: str, peer: str, ports: Ports) -> dict[str, str] | None:
-    """The rule that by itself drops packets from `host` to these ports of `peer`; None without one."""
-    there = [(port["port"], port["port"]) for port in ports]
-    return _dropping(measured, ((peer, "INPUT", host), (host, "OUTPUT", peer)), [there])
-
-
-def _blame_answers(measured: Measured, host: str, peer: str) -> dict[str, str] | None:
-    """The rule that by itself drops the answers of `peer` to `host`, from any port; None without one."""
-    low, high = (measured[host]["facts"].get("port_range") or [0, 65535])[:2]
-    return _dropping(
-        measured, ((peer, "OUTPUT", host), (host, "INPUT", peer)), [[(low, low)], [(high, high)]]
-    )
-
-
-def _dropping(
-    measured: Measured, ends: Sequence[tuple[str, str, str]], each_of: Sequence[list[tuple[int, int]]]
-) -> dict[str, str] | None:
-    """The first rule at these ends that drops packets to each group of ports; None without one.
-
-    ends: (host of the rule, chain, host at the other end). each_of: groups of port ranges (low, high).
-    """
-    for where, chain, other in ends:
-        rules, address = measured[where]["firewall"] or [], measured[other]["address"]
-        for rule in matching(rules, "drop", chain, address, each_of[0]):
-            if rule["remedy"] and all(matching([rule], "drop", chain, address, group) for group in each_of):
-                return {**rule, "where": where}
-    return None
-
-
-# -- packets -------------------------------------------------------------------------------------------------
-
-
-def _packets(measured: Measured, host: str, peer: str) -> Iterator[Finding]:
-    """Findings about connections that break off and about large packets that are lost without an error."""
-    path = measured[host]["paths"][peer]
-    mtu = path.get("mtu") or {}
-    if path.get("cut"):
-        remedy = f"ping {measured[peer]['address']}  (on {host})"
-        yield finding(
-            "NF530", peer, f"A connection from {host} to {peer} breaks off: {path['cut']}.", remedy, host
-        )
-    if not mtu.get("swallowed"):
-        return
-    arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
-    sentence = f"Packets of {mtu['sent']} bytes from {host} to {peer} are lost without an error{arrive}: "
-    sentence += "a run would connect and then hang."
-    for where, chain in ((peer, "INPUT"), (host, "OUTPUT")):
-        for rule in measured[where]["firewall"] or []:
-            if (rule["chain"], rule["verdict"]) == (chain, "drop") and rule["length"]:
-                where, because, remedy = _by_rule({**rule, "where": where})
-                yield finding(
-                    "NF531", where, f"{sentence} {because}", remedy, host if where == peer else peer
-                )
-                return
-    interface, small = measured[host]["interface"], mtu["passes"] or 576
-    yield finding(
-        "NF532", host, f"{sentence} A device between {host} and {peer} has a smaller MTU than {interface}.",
-        f"sudo ip link set {interface} mtu {small}  (on {host}, until that device is fixed)", peer,
-    )  # fmt: skip
-
-
-def _oddities(measured: Measured, host: str, peer: str, options: Mapping[str, Any]) -> Iterator[Finding]:
-    """Warnings about a path that works: an unexpected source address, a long round trip."""
-    path, own = measured[host]["paths"][peer], measured[host]["address"]
-    there = measured[peer]["address"]
-    seen = {port["seen"] for port in path.get("ports") or [] if port.get("seen")}
-    if own and seen and own not in seen:
-        yield finding(
-            "NF533", host,
-            f"{peer} receives packets of {host} from {', '.join(sorted(seen))}, not from {own}, the address "
-            f"of {host}. A firewall rule on {peer} that allows {own} does not match them.",
-            f"ip route get {there}  (on {host}; then set fleet_interface or fleet_address of it)", peer,
-            "warning",
-        )  # fmt: skip
-    # The shortest of all: a busy host answers late now and then, a distant one always.
-    took = (path.get("rtt_ms") or {}).get("min", 0)
-    if took > options["slow_rtt_ms"]:
-        yield finding(
-            "NF534", peer,
-            f"A message from {host} takes {took:.0f} ms there and back: that is no local network.",
-            f"ping -c 20 {there}  (on {host}; a VPN or WiFi's power saving does this)", host, "warning",
-        )  # fmt: skip
