@@ -31,11 +31,11 @@ def host_findings(
         if not of_host["reachable"]:
             found.append(_unreachable(measured, host, hostvars[host]))
         elif not of_host["facts"]:
-            found.append(_cannot_look(host, of_host["why"]))
+            found.append(_unchecked(host, of_host["why"]))
         else:
-            found += [*_clock(host, of_host, options), *_disks(host, of_host, options), *_name(host, of_host)]
-            found += [*_store(host, of_host), *_load(host, of_host)]
-    return [*found, *_data(measured, options), *_installed(measured, options), *_rehearsal(measured)]
+            for check in (_system, _disks, _store, _data):
+                found += check(host, of_host, options)
+    return [*found, *_installed(measured, options), *_rehearsal(measured)]
 
 
 def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) -> Finding:
@@ -45,74 +45,69 @@ def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) ->
     """
     found = unreachable_finding(host, variables, measured[host]["why"])
     views = {peer: (of_peer["paths"].get(host) or {}).get("up") for peer, of_peer in measured.items()}
-    seen = [peer for peer, up in views.items() if up]
-    blind = [peer for peer, up in views.items() if up is False]
-    also = f" {', '.join(seen)} can see it: only the controller's path is cut." if seen else ""
-    also = also or (
-        f" Nor does it answer {', '.join(blind)}: it is off, asleep or unplugged." if blind else ""
-    )
+    seeing, blind = ([peer for peer, up in views.items() if up is state] for state in (True, False))
+    also = ""
+    if seeing:
+        also = f" {', '.join(seeing)} can reach it: only the controller's path is cut."
+    elif blind:
+        also = f" It does not answer {', '.join(blind)} either: it is off, asleep or unplugged."
     return {**found, "problem": found["problem"] + also, "peer": "", "severity": "error"}
 
 
-def _cannot_look(host: str, why: str) -> Finding:
-    if "not found" in why or "No such file" in why or "discovered_interpreter" in why:
-        return finding(
-            "NF501",
-            host,
-            "It has no python3 that Ansible can use.",
-            f"sudo apt install python3  (on {host})",
-        )
-    return finding(
-        "NF502",
-        host,
-        f"It could not be checked: {(why or 'no reason was given')[:200]}",
-        f"ansible {host} -m ping",
-    )
+def _unchecked(host: str, why: str) -> Finding:
+    """Finding about a host that answers, but on which the module doctor_host failed."""
+    if any(words in why for words in ("not found", "No such file", "discovered_interpreter")):
+        problem = "It has no python3 that Ansible can use."
+        return finding("NF501", host, problem, f"sudo apt install python3  (on {host})")
+    problem = f"It could not be checked: {(why or 'no reason was given')[:200]}"
+    return finding("NF502", host, problem, f"ansible {host} -m ping")
 
 
-def _clock(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
-    skew, allowed = of_host["facts"]["skew_s"], options["max_skew_s"]
+def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
+    """Findings about the clock, the name that resolves to loopback, and the load of a host."""
+    facts, own = of_host["facts"], of_host["address"]
+    skew, allowed = facts["skew_s"], options["max_skew_s"]
     if abs(skew) > allowed:
         side = "ahead of" if skew > 0 else "behind"
         problem = f"Its clock is {abs(skew):.0f} s {side} the controller's (allowed: {allowed:g})."
         yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
+    name, addresses = facts["hostname"], facts["resolves_to"]
+    if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
+        problem = (
+            f"Its own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are not affected, "
+            "because they get the interface. A torchrun that is started by hand would find no peer."
+        )
+        remedy = f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})"
+        yield finding("NF505", host, problem, remedy, severity="warning")
+    load, cores = facts["load"], facts["machine_cores"]
+    if load > cores and not of_host["active"]:
+        problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: "
+        problem += "the measured rates are too low."
+        yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
 
 
 def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
-    reported = set()
+    """Findings about file systems, each of which is reported for the first of its folders."""
+    needed = options["min_free_gib"]
+    mounts: dict[str, tuple[str, Mapping[str, Any]]] = {}
     for path, disk in of_host["facts"]["disks"].items():
-        mount, needed = disk["mount"], options["min_free_gib"]
+        mounts.setdefault(disk["mount"], (path, disk))
+    for mount, (path, disk) in mounts.items():
         what = f"{mount}, which holds {path}," if mount != path else mount
-        if mount in reported:
-            continue
-        reported.add(mount)
         if not disk["writable"]:
-            problem, see = f"{what} can only be read.", f"sudo dmesg | grep -i remount  (on {host})"
+            problem, see = f"{what} is mounted read-only.", f"sudo dmesg | grep -i remount  (on {host})"
             yield finding("NF513", host, problem, see)
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
             see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
             yield finding("NF504", host, problem, see)
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
-            problem = f"{what} has room for {disk['inodes_free']} more files: its inodes are used up."
+            problem = f"{what} has room for only {disk['inodes_free']} more files: its inodes are used up."
             see = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
             yield finding("NF514", host, problem, see)
 
 
-def _name(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
-    name, addresses = of_host["facts"]["hostname"], of_host["facts"]["resolves_to"]
-    own = of_host["address"]
-    if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
-        yield finding(
-            "NF505", host,
-            f"Its own name {name} resolves to {', '.join(addresses)}. nanofleet's runs get the "
-            "interface and are not affected; a torchrun started by hand would find no peer.",
-            f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})",
-            severity="warning",
-        )  # fmt: skip
-
-
-def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
+def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
     """Findings if the rendezvous store's port cannot be opened, or a process outside of a run holds it."""
     for held in of_host["held"]:
         if held["role"] != "store" or held.get("unit") in of_host["active"]:
@@ -120,35 +115,23 @@ def _store(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
         port = held["port"]
         if held["reason"] != "held":
             problem = f"The rendezvous store's port {port} cannot be opened: {held['reason']}."
-            yield finding("NF506", host, problem, "add -e store_port=PORT to take another port")
+            yield finding("NF506", host, problem, "add -e store_port=PORT to use another port")
             continue
         who, end = holder(held, port)
         if not held.get("pid"):
-            who += " (an interrupted doctor's listener would be gone in 30 s)"
+            who += " (a listener of an interrupted doctor ends within 30 s)"
         problem = f"The rendezvous store's port {port} is held by {who}. A run cannot start."
-        yield finding("NF507", host, problem, f"{end}  (on {host}; or take another port: -e store_port=PORT)")
+        yield finding("NF507", host, problem, f"{end}  (on {host}; or use another port: -e store_port=PORT)")
 
 
-def _load(host: str, of_host: Mapping[str, Any]) -> Iterator[Finding]:
-    load, cores = of_host["facts"]["load"], of_host["facts"]["machine_cores"]
-    if load > cores and not of_host["active"]:
-        problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: rates are low for it."
-        yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
-
-
-def _data(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings about hosts whose shards differ from the manifest.
+def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
+    """A finding if the shards of a host differ from the manifest.
 
     A host without a manifest has no finding: the report lists its data as not measured.
     """
-    found = []
-    for host, of_host in measured.items():
-        listed = (of_host["data"] or {}).get("findings") or []
-        if not listed or "manifest.json is missing" in listed:
-            continue
-        problem = f"Its data are not the controller's: {'; '.join(listed)}."
-        found.append(finding("NF509", host, problem, SETUP))
-    return found
+    listed = (of_host["data"] or {}).get("findings") or []
+    if listed and "manifest.json is missing" not in listed:
+        yield finding("NF509", host, f"Its data differ from the controller's: {'; '.join(listed)}.", SETUP)
 
 
 def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
@@ -160,26 +143,25 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
-        problem = "The hosts hold another trainer than this folder: train.yml would refuse."
+        problem = "The trainer on the hosts differs from the one in this folder, so train.yml would refuse."
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
-        odd = {each["host"] for each in found}
-        for group in by_kind({host: each for host, each in installed.items() if host not in odd}, field):
+        reported = {each["host"] for each in found}
+        kinds = by_kind({host: each for host, each in installed.items() if host not in reported}, field)
+        for group in kinds:
             values = {host: value[:12] for host, value in group.items()}
             for host, value, usual in unlike_most(values):
                 others = ", ".join(other for other, its in values.items() if its == usual)
-                problem = f"It has {field} {value}, but {others} {usual}: their ranks must not differ."
+                problem = f"It has {field} {value}, but {others} {usual}: all ranks need the same."
                 found.append(finding("NF511", host, problem, SETUP))
     return found
 
 
-def _rehearsal(measured: Measured) -> list[Finding]:
+def _rehearsal(measured: Measured) -> Iterator[Finding]:
     """A finding if the rehearsed all-reduce failed. Only hosts whose ports are all open take part in it."""
     rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
-    failed = {host: each["error"] for host, each in rehearsals.items() if each.get("error")}
-    if not failed:
-        return []
-    host, error = next(iter(failed.items()))
-    others = ", ".join(peer for peer in rehearsals if peer != host)
-    problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
-    return [finding("NF512", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")]
+    failed = [(host, each["error"]) for host, each in rehearsals.items() if each.get("error")]
+    for host, error in failed[:1]:
+        others = ", ".join(peer for peer in rehearsals if peer != host)
+        problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
+        yield finding("NF512", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")

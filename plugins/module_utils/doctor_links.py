@@ -37,25 +37,18 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
             paths = [path for path in directed if path[end] == host]
             # With two hosts both ends are alike: the sender is named, and the peer with it.
             if len(paths) > 1 and all(path in slow for path in paths):
-                worst = max(slow.pop(path) for path in paths)
-                found.append(
-                    finding(
-                        "NF540", host, f"It {verb} at {worst:.0f} Mbit/s at most, whoever the peer is.",
-                        _see_link(measured, host),
-                    )
-                )  # fmt: skip
+                best = max(slow.pop(path) for path in paths)
+                problem = f"It {verb} at {best:.0f} Mbit/s at most, whichever host is the peer."
+                found.append(finding("NF540", host, problem, _see_link(measured, host)))
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
         other = f" ({back:.0f} in the other direction)" if back else ""
         step = DENSE_MB * 8 / max(mbit, 0.1)
-        found.append(
-            finding(
-                "NF541", sender,
-                f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
-                f"({DENSE_MB} MB in sync=dense) take {step:.0f} s.",
-                _see_link(measured, sender), receiver,
-            )
-        )  # fmt: skip
+        problem = (
+            f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
+            f"({DENSE_MB} MB in sync=dense) take {step:.0f} s."
+        )
+        found.append(finding("NF541", sender, problem, _see_link(measured, sender), receiver))
     return found
 
 
@@ -89,20 +82,12 @@ def _link(measured: Measured, host: str) -> Iterator[Finding]:
     ]
     if link["wireless"] and cables:
         other, address = cables[0]
-        yield finding(
-            "NF542", host,
-            f"It reaches its peers over WiFi ({name}), though a cable is plugged in ({other}, {address}).",
-            f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml",
-        )  # fmt: skip
+        problem = f"It reaches its peers over WiFi ({name}), although {other} ({address}) has a cable."
+        remedy = f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml"
+        yield finding("NF542", host, problem, remedy)
     elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:
-        yield finding(
-            "NF543", host,
-            f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port.",
-            f"sudo ethtool {name}  (on {host}; try another cable and port)",
-        )  # fmt: skip
+        problem = f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port."
+        yield finding("NF543", host, problem, f"sudo ethtool {name}  (on {host}; try another cable and port)")
     elif link["duplex"] == "half":
-        yield finding(
-            "NF544", host,
-            f"{name} runs at half duplex: it cannot send and receive at once.",
-            f"sudo ethtool -s {name} autoneg on  (on {host})",
-        )  # fmt: skip
+        problem = f"{name} runs at half duplex: it cannot send and receive at once."
+        yield finding("NF544", host, problem, f"sudo ethtool -s {name} autoneg on  (on {host})")

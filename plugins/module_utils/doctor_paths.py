@@ -134,7 +134,7 @@ class Path:
         if is_closed and not path.get("up") and not (self._dropping(ports) or self._dropping_answers()):
             problem = (
                 f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
-                f"controller reaches {peer}: they are on different networks, or a router isolates its clients."
+                f"controller reaches {peer}: they are on different networks, or a router isolates them."
             )
             remedy = f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of "
             yield finding("NF523", peer, problem, f"{remedy}{peer})", host)

@@ -65,14 +65,8 @@ marks:
 """
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+"""Flags of a CPU that decide the rate of a GEMM."""
 COPY_SECONDS = 0.25
-
-
-def number(text: str) -> int | None:
-    try:
-        return int(text)
-    except ValueError:
-        return None
 
 
 def links() -> dict[str, dict[str, Any]]:
@@ -83,7 +77,7 @@ def links() -> dict[str, dict[str, Any]]:
         if not name or name == "lo":
             continue
         folder = f"/sys/class/net/{name}"
-        speed = number(read_text(f"{folder}/speed"))
+        speed = read_text(f"{folder}/speed")
         found[name] = {
             "addresses": [
                 f"{each['local']}/{each['prefixlen']}"
@@ -91,7 +85,7 @@ def links() -> dict[str, dict[str, Any]]:
                 if each.get("scope") == "global" and each.get("local")
             ],
             "mtu": entry.get("mtu"),
-            "speed_mbit": speed if speed and speed > 0 else None,
+            "speed_mbit": int(speed) or None if speed.isdigit() else None,
             "duplex": read_text(f"{folder}/duplex"),
             "wireless": is_wireless(name),
             "physical": os.path.exists(f"{folder}/device"),
@@ -155,18 +149,11 @@ def copy_rate(mib: int, threads: int) -> float:
 
 
 def cpu() -> tuple[str, list[str]]:
-    """Model and the flags that decide how fast matrices are multiplied."""
+    """(model, those of FLAGS that it has) of the CPU."""
     lines = [line.partition(":") for line in read_text("/proc/cpuinfo").splitlines()]
     fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
     return fields.get("model name", ""), [flag for flag in FLAGS if flag in flags]
-
-
-def memory_gib() -> float | None:
-    for line in read_text("/proc/meminfo").splitlines():
-        if line.startswith("MemTotal:"):
-            return round(int(line.split()[1]) / 2**20, 1)
-    return None
 
 
 def main() -> None:
@@ -183,7 +170,6 @@ def main() -> None:
     p = module.params
     now = time.time()
     model, flags = cpu()
-    cores = len(os.sched_getaffinity(0))
     facts = {
         "sent": p["sent"],
         "time": now,
@@ -193,19 +179,17 @@ def main() -> None:
         "machine": platform.machine(),
         "cpu": model,
         "flags": flags,
-        "cores": cores,
+        "cores": len(os.sched_getaffinity(0)),
         "machine_cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
-        "memory_gib": memory_gib(),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "copy_gb_s": copy_rate(p["copy_mib"], max(1, p["threads"])) if p["copy_mib"] else None,
         "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
         "links": links(),
         "disks": {path: disk_of(path) for path in p["paths"]},
     }
-    marks = {path: mark(path) for path in p["marks"]}
-    module.exit_json(
-        changed=False, facts=facts, marks=dict(marks, boot=read_text("/proc/sys/kernel/random/boot_id"))
-    )
+    marks = {path: mark(path) for path in p["marks"]} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}
+    module.exit_json(changed=False, facts=facts, marks=marks)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,7 @@ FAULTS = (
         "podman exec {name} ip link set eth0 down && podman pause {name}",
         "podman unpause {name} && podman exec {name} ip link set eth0 up"
         " && podman exec {name} ip route add default via {gateway}",
-        "NF101", ("Cannot be reached", "Nor does it answer"), remedy="ssh", outside=True,
+        "NF101", ("Cannot be reached", "either: it is off, asleep"), remedy="ssh", outside=True,
     ),
 )  # fmt: skip
 

@@ -12,8 +12,8 @@ from measured_fleet import all_findings, fleet, only
 @pytest.mark.parametrize(
     ("up", "words"),
     [
-        (False, "Nor does it answer tower: it is off, asleep"),
-        (True, "tower can see it: only the controller's"),
+        (False, "It does not answer tower either: it is off, asleep"),
+        (True, "tower can reach it: only the controller's"),
     ],
 )
 def test_a_host_that_is_asleep_is_told_with_what_the_others_see(up: bool, words: str) -> None:
@@ -53,7 +53,7 @@ def test_a_slow_answer_is_no_skew() -> None:
     [
         ({"free_gib": 0.2}, "0.2 GiB free"),
         ({"inodes_free": 3}, "inodes"),
-        ({"writable": False}, "only be read"),
+        ({"writable": False}, "mounted read-only"),
     ],
 )
 def test_a_full_disk_is_named_once_by_its_mount(change: dict[str, Any], words: str) -> None:

@@ -82,7 +82,7 @@ def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
     [
         ({"speed_mbit": 100}, "NF543", "100 Mbit/s: a bad cable"),
         ({"duplex": "half"}, "NF544", "half duplex"),
-        ({"wireless": True}, "NF542", "eno1, 10.0.0.77"),
+        ({"wireless": True}, "NF542", "eno1 (10.0.0.77) has a cable"),
     ],
 )
 def test_what_the_interface_says_explains_slow_rates(change: dict[str, Any], code: str, words: str) -> None:
