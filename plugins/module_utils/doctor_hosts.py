@@ -81,8 +81,9 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
         yield finding("NF505", host, problem, remedy, severity="warning")
     load, cores = facts["load"], facts["machine_cores"]
     if load > cores and not of_host["active"]:
-        problem = f"Other work keeps it busy, a load of {load:g} on {cores} cores: "
-        problem += "the measured rates are too low."
+        problem = (
+            f"Other work keeps it busy, a load of {load:g} on {cores} cores: the measured rates are too low."
+        )
         yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
 
 

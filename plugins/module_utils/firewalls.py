@@ -7,6 +7,7 @@ address.
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import shlex
@@ -29,16 +30,14 @@ def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
 
 
 def firewalld_permit(wanted: Wanted, zone: str, _comment: str) -> list[str]:
-    typed = []
-    for rule in wanted:
-        family = "ipv6" if ":" in rule["source"] else "ipv4"
-        rich = (
-            f'rule family="{family}" source address="{rule["source"]}" '
-            f'port port="{rule["port"].replace(":", "-")}" protocol="tcp" accept'
-        )
-        typed.append(
-            f"sudo firewall-cmd --permanent {f'--zone={zone} ' if zone else ''}--add-rich-rule='{rich}'"
-        )
+    option = f"--zone={zone} " if zone else ""
+    typed = [
+        f"""sudo firewall-cmd --permanent {option}--add-rich-rule='rule family="{family}" """
+        f"""source address="{rule["source"]}" """
+        f"""port port="{rule["port"].replace(":", "-")}" protocol="tcp" accept'"""
+        for rule in wanted
+        for family in ["ipv6" if ":" in rule["source"] else "ipv4"]
+    ]
     return [*typed, "sudo firewall-cmd --reload"]
 
 
@@ -90,32 +89,22 @@ class Firewall:
 
 FIREWALLS = {
     "ufw": Firewall(
-        listings.ufw_rules,
-        ufw_permit,
-        "ufw status",
-        sign="grep -qsi ^ENABLED=yes /etc/ufw/ufw.conf",
+        listings.ufw_rules, ufw_permit, "ufw status", "grep -qsi ^ENABLED=yes /etc/ufw/ufw.conf",
         is_managed=True,
     ),
     "firewalld": Firewall(
-        listings.firewalld_rules,
-        firewalld_permit,
-        "firewall-cmd --list-all",
-        sign="systemctl --quiet is-active firewalld",
+        listings.firewalld_rules, firewalld_permit, "firewall-cmd --list-all",
+        "systemctl --quiet is-active firewalld",
     ),
     "nft": Firewall(
-        listings.nft_rules,
-        nft_permit,
-        "nft list ruleset",
-        sign="systemctl --quiet is-active nftables",
+        listings.nft_rules, nft_permit, "nft list ruleset", "systemctl --quiet is-active nftables",
         keep="  (and the same in /etc/nftables.conf, to keep it)",
     ),
     "iptables": Firewall(
-        listings.iptables_rules,
-        iptables_permit,
-        "iptables-save",
+        listings.iptables_rules, iptables_permit, "iptables-save",
         keep="  (and sudo netfilter-persistent save, to keep it)",
     ),
-}
+}  # fmt: skip
 
 
 def matching(
@@ -144,17 +133,12 @@ def lacking(rules: Sequence[Rule], chain: str, address: str, spans: Iterable[tup
     A policy is left out if accept rules at the same place admit each of `spans`.
     """
     spans = list(spans)
-    return [
-        policy
-        for policy in matching(rules, "policy", chain, address, spans)
-        if not all(
-            any(
-                (rule["firewall"], rule["place"]) == (policy["firewall"], policy["place"])
-                for rule in matching(rules, "accept", chain, address, [span])
-            )
-            for span in spans
-        )
+    admitting = [
+        {(rule["firewall"], rule["place"]) for rule in matching(rules, "accept", chain, address, [span])}
+        for span in spans
     ]
+    policies = matching(rules, "policy", chain, address, spans)
+    return [each for each in policies if not all((each["firewall"], each["place"]) in a for a in admitting)]
 
 
 def holds_address(written: str, address: str) -> bool:
@@ -167,11 +151,9 @@ def holds_address(written: str, address: str) -> bool:
     if written.startswith("!"):
         return not holds_address(written.lstrip("!= "), address)
     for part in written.split(","):
-        try:
+        with contextlib.suppress(ValueError):
             if ipaddress.ip_address(address) in ipaddress.ip_network(part, strict=False):
                 return True
-        except ValueError:
-            continue
     return False
 
 

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
 from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
 
@@ -28,18 +28,12 @@ options:
     default: present
   low: {description: First port., type: int}
   high: {description: Last port., type: int}
-  path:
-    description: The sysctl file.
-    type: path
-    default: /etc/sysctl.d/60-nanofleet.conf
+  path: {description: The sysctl file., type: path, default: /etc/sysctl.d/60-nanofleet.conf}
   user:
     description: User of the ranks; listeners of other users in the range are returned.
     type: str
     default: nanofleet
-  fleet:
-    description: Name of the fleet, for a comment in the file.
-    type: str
-    default: ""
+  fleet: {description: "Name of the fleet, for a comment in the file.", type: str, default: ""}
 attributes:
   check_mode: {support: full}
   diff_mode: {support: full}
@@ -75,7 +69,7 @@ removed:
 """
 
 KEY = "net.ipv4.ip_local_port_range"
-PROC = Path("/proc/sys/net/ipv4")
+PROC = "/proc/sys/net/ipv4"
 DEFAULT = "32768 60999"
 """The kernel's own range."""
 FOLDERS = ("/etc/sysctl.d", "/run/sysctl.d", "/usr/local/lib/sysctl.d", "/usr/lib/sysctl.d", "/lib/sysctl.d")
@@ -84,18 +78,17 @@ SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s
 
 
 def content(low: int, high: int, before: str, fleet: str = "") -> str:
-    whose = f"the fleet {fleet}" if fleet else "the fleet"
+    """The text of the fleet's sysctl file. before: the former range, as LOW HIGH."""
     return (
-        f"# The ports of nanofleet's ranks, open to the other hosts of {whose}. Written by setup.yml;\n"
-        "# reset.yml takes this file away and restores the range before.\n"
+        f"# The ports of nanofleet's ranks, open to the other hosts of {f'the fleet {fleet}'.strip()}.\n"
+        "# setup.yml wrote this file; reset.yml removes it and restores the former range.\n"
         f"# before: {before}\n{KEY} = {low} {high}\n"
     )
 
 
 def setting(text: str) -> str:
     """The last range that a sysctl file sets, as LOW HIGH; empty without one."""
-    found = SETTING.findall(text)
-    return " ".join(found[-1]) if found else ""
+    return " ".join((SETTING.findall(text) or [()])[-1])
 
 
 def remembered(text: str) -> str:
@@ -103,8 +96,7 @@ def remembered(text: str) -> str:
 
     The kernel's default if an older release wrote the file and recorded none.
     """
-    match = BEFORE.search(text)
-    return f"{match[1]} {match[2]}" if match else DEFAULT
+    return " ".join((BEFORE.findall(text) or [DEFAULT.split()])[0])
 
 
 def overriding(path: str, files: dict[str, str]) -> list[str]:
@@ -121,31 +113,25 @@ def sysctl_files() -> dict[str, str]:
 
     A file in an earlier folder of FOLDERS hides the file of the same name in a later one.
     """
-    files: dict[str, str] = {}
-    names: set[str] = set()
-    for folder in map(Path, FOLDERS):
-        for path in sorted(folder.glob("*.conf")) if folder.is_dir() else []:
-            if path.name not in names:
-                names.add(path.name)
-                files[str(path)] = path.read_text(errors="replace") if path.exists() else ""
-    return files
+    paths: dict[str, Path] = {}
+    for folder in reversed(FOLDERS):
+        paths |= {path.name: path for path in Path(folder).glob("*.conf")}
+    return {str(path): read_text(str(path)) for path in paths.values()}
 
 
 def usable(low: int, high: int, reserved: str) -> int:
     """The number of ports from low to high that ip_local_reserved_ports (`8080,9000-9010`) leaves."""
-    taken: set[int] = set()
+    ports = set(range(low, high + 1))
     for part in filter(None, reserved.split(",")):
         first, _, last = part.partition("-")
-        taken |= set(range(max(low, int(first)), min(high, int(last or first)) + 1))
-    return high - low + 1 - len(taken)
+        ports -= set(range(int(first), int(last or first) + 1))
+    return len(ports)
 
 
 def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:
     """(port, uid) of the listeners from low to high that are not on loopback. tables: see tcp_listeners."""
-    found = {
-        (each.port, each.uid) for each in listening(tables) if low <= each.port <= high and not each.loopback
-    }
-    return sorted(found)
+    found = {(each.port, each.uid) for each in listening(tables) if not each.loopback}
+    return sorted((port, uid) for port, uid in found if low <= port <= high)
 
 
 def main() -> None:
@@ -163,8 +149,7 @@ def main() -> None:
     )
     params = module.params
     path, low, high = params["path"], params["low"], params["high"]
-    live = PROC / "ip_local_port_range"
-    now = " ".join(live.read_text().split())
+    now = " ".join(read_text(f"{PROC}/ip_local_port_range").split())
     text = Path(path).read_text() if os.path.exists(path) else ""
     present = params["state"] == "present"
     ours = setting(text)
@@ -181,17 +166,17 @@ def main() -> None:
             elif text:
                 os.unlink(path)
             if now != target:
-                live.write_text(target)
+                Path(f"{PROC}/ip_local_port_range").write_text(target)
         except OSError as error:
             command = f"sudo sysctl -w {KEY}='{target}'"
-            module.fail_json(msg=f"{KEY} could not be set to {target}: {error}. Try it there: {command}")
+            module.fail_json(msg=f"{KEY} could not be set to {target}: {error}. Try on this host: {command}")
     result = {
         "changed": changed,
         "before": before,
         "diff": {"before": text + f"in force: {now}\n", "after": wanted + f"in force: {target}\n"},
     }
     if present:
-        reserved = (PROC / "ip_local_reserved_ports").read_text().strip()
+        reserved = read_text(f"{PROC}/ip_local_reserved_ports")
         found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]
         result.update(
             usable=usable(low, high, reserved),
@@ -200,8 +185,8 @@ def main() -> None:
             listeners=[entry for entry in found if entry["user"] != params["user"]],
         )
     else:
-        back = [f"{KEY} {now}, which becomes {target} again"] if now != target else []
-        result["removed"] = ([path] if text else []) + back
+        restored = [f"{KEY} {now}, which becomes {target} again"] if now != target else []
+        result["removed"] = ([path] if text else []) + restored
     module.exit_json(**result)
 
 

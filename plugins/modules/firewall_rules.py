@@ -51,24 +51,24 @@ def main() -> None:
         argument_spec={"interface": {"type": "str", "default": ""}}, supports_check_mode=True
     )
 
-    def done(line: str) -> tuple[bool, str]:
+    @functools.cache
+    def printed(line: str) -> str | None:
+        """What a command prints; None if it fails or is not installed."""
         words = shlex.split(line)
         path = module.get_bin_path(words[0], opt_dirs=["/usr/sbin", "/sbin"])
-        if path is None:
-            return False, ""
-        code, out, _error = module.run_command(
-            [path, *words[1:]], environ_update={"LC_ALL": "C", "LANG": "C"}
+        locale = {"LC_ALL": "C", "LANG": "C"}
+        code, out, _error = (
+            module.run_command([path, *words[1:]], environ_update=locale) if path else (1, "", "")
         )
-        return code == 0, out if code == 0 else ""
+        return None if code else out
 
-    @functools.cache
     def run(line: str) -> str:
-        return done(line)[1]
+        return printed(line) or ""
 
     module.exit_json(
         changed=False,
         rules=[rule for each in FIREWALLS.values() for rule in each.rules(run, module.params["interface"])],
-        active=[name for name, each in FIREWALLS.items() if each.sign and done(each.sign)[0]],
+        active=[name for name, each in FIREWALLS.items() if each.sign and printed(each.sign) is not None],
     )
 
 
