@@ -69,19 +69,12 @@ def peers(
     found = []
     for host in hosts:
         variables = hostvars[host]
-        listener = variables.get(listening) or {}
         names = ("network_address", "fleet_address", "ansible_host")
-        addresses = [listener.get("address"), *(variables.get(name) for name in names), host]
-        port = variables.get("ansible_port") or variables.get("ansible_ssh_port") or 22
+        address = next(filter(None, map(variables.get, names)), host)
+        ports = (variables.get(listening) or {}).get("ports") or []
+        ssh_port = variables.get("ansible_port") or variables.get("ansible_ssh_port") or 22
         if host != me:
-            found.append(
-                {
-                    "host": host,
-                    "address": str(next(filter(None, addresses))),
-                    "ports": listener.get("ports") or [],
-                    "ssh_port": int(port),
-                }
-            )
+            found.append({"host": host, "address": str(address), "ports": ports, "ssh_port": int(ssh_port)})
     return found
 
 
@@ -181,8 +174,8 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "facts": _facts(host, variables.get("__doctor_answered")),
         "marks": dict(host.get("marks") or {}),
         "problem": str(variables.get("__doctor_network_problem") or ""),
-        "address": listening.get("address") or variables.get("network_address") or "",
-        "interface": listening.get("interface") or variables.get("network_interface") or "",
+        "address": variables.get("network_address") or "",
+        "interface": variables.get("network_interface") or "",
         "ports": list(listening.get("ports") or []),
         "held": _held(listening, holders if "listeners" in holders else running),
         "active": list(running.get("active_units") or []),

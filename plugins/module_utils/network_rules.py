@@ -76,8 +76,8 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
         )
         found[host] = {
             "reachable": "ports" in listening,
-            "address": listening.get("address", ""),
-            "interface": listening.get("interface", ""),
+            "address": hostvars[host].get("network_address", ""),
+            "interface": hostvars[host].get("network_interface", ""),
             "ports": fixed(listening.get("ports") or []),
             "facts": {"port_range": [low, high]},
             "paths": {

@@ -26,7 +26,6 @@ options:
   host: {description: Name of this host in the listener's answers., type: str, required: true}
   token: {description: "Secret of this examination, the same on all hosts.", type: str, required: true}
   address: {description: Address of the chosen interface., type: str, default: ""}
-  interface: {description: "The chosen interface, only returned.", type: str, default: ""}
   store_port: {description: The rendezvous store's port; 0 for none., type: int, default: 0}
   ports: {description: Further ports of Gloo's range to listen on., type: list, elements: int, default: []}
   limit: {description: Seconds after which the listener ends in any case., type: int, default: 120}
@@ -58,8 +57,6 @@ held:
   returned: when started
 pid: {description: Process id of the listener., type: int, returned: when started}
 found: {description: Whether a listener was stopped., type: bool, returned: when absent}
-address: {description: O(address)., type: str, returned: when started}
-interface: {description: O(interface)., type: str, returned: when started}
 """
 
 
@@ -70,7 +67,6 @@ def main() -> None:
             "host": {"type": "str", "required": True},
             "token": {"type": "str", "required": True, "no_log": True},
             "address": {"type": "str", "default": ""},
-            "interface": {"type": "str", "default": ""},
             "store_port": {"type": "int", "default": 0},
             "ports": {"type": "list", "elements": "int", "default": []},
             "limit": {"type": "int", "default": 120},
@@ -96,9 +92,7 @@ def main() -> None:
             reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
             held.append({"port": port, "role": role, "reason": reason})
     pid = detach(listener, p["limit"])
-    module.exit_json(
-        changed=False, ports=opened, held=held, pid=pid, address=p["address"], interface=p["interface"]
-    )
+    module.exit_json(changed=False, ports=opened, held=held, pid=pid)
 
 
 if __name__ == "__main__":

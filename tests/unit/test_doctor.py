@@ -61,10 +61,13 @@ def test_who_rehearses_with_whom() -> None:
     assert doctor.can_rehearse(names, measured, 16)["hosts"] == []
 
 
-def test_peers_are_taken_from_what_the_listeners_said_else_from_the_inventory() -> None:
+def test_addresses_of_peers_are_those_published_else_those_of_the_inventory() -> None:
     hostvars = {
         "tower": {},
-        "laptop": {"__doctor_listening": {"address": "10.0.0.2", "ports": [{"port": 1, "role": "gloo"}]}},
+        "laptop": {
+            "network_address": "10.0.0.2",
+            "__doctor_listening": {"ports": [{"port": 1, "role": "gloo"}]},
+        },
         "attic": {"ansible_host": "10.0.0.3", "ansible_port": 2222},
     }
     assert doctor.peers(list(hostvars), hostvars, "tower") == [
@@ -80,7 +83,7 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
             "__doctor_host": {"facts": {"sent": 1.0, "time": 1.5}, "marks": {"boot": "b"}},
             "__doctor_answered": 2.0,
             "__doctor_listening": {
-                "address": "10.0.0.1", "interface": "eth0", "ports": [],
+                "ports": [],
                 "held": [{"port": 29500, "role": "store", "reason": "held"}],
             },
             "__doctor_probed": {"peers": {"laptop": {"ports": []}}},

@@ -295,7 +295,9 @@ def tried(state: str, listed: list[dict[str, str]]) -> dict[str, list[dict[str, 
         hostvars[me] = {
             "__network_filter": {"stdout": "closed"},
             "__network_ports": QUIET,
-            "__network_listening": {"ports": PORTS, "address": address, "interface": "eth0"},
+            "network_address": address,
+            "network_interface": "eth0",
+            "__network_listening": {"ports": PORTS},
             "__network_tried": {"peers": {peer: {"ports": ports, "up": True, "rtt_ms": {"min": 900}}}},
             "__network_listed": {"rules": listed if me == "tower" else [], "active": []},
         }
