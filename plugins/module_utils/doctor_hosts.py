@@ -165,4 +165,5 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
     for host, error in failed[:1]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
         problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
-        yield finding("NF512", host, problem, f"sudo journalctl -b -p warning -n 30  (on {host})")
+        remedy = f"sudo journalctl -b -p warning -n 30  (on {host})"
+        yield finding("NF512", host, problem, SETUP if "No module named" in error else remedy)

@@ -192,9 +192,9 @@ def _rehearsal(result: Mapping[str, Any]) -> dict[str, Any] | None:
     """What the command trainer.bench.rehearsal printed; {"error"} if it printed nothing; None if not run."""
     if result.get("stdout"):
         return dict(json.loads(result["stdout"]))
-    if not result.get("rc"):
+    if not result.get("rc") or "stderr" not in result:
         return None
-    return {"error": (str(result.get("stderr")).strip().splitlines() or ["it did not end in time"])[-1][:300]}
+    return {"error": (result["stderr"].strip().splitlines() or ["it did not end in time"])[-1][:300]}
 
 
 def _facts(result: Mapping[str, Any], answered: float | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Any
 
 
 def read_text(path: str) -> str:
-    """The text of a file without the blanks around it; empty where it cannot be read."""
+    """The text of a file without leading and trailing blanks; empty if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -19,7 +19,7 @@ def read_text(path: str) -> str:
 
 
 def load_json(path: str) -> dict[str, Any] | None:
-    """The object in a JSON file, or None: a file that is missing or being replaced is no failure."""
+    """The object in a JSON file; None if the file cannot be read or holds no object."""
     try:
         with open(path, encoding="utf-8") as file:
             value = json.load(file)
@@ -29,7 +29,7 @@ def load_json(path: str) -> dict[str, Any] | None:
 
 
 def write_whole(path: str, text: str, mode: int = 0o644) -> None:
-    """Into a file beside it, to the disk, and into its place; a missing folder is made."""
+    """Write a file whole: to a temporary file, to the disk (fsync), then os.replace. Creates its folder."""
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")

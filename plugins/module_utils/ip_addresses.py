@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""IP addresses: of a name, and of which kind. Standard library only."""
+"""Resolves names to IP addresses, and classifies addresses. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def resolved(name: str) -> list[str]:
-    """The addresses of a name or address, by this machine's resolver; none where it knows none."""
+    """The IP addresses of a name or address by this machine's resolver; [] if there is none."""
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
@@ -18,6 +18,7 @@ def resolved(name: str) -> list[str]:
 
 
 def parse_ip(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The address that a text holds; None if it holds none."""
     try:
         return ipaddress.ip_address(str(text))
     except ValueError:
@@ -30,6 +31,6 @@ def is_loopback(address: Any) -> bool:
 
 
 def is_link_local(address: Any) -> bool:
-    """An IPv6 address that means something only together with one host's name of an interface."""
+    """Whether an address is IPv6 link-local: it is valid only with the name of an interface."""
     parsed = parse_ip(str(address).partition("%")[0])
     return parsed is not None and parsed.version == 6 and parsed.is_link_local

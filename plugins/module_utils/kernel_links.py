@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What the kernel shows of this host's interfaces and routes. Needs no root. Standard library only."""
+"""This host's interfaces and routes, read from the kernel. Needs no root. Standard library only."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
-    """What `ip -json WORDS` prints, empty if it prints nothing, and its error."""
+    """(parsed output of `ip -json WORDS`, [] if it prints no JSON; its error output)."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     env = {**os.environ, "PATH": path, "LC_ALL": "C"}
     command = ["ip", "-json", *words]
@@ -32,4 +32,5 @@ def route_get(address: str) -> dict[str, str]:
 
 
 def is_wireless(name: str, root: str = "/sys/class/net") -> bool:
+    """Whether the interface `name` is WiFi. root: folder of the interfaces in sysfs."""
     return any(os.path.exists(os.path.join(root, name, entry)) for entry in ("wireless", "phy80211"))

@@ -43,15 +43,16 @@ def read_line(connection: socket.socket) -> dict[str, Any]:
     while not line.endswith(b"\n"):
         byte = connection.recv(1)
         if not byte or len(line) > LINE_LIMIT:
-            raise ValueError("no line came")
+            raise ValueError("the connection sent no line of JSON")
         line += byte
     value = json.loads(line)
     if not isinstance(value, dict):
-        raise ValueError("the line is no object")
+        raise ValueError("the line holds no JSON object")
     return value
 
 
 def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
+    """Send an object as one line of JSON."""
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 

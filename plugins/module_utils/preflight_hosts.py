@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.becoming import may_become_root
+from ansible_collections.nanofleet.fleet.plugins.module_utils.become_root import may_become_root
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
     release,

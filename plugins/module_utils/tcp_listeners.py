@@ -24,7 +24,7 @@ class Socket:
 
 
 def tables() -> list[str]:
-    """The text of both tables, as far as this kernel has them."""
+    """The texts of /proc/net/tcp and tcp6; an empty text if the kernel has no such table."""
     return [read_text(name) for name in ("/proc/net/tcp", "/proc/net/tcp6")]
 
 

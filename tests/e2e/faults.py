@@ -233,7 +233,7 @@ def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: 
     outcome = fleet.play("doctor.yml", fails=fails, data_dir=data, doctor_report=file, **knobs)
     seconds = time.monotonic() - started
     assert outcome.changed() == 0, outcome.stdout
-    text = next(iter(outcome.results("Report what was found").values()))["msg"]
+    text = next(iter(outcome.results("Print the report").values()))["msg"]
     return Said(json.loads(file.read_text()), text, seconds, os.getloadavg()[0])
 
 
