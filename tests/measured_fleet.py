@@ -82,7 +82,9 @@ def fleet(*names: str) -> Measured:
     return found
 
 
-def shut(measured: Measured, host: str, peer: str, state: str, role: str = "gloo", **more: Any) -> None:
+def close_ports(
+    measured: Measured, host: str, peer: str, state: str, role: str = "gloo", **more: Any
+) -> None:
     for port in measured[host]["paths"][peer]["ports"]:
         if port["role"] == role:
             port.update(state=state, seen="", **more)

@@ -1,4 +1,4 @@
-"""A host that is down keeps no other from being stopped."""
+"""A host that is down does not prevent the stop of the other hosts."""
 
 import os
 import re

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
-from measured_fleet import DROP, UFW, fleet, shut
+from measured_fleet import DROP, UFW, close_ports, fleet
 
 # -- who does what -----------------------------------------------------------------------------------------
 
@@ -30,7 +30,7 @@ def test_the_host_that_reaches_its_partner_connects_and_none_across_a_black_hole
     measured, names = fleet("tower", "laptop"), ["tower", "laptop"]
     assert doctor.rate_rounds(names, measured) == [{"tower": "laptop"}]
     for role in ("gloo", "store"):
-        shut(measured, "tower", "laptop", "filtered", role)
+        close_ports(measured, "tower", "laptop", "filtered", role)
     assert doctor.rate_rounds(names, measured) == [{"laptop": "tower"}]
     measured["laptop"]["paths"]["tower"]["mtu"]["swallowed"] = True
     assert doctor.rate_rounds(names, measured) == [{}]
@@ -39,7 +39,7 @@ def test_the_host_that_reaches_its_partner_connects_and_none_across_a_black_hole
 def test_firewalls_are_read_as_root_at_the_ends_of_a_broken_path_only() -> None:
     measured = fleet("tower", "laptop", "attic")
     assert doctor.blocked_hosts(measured) == []
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     assert doctor.blocked_hosts(measured) == ["laptop", "tower"]
 
 
@@ -47,7 +47,7 @@ def test_who_rehearses_with_whom() -> None:
     measured = fleet("tower", "laptop", "attic")
     names = list(measured)
     assert doctor.can_rehearse(names, measured, 16) == {"hosts": names, "why": ""}
-    shut(measured, "laptop", "attic", "filtered")
+    close_ports(measured, "laptop", "attic", "filtered")
     found = doctor.can_rehearse(names, measured, 16)
     assert found["hosts"] == ["tower", "laptop"]
     assert "attic" in found["why"]

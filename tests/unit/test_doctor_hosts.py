@@ -1,4 +1,4 @@
-"""What doctor says of a host by itself, and of hosts that differ."""
+"""Findings of the doctor about single hosts and about hosts that differ."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from measured_fleet import all_findings, fleet, only
         (True, "tower can reach it: only the controller's"),
     ],
 )
-def test_a_host_that_is_asleep_is_told_with_what_the_others_see(up: bool, words: str) -> None:
+def test_an_unreachable_host_is_reported_with_whether_its_peers_reach_it(up: bool, words: str) -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"].update(reachable=False, why="ssh: connect: Connection timed out", facts={}, paths={})
     measured["tower"]["paths"]["laptop"].update(ports=[], up=up, rtt_ms=None, mtu=None)
@@ -107,7 +107,7 @@ def test_a_runs_own_store_is_no_finding_and_gloo_ports_in_use_are_none() -> None
     assert all_findings(measured) == []
 
 
-def test_altered_and_missing_shards_are_told_by_name() -> None:
+def test_altered_and_missing_shards_are_named() -> None:
     measured = fleet("tower", "laptop")
     said = [
         "shard_00001.parquet was altered (its sha256 is not the manifest's)",
@@ -122,7 +122,7 @@ def test_altered_and_missing_shards_are_told_by_name() -> None:
     assert all_findings(measured) == [], "a host that is not set up yet has nothing to be wrong"
 
 
-def test_the_odd_torch_is_named_once_and_the_builds_tag_does_not_count() -> None:
+def test_a_differing_torch_is_reported_once_and_the_tag_of_the_build_is_ignored() -> None:
     measured = fleet("tower", "laptop", "attic")
     measured["attic"]["installed"]["torch"] = "2.13.0"
     assert all_findings(measured) == []
@@ -140,14 +140,14 @@ def test_environments_are_compared_among_hosts_of_a_kind() -> None:
     assert only(measured)["host"] == "laptop"
 
 
-def test_another_trainer_everywhere_is_told_of_all() -> None:
+def test_another_trainer_on_all_hosts_is_one_finding() -> None:
     measured = fleet("tower", "laptop")
     for of_host in measured.values():
         of_host["installed"]["trainer"] = "d0"
     assert only(measured)["host"] == "tower, laptop"
 
 
-def test_a_failed_rehearsal_is_told_with_its_own_words() -> None:
+def test_a_failed_rehearsal_is_reported_with_its_error() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["rehearsal"]["error"] = "connectFullMesh failed"
     found = only(measured)

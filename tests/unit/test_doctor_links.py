@@ -1,17 +1,17 @@
-"""What doctor says of interfaces, packets and rates."""
+"""Findings of the doctor about interfaces, packets and rates."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from measured_fleet import DROP, a_link, all_findings, fleet, only, shut
+from measured_fleet import DROP, a_link, all_findings, close_ports, fleet, only
 
 
-def test_a_forced_interface_is_told_once_and_not_its_consequences() -> None:
+def test_a_wrong_interface_is_reported_without_its_consequences() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"].update(interface="docker0", address="172.17.0.1")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["tower"]["paths"]["laptop"].update(route={"interface": "wlan0", "source": ""}, up=False)
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF521", "laptop")
@@ -42,13 +42,13 @@ def test_a_black_hole_names_the_size_and_a_rule_if_there_is_one() -> None:
     assert (found["host"], found["remedy"]) == ("laptop", "sudo iptables -D INPUT x  (on laptop)")
 
 
-def test_a_smaller_path_that_says_so_is_no_fault() -> None:
+def test_a_smaller_path_mtu_that_the_kernel_knows_is_no_finding() -> None:
     measured = fleet("tower", "laptop")
     measured["tower"]["paths"]["laptop"]["mtu"] = {"sent": 1500, "passes": 1420, "swallowed": False}
     assert all_findings(measured) == []
 
 
-def test_another_source_address_and_a_long_way_are_warnings() -> None:
+def test_another_source_address_and_a_long_round_trip_are_warnings() -> None:
     measured = fleet("tower", "laptop")
     for port in measured["tower"]["paths"]["laptop"]["ports"]:
         port["seen"] = "192.168.7.7"
@@ -59,7 +59,7 @@ def test_another_source_address_and_a_long_way_are_warnings() -> None:
     assert "192.168.7.7" in found["NF533"]["problem"]
 
 
-def test_a_slow_way_names_the_sender_and_what_it_costs() -> None:
+def test_a_slow_path_is_reported_with_its_sender_and_the_seconds_of_a_step() -> None:
     measured = fleet("tower", "laptop")
     measured["tower"]["rates"]["laptop"]["received_mbit"] = 95.0
     found = only(measured)
@@ -85,7 +85,7 @@ def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
         ({"wireless": True}, "NF542", "eno1 (10.0.0.77) has a cable"),
     ],
 )
-def test_what_the_interface_says_explains_slow_rates(change: dict[str, Any], code: str, words: str) -> None:
+def test_a_slow_interface_explains_slow_rates(change: dict[str, Any], code: str, words: str) -> None:
     measured = fleet("tower", "laptop")
     table = measured["laptop"]["facts"]["links"]
     table["eth0"].update(change)

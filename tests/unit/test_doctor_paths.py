@@ -1,9 +1,9 @@
-"""What doctor says of ports between hosts."""
+"""Findings of the doctor about ports between hosts."""
 
 from __future__ import annotations
 
 import pytest
-from measured_fleet import DROP, UFW, all_findings, fleet, only, shut
+from measured_fleet import DROP, UFW, all_findings, close_ports, fleet, only
 
 
 @pytest.mark.parametrize("names", [("tower",), ("tower", "laptop"), ("tower", "laptop", "attic")])
@@ -11,9 +11,9 @@ def test_nothing_is_found_where_nothing_is_wrong(names: tuple[str, ...]) -> None
     assert all_findings(fleet(*names)) == []
 
 
-def test_a_range_blocked_one_way_names_the_rule_and_what_deletes_it() -> None:
+def test_a_range_blocked_in_one_direction_is_reported_with_the_rule_and_its_removal() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = [DROP]
     found = only(measured)
     assert (found["code"], found["host"], found["peer"]) == ("NF528", "laptop", "tower")
@@ -32,9 +32,9 @@ def test_part_of_the_range_is_named_by_its_ports() -> None:
     ("state", "words"),
     [("filtered", "gets no answer"), ("refused", "is refused"), ("unreachable", "cannot reach")],
 )
-def test_a_blocked_store_port_is_told_with_how_it_is_blocked(state: str, words: str) -> None:
+def test_a_blocked_store_port_is_reported_with_its_state(state: str, words: str) -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "laptop", "tower", state, "store", detail="No route to host")
+    close_ports(measured, "laptop", "tower", state, "store", detail="No route to host")
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF527", "tower")
     assert words in found["problem"]
@@ -42,9 +42,9 @@ def test_a_blocked_store_port_is_told_with_how_it_is_blocked(state: str, words: 
     assert "-K" in found["remedy"], "without root nobody knows the rule"
 
 
-def test_ufw_without_a_rule_for_the_peer_is_mended_by_setup() -> None:
+def test_setup_fixes_ufw_without_a_rule_for_the_peer() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = [UFW]
     found = only(measured)
     assert "no rule that lets tower in" in found["problem"]
@@ -54,9 +54,9 @@ def test_ufw_without_a_rule_for_the_peer_is_mended_by_setup() -> None:
     assert "another firewall" in only(measured)["problem"]
 
 
-def test_rules_for_others_are_not_blamed() -> None:
+def test_rules_about_other_packets_are_not_the_cause() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     for innocent in (
         {"source": "10.0.0.9"}, {"ports": "22,80"}, {"protocol": "udp"}, {"length": "1301:65535"},
         {"chain": "FORWARD"}, {"source": "! 10.0.0.0/24"},
@@ -70,7 +70,7 @@ def test_rules_for_others_are_not_blamed() -> None:
 
 def test_a_rule_of_the_sender_is_found_there() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = []
     rule = {**DROP, "chain": "OUTPUT", "source": "10.0.0.2", "remedy": "sudo iptables -D OUTPUT"}
     measured["tower"]["firewall"] = [rule]
@@ -79,9 +79,9 @@ def test_a_rule_of_the_sender_is_found_there() -> None:
     assert found["remedy"] == "sudo iptables -D OUTPUT  (on tower)"
 
 
-def test_a_rule_against_the_answers_is_blamed_only_if_it_is_for_every_port_they_go_to() -> None:
+def test_a_rule_about_answers_is_the_cause_only_if_it_covers_all_ephemeral_ports() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = []
     measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2", "ports": "20500"}]
     assert "tower that may drop" not in only(measured)["problem"]
@@ -90,9 +90,9 @@ def test_a_rule_against_the_answers_is_blamed_only_if_it_is_for_every_port_they_
     assert "The rule on tower is" in only(measured)["problem"]
 
 
-def test_a_policy_that_drops_the_request_goes_before_a_rule_against_the_answers() -> None:
+def test_a_policy_about_requests_precedes_a_rule_about_answers() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["laptop"]["firewall"] = [UFW]
     measured["tower"]["firewall"] = [{**DROP, "source": "10.0.0.2"}]
     assert only(measured)["remedy"] == "ansible-playbook setup.yml"
@@ -103,7 +103,7 @@ def test_one_rule_that_closes_many_paths_is_one_finding_that_names_them() -> Non
     rule = {**DROP, "source": ""}
     measured["laptop"]["firewall"] = [rule]
     for host in ("tower", "attic"):
-        shut(measured, host, "laptop", "filtered")
+        close_ports(measured, host, "laptop", "filtered")
     assert "The same: attic to laptop." in only(measured)["problem"]
 
 
@@ -121,7 +121,7 @@ def test_ports_outside_the_range_say_that_the_range_was_not_narrowed() -> None:
 
 def test_another_hosts_answer_is_misrouted() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "misrouted", detail="tower")
+    close_ports(measured, "tower", "laptop", "misrouted", detail="tower")
     found = only(measured)
     assert found["code"] == "NF522"
     assert "10.0.0.2, the address of laptop, it reaches tower instead" in found["problem"]
@@ -129,17 +129,17 @@ def test_another_hosts_answer_is_misrouted() -> None:
 
 def test_no_answer_at_all_from_a_host_that_the_controller_reaches() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "tower", "laptop", "filtered")
+    close_ports(measured, "tower", "laptop", "filtered")
     measured["tower"]["paths"]["laptop"].update(up=False, rtt_ms=None, mtu=None)
     found = only(measured)
     assert found["code"] == "NF523"
     assert "fleet_address of laptop" in found["remedy"]
 
 
-def test_silence_and_other_programs_are_told_apart() -> None:
+def test_a_silent_port_and_another_program_have_different_findings() -> None:
     for state, code in (("silent", "NF524"), ("foreign", "NF525")):
         measured = fleet("tower", "laptop")
-        shut(measured, "tower", "laptop", state)
+        close_ports(measured, "tower", "laptop", state)
         found = only(measured)
         assert found["code"] == code
         assert "ss -Hltnp" in found["remedy"]

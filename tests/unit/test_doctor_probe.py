@@ -56,7 +56,7 @@ def test_another_hosts_answer_is_misrouted_and_names_it(served: tuple[Any, int])
     assert (found["state"], found["detail"]) == ("misrouted", "laptop")
 
 
-def test_a_stranger_without_the_token_gets_no_answer(served: tuple[Any, int]) -> None:
+def test_a_caller_without_the_token_gets_no_answer(served: tuple[Any, int]) -> None:
     with socket.create_connection(("127.0.0.1", served[1]), timeout=3) as connection:
         connection.sendall(b'{"token": "guess", "do": "hello"}\n')
         assert connection.recv(100) == b""
@@ -88,7 +88,7 @@ def test_accepted_and_then_silence_is_neither_open_nor_filtered(monkeypatch: pyt
         assert path(seconds=2).reach(mute.getsockname()[1])["state"] == "silent"
 
 
-def test_another_program_is_told_from_a_listener() -> None:
+def test_another_program_is_distinguished_from_a_listener() -> None:
     with socket.socket() as web:
         web.bind(("127.0.0.1", 0))
         web.listen(4)
@@ -146,11 +146,11 @@ def test_the_largest_packet_that_arrives_is_found(
     assert (found["swallowed"], found["passes"]) == (True, 1420)
 
 
-def test_a_peer_is_looked_at_as_a_whole(served: tuple[Any, int]) -> None:
+def test_a_probe_returns_ports_round_trip_and_mtu(served: tuple[Any, int]) -> None:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        shut = unused.getsockname()[1]
-        ports = [{"port": shut, "role": "store"}, {"port": served[1], "role": "gloo"}]
+        closed = unused.getsockname()[1]
+        ports = [{"port": closed, "role": "store"}, {"port": served[1], "role": "gloo"}]
         found = probing.probe(path(), ports, ssh_port=22)
     assert [port["state"] for port in found["ports"]] == ["refused", "open"]
     assert [port["role"] for port in found["ports"]] == ["store", "gloo"]
@@ -159,7 +159,7 @@ def test_a_peer_is_looked_at_as_a_whole(served: tuple[Any, int]) -> None:
     assert found["mtu"]["swallowed"] is False
 
 
-def test_a_connection_that_breaks_off_is_told(
+def test_a_connection_that_breaks_off_is_reported(
     served: tuple[Any, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listening, "echo", lambda connection, asked: connection.close())
@@ -207,7 +207,7 @@ def wait_for_end(pid: int, seconds: float) -> bool:
     return not is_alive(pid)
 
 
-def test_a_detached_listener_outlives_its_parent_and_ends_when_told() -> None:
+def test_a_detached_listener_outlives_its_parent_and_ends_on_request() -> None:
     token = secrets.token_hex(16)
     port, pid = detached(token, limit=30, idle=30)
     try:

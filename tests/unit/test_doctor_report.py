@@ -6,7 +6,7 @@ import json
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_report as report
-from measured_fleet import all_findings, fleet, shut
+from measured_fleet import all_findings, close_ports, fleet
 
 ABOUT = {"time": 1.0, "seconds": 12.34, "quick": False, "rehearsal": {"hosts": [], "why": ""}}
 
@@ -27,7 +27,7 @@ def test_the_report_has_what_a_program_needs_and_survives_json() -> None:
 
 def test_the_screen_has_one_matrix_and_one_line_a_finding() -> None:
     measured = fleet("tower", "laptop")
-    shut(measured, "laptop", "tower", "filtered", "store")
+    close_ports(measured, "laptop", "tower", "filtered", "store")
     measured["laptop"]["facts"]["load"] = 9.0
     made = report.report(measured, all_findings(measured), ABOUT)
     lines = report.text(made).splitlines()
@@ -59,7 +59,7 @@ def test_warnings_alone_do_not_prevent_training() -> None:
     assert report.text(made).splitlines()[-1].startswith("Nothing prevents training, 1 warning.")
 
 
-def test_what_was_not_measured_is_said() -> None:
+def test_what_was_not_measured_is_listed() -> None:
     measured = fleet("tower", "laptop")
     measured["tower"]["active"] = ["nanofleet-d8.service"]
     (said,) = report.report(measured, [], ABOUT)["not_measured"]

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import firewalls
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule
-from measured_fleet import fleet, only, shut
+from measured_fleet import close_ports, fleet, only
 
 LISTINGS = Path(__file__).parent / "listings"
 NFT = {"nft --stateless --handle list ruleset": (LISTINGS / "nft.txt").read_text()}
@@ -64,7 +64,7 @@ def lost(rules: list[Rule], role: str = "gloo", where: str = "laptop", address: 
             for port in path["ports"]:
                 port["seen"] = ""
     caller, called = ("tower", "laptop") if role == "gloo" else ("laptop", "tower")
-    shut(measured, caller, called, "filtered", role)
+    close_ports(measured, caller, called, "filtered", role)
     measured["tower"]["firewall"] = measured["laptop"]["firewall"] = []
     measured[where]["firewall"] = rules
     return only(measured)
@@ -189,7 +189,7 @@ def test_chains_that_packets_do_not_pass_are_not_shown() -> None:
         ("ip6 saddr fd00::1 accept", True),
     ],
 )  # fmt: skip
-def test_a_policy_beside_a_rule_that_admits_the_peer_is_not_blamed(accepted: str, is_blamed: bool) -> None:
+def test_a_policy_with_a_rule_that_admits_the_peer_is_not_the_cause(accepted: str, is_blamed: bool) -> None:
     found = lost(read(nft(f"{HOOK} drop;\n{accepted} # handle 5")))
     assert ("(policy drop) is active" in found["problem"]) == is_blamed
     assert ("No rule for it was found" in found["problem"]) != is_blamed
@@ -281,7 +281,7 @@ def test_a_black_hole_is_named_by_nfts_rule_about_lengths() -> None:
     assert only(measured)["remedy"] == "sudo nft delete rule inet mine guard handle 11  (on laptop)"
 
 
-def test_each_firewall_gets_the_command_in_its_own_words() -> None:
+def test_each_firewall_has_its_own_command() -> None:
     ports = ("20000:20999", "29500", "5000")
     wanted = [{"source": source, "port": port} for source in ("10.0.0.11", "fd00::11") for port in ports]
     permit = {name: each.permit for name, each in firewalls.FIREWALLS.items()}

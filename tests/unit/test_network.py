@@ -1,4 +1,4 @@
-"""The network role: the interface to the peers, and what about it would stand in a run's way."""
+"""The network role: the choice of the interface to the peers, and the findings about it."""
 
 import socket
 import threading
@@ -57,7 +57,7 @@ def test_without_a_preferred_source_the_interfaces_ipv4_address_is_taken() -> No
     assert network.choose("tower", ONE, seen(("10.0.0.11", "enp3s0", "")))["address"] == "10.0.0.10"
 
 
-def test_an_override_is_respected_and_what_leaves_by_another_way_is_named() -> None:
+def test_an_override_is_used_and_a_route_over_another_interface_is_a_finding() -> None:
     chosen = network.choose("tower", ONE, seen(("10.0.0.11", "enp3s0", "10.0.0.10")), "docker0")
     assert (chosen["interface"], chosen["address"]) == ("docker0", "172.17.0.1")
     (found,) = chosen["findings"]
@@ -108,7 +108,7 @@ def test_ipv6_is_as_good_as_ipv4_where_the_interface_has_nothing_else() -> None:
     assert chosen["networks"] == ["fd42::/64"]
 
 
-def test_gloo_announces_the_interfaces_first_ipv4_address_even_where_ipv6_is_the_way() -> None:
+def test_gloo_announces_the_first_ipv4_address_even_if_the_route_is_ipv6() -> None:
     chosen = network.choose("tower", {"laptop": "fd00::11"}, seen(("fd00::11", "enp3s0", "fd00::10")))
     assert (chosen["address"], chosen["listen"]) == ("fd00::10", "10.0.0.10")
 
@@ -134,7 +134,7 @@ def test_a_lone_host_takes_the_default_route_or_else_any_interface() -> None:
     assert (offline["interface"], offline["address"], offline["problem"]) == ("enp3s0", "10.0.0.10", "")
 
 
-def test_a_host_without_any_address_says_so() -> None:
+def test_a_host_without_an_address_is_refused() -> None:
     assert "no network interface" in network.choose("tower", {}, seen(links=[]))["problem"]
 
 
@@ -142,7 +142,7 @@ def test_a_host_without_any_address_says_so() -> None:
     ("way", "wireless", "word"),
     [("wlan0", ["wlan0"], "WiFi"), ("tun0", [], "a tunnel"), ("virbr0", [], "a bridge")],
 )
-def test_a_way_that_is_no_cable_is_kept_and_named_where_a_cable_is_on_the_same_network(
+def test_an_interface_beside_a_cable_on_the_same_network_is_used_with_a_warning(
     way: str, wireless: list[str], word: str
 ) -> None:
     links = [link(way, "10.0.0.20"), link("enp3s0", "10.0.0.10")]
@@ -154,7 +154,7 @@ def test_a_way_that_is_no_cable_is_kept_and_named_where_a_cable_is_on_the_same_n
     assert "the wired interface enp3s0 is on the same network" in found["problem"]
 
 
-def test_a_tunnel_that_is_the_only_way_is_no_finding() -> None:
+def test_a_tunnel_that_is_the_only_path_is_no_finding() -> None:
     links = [link("tailscale0", "100.64.0.1/32", kind="tun"), link("enp3s0", "10.0.0.10")]
     there = seen(("100.64.0.2", "tailscale0", "100.64.0.1"), links=links)
     chosen = network.choose("tower", {"laptop": "100.64.0.2"}, there)
@@ -234,14 +234,14 @@ def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: 
     assert resolved == {"tower": "10.0.0.10", "laptop": "10.0.0.11", "six": "fd00::12", "attic": "gone"}
 
 
-def test_wifi_is_told_by_what_the_kernel_says(tmp_path: Path) -> None:
+def test_wifi_is_detected_in_sysfs(tmp_path: Path) -> None:
     (tmp_path / "wlp2s0" / "phy80211").mkdir(parents=True)
     (tmp_path / "enp3s0").mkdir()
     assert kernel_links.is_wireless("wlp2s0", str(tmp_path))
     assert not kernel_links.is_wireless("enp3s0", str(tmp_path))
 
 
-def test_a_slow_lookup_is_waited_for_no_longer_than_said() -> None:
+def test_a_slow_lookup_is_waited_for_until_the_limit() -> None:
     stuck = threading.Event()
     try:
         assert links_module.slow_names({"tower": stuck.wait, "laptop": lambda: None}, 0.05) == ["tower"]

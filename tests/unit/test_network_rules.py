@@ -78,7 +78,7 @@ def test_rules_are_read_with_their_comments() -> None:
     assert firewall.parse_added("Added user rules (see 'ufw status' for running firewall):\n(None)\n") == {}
 
 
-def test_only_our_rules_leave_and_other_peoples_rules_are_left_as_they_are() -> None:
+def test_only_rules_of_the_fleet_are_deleted() -> None:
     wanted = [
         firewall.as_rule(source, port)
         for source, port in (
@@ -147,9 +147,7 @@ def test_addresses_are_written_as_ufw_writes_them(source: str, written: str) -> 
         (["allow 'Nginx Full'"], 22, ""),
     ],
 )
-def test_the_first_rule_about_the_controllers_ssh_decides(
-    lines: list[str], port: int, verdict: str
-) -> None:
+def test_the_first_rule_about_the_controllers_ssh_decides(lines: list[str], port: int, verdict: str) -> None:
     assert firewall.ssh_verdict(lines, "10.0.0.9", port) == verdict
 
 
@@ -216,7 +214,7 @@ def test_listeners_in_the_range_are_read_but_not_those_on_loopback() -> None:
     assert ports.listeners([tcp, tcp6], 20000, 20999) == [(20001, 1000), (20004, 7)]
 
 
-def test_what_stands_in_the_ranges_way_is_said_in_sentences() -> None:
+def test_problems_of_the_port_range_are_reported() -> None:
     state = {
         "changed": True,
         "before": "40000 50000",
