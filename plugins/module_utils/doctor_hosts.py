@@ -165,5 +165,6 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
     for host, error in failed[:1]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
         problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
-        remedy = f"sudo journalctl -b -p warning -n 30  (on {host})"
-        yield finding("NF512", host, problem, SETUP if "No module named" in error else remedy)
+        is_old = "No module named" in error
+        remedy = f"sudo journalctl -b -p warning -n 30  (on {host})" if not is_old else SETUP
+        yield finding("NF512", host, problem, remedy)
