@@ -144,7 +144,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
-        problem = "The trainer on the hosts differs from the one in this folder, so train.yml would refuse."
+        problem = "The trainer on the hosts differs from the one in this folder, so train.yml would not start."
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
         reported = {each["host"] for each in found}
@@ -159,12 +159,12 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
 
 
 def _rehearsal(measured: Measured) -> Iterator[Finding]:
-    """A finding if the rehearsed all-reduce failed. Only hosts whose ports are all open take part in it."""
+    """A finding if trainer.bench.rehearsal failed. Only hosts whose ports are all open take part in it."""
     rehearsals = {host: each["rehearsal"] for host, each in measured.items() if each["rehearsal"]}
     failed = [(host, each["error"]) for host, each in rehearsals.items() if each.get("error")]
     for host, error in failed[:1]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
-        problem = f"The rehearsed all-reduce{f' with {others}' if others else ''} failed: {error}"
+        problem = f"A short test of the all-reduce{f' with {others}' if others else ''} failed: {error}"
         is_old = "No module named" in error
         remedy = f"sudo journalctl -b -p warning -n 30  (on {host})" if not is_old else SETUP
         yield finding("NF512", host, problem, remedy)

@@ -15,7 +15,7 @@ KERNELS_RANGE = "32768 60999"
 
 
 def plain(address: Any) -> str:
-    """An address as firewalls write it back, so that a rule is found again."""
+    """An address in the form in which firewalls print it, so that an existing rule is recognised."""
     return str(parse_ip(address) or address)
 
 
@@ -156,7 +156,7 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
         path = "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
-        f"Plays do not become root on it, so its active firewall {active[0]} and its range of ephemeral "
+        f"Plays do not become root on {host}, so its active firewall {active[0]} and its range of ephemeral "
         "ports were not changed. The owner of the host has to type the command. Check: ansible-playbook "
         "doctor.yml"
     )

@@ -31,7 +31,7 @@ LINE_LIMIT = 4096
 IDLE_SECONDS = 10.0
 """Seconds that one connection may be silent."""
 IDLE_LIMIT = 30.0
-"""Seconds without any caller after which the listener ends: its playbook was interrupted."""
+"""Seconds without a caller after which the listener ends, because its playbook was interrupted."""
 
 
 def read_line(connection: socket.socket) -> dict[str, Any]:

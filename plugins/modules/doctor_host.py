@@ -117,7 +117,7 @@ def disk_of(path: str) -> dict[str, Any]:
 def mark(path: str) -> str:
     """Real path, mtime and size of a file: a text that changes with the file.
 
-    Empty if it does not exist; "unreadable" if this user may not look into its folder.
+    Empty if it does not exist; "unreadable" if this user may not read its folder.
     """
     try:
         status = os.stat(path)

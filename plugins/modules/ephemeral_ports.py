@@ -41,7 +41,7 @@ author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Let the kernel take its ports from 20000 to 20999
+- name: Limit the ephemeral ports to 20000 to 20999
   nanofleet.fleet.ephemeral_ports:
     low: 20000
     high: 20999

@@ -97,12 +97,12 @@ def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list
     """
 
     def lacks(rule: str) -> bool:
-        its = present.get(rule)
-        return its is None or (is_ours(its) and its != comment)
+        found = present.get(rule)
+        return found is None or (is_ours(found) and found != comment)
 
     add = [rule for rule in dict.fromkeys(wanted) if lacks(rule)]
     delete = [
-        rule for rule, its in present.items() if is_ours(its) and not of_ssh(its) and rule not in wanted
+        rule for rule, found in present.items() if is_ours(found) and not of_ssh(found) and rule not in wanted
     ]
     return add, delete
 
@@ -177,8 +177,8 @@ def main() -> None:
     present = parse_added(run(ufw, "show", "added"))
     active = "Status: active" in run(ufw, "status")
     was = "active" if active else "inactive"
-    before = [rule for rule, its in present.items() if is_ours(its)]
-    enabled_here = any(of_ssh(its) for its in present.values())
+    before = [rule for rule, found in present.items() if is_ours(found)]
+    enabled_here = any(of_ssh(found) for found in present.values())
     removing = params["state"] == "absent"
     if removing:
         add, delete = list[str](), before

@@ -85,7 +85,7 @@ def main() -> None:
     if module.get_bin_path("ip", opt_dirs=["/usr/sbin", "/sbin"]) is None:
         module.fail_json(msg="The command ip is missing. Type on this host: sudo apt install iproute2")
     links = [link for link in ask_ip("-details", "address", "show", "up")[0] if link.get("ifname")]
-    # torchrun looks up this host's name when it starts, and each rank the names of those it talks to.
+    # torchrun looks up the name of this host at its start, and each rank the names of its peers.
     lookups: dict[str, Callable[[], object]] = {socket.gethostname(): socket.getfqdn}
     for target in module.params["targets"][:1]:
         lookups[target] = partial(socket.getnameinfo, (target, 0), 0)
