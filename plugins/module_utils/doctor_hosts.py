@@ -144,9 +144,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
-        problem = (
-            "The trainer on the hosts differs from the one in this folder, so train.yml would not start."
-        )
+        problem = "The trainer on the hosts differs from that in this folder, so train.yml would not start."
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field in ("torch", "trainer", "environment"):
         reported = {each["host"] for each in found}

@@ -26,7 +26,7 @@ from trainer.placement.microbenchmark import measure_link
 JOIN_TIMEOUT = timedelta(seconds=20)
 CONNECT_TIMEOUT = timedelta(seconds=4)  # Gloo gives up connecting after five times this.
 REDUCE_TIMEOUT = timedelta(seconds=16)
-EMULATED = 5e9  # FLOP/s of one core: below it, a large GEMM would take seconds
+SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would take many seconds
 
 
 class Ranks(Collectives):
@@ -54,7 +54,7 @@ def gemm_gflops() -> dict[str, float]:
     """GEMM rates with all threads in GFLOP/s, by dtype: float32 and bfloat16."""
     rates = {}
     for dtype, one_core in gemm_rates([torch.float32, torch.bfloat16]).items():
-        rows = 2048 if one_core > EMULATED else 256
+        rows = 2048 if one_core > SLOW else 64
         rates[str(dtype).removeprefix("torch.")] = round(1e-9 * gemm_rate((rows, 512, 2048), dtype, CPU), 1)
     return rates
 
