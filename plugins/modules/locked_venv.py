@@ -62,7 +62,7 @@ EXAMPLES = r"""
 
 RETURN = r"""
 ready: {description: Whether the environment was complete before the call., type: bool, returned: always}
-problems: {description: Why an existing environment is made again., type: list, elements: str, returned: always}
+problems: {description: Why the environment is installed again., type: list, elements: str, returned: always}
 path: {description: Folder of the environment., type: str, returned: always}
 digest: {description: "sha256 of the lock of the environment.", type: str, returned: always}
 installed: {description: "sha256 over the installed files' hashes, or empty.", type: str, returned: always}

@@ -232,7 +232,7 @@ def test_the_scripts_put_no_index_on_a_command_line_either(
 
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """{requirement lines: what `uv pip compile` resolves them to} for a small project; make lock runs in it."""
+    """A small project for `make lock`: {requirement lines: what `uv pip compile` resolves them to}."""
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "nanofleet"\ndependencies = ["alpha"]\n'
         '[project.optional-dependencies]\ntrain = ["torch", "beta"]\ndev = ["beta"]\n'
