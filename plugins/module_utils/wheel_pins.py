@@ -7,8 +7,8 @@
         --hash=sha256:c02d...
 
 scripts/lock.py writes requirements/hashes.txt. The marker of an entry names the hosts and the sets that need
-the package: `extra` is an extra of pyproject.toml, "" for the base dependencies, or EXTRA-cuda for the packages
-that only torch's CUDA build needs. Only uv has no marker, because every set has it.
+the package: `extra` is an extra of pyproject.toml, "" for the base dependencies, or EXTRA-cuda for the
+packages that only torch's CUDA build needs. Only uv has no marker, because every set has it.
 """
 
 from __future__ import annotations
