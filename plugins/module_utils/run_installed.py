@@ -1,4 +1,4 @@
-"""Messages of the action run_plan about hosts that are not set up, or not set up alike."""
+"""Messages of the action run_plan about hosts that are not set up or whose environments differ."""
 
 from __future__ import annotations
 
@@ -39,7 +39,10 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
             f"The hosts differ in what is installed: {differing}. Make them equal: ansible-playbook setup.yml"
         )
     if any(facts.get("trainer") != digest for facts in installed.values()):
-        return "The hosts hold another trainer than this folder. Bring it to them: ansible-playbook setup.yml"
+        return (
+            "The trainer on the hosts is another trainer than the one in this folder. Update the hosts: "
+            "ansible-playbook setup.yml"
+        )
     return ""
 
 

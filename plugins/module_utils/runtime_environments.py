@@ -1,4 +1,4 @@
-"""The kind of a host, and findings from the comparison of the environments of all hosts of a play."""
+"""The kind of a host, and the findings from comparing the environments of all hosts of a play."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
         by_kind.setdefault(hostvars[host]["runtime_kind"]["name"], {})[host] = each["installed"]
     for kind, digests in by_kind.items():
         for host, digest, usual in unlike_most(digests):
-            problem = f"Its environment {digest[:12]} is not that of the other {kind} hosts, {usual[:12]}."
+            problem = (
+                f"Its environment {digest[:12]} differs from that of the other {kind} hosts, {usual[:12]}."
+            )
             typed = "remove its folder under venvs there, then ansible-playbook setup.yml"
             yield finding("NF301", host, problem, typed)
     versions = {host: each["versions"] for host, each in environments.items()}

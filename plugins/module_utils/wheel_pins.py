@@ -6,9 +6,9 @@
     torch==2.13.0+cpu ; python_version == "3.11" and platform_machine == "x86_64" and extra == "train" \\
         --hash=sha256:c02d...
 
-scripts/lock.py writes requirements/hashes.txt. The marker of an entry names the hosts and the sets
-that need the package: `extra` is an extra of pyproject.toml, "" for the base dependencies, or EXTRA-cuda for
-the packages that only torch's CUDA build needs. An entry without a marker holds for every set and host.
+scripts/lock.py writes requirements/hashes.txt. The marker of an entry names the hosts and the sets that need
+the package: `extra` is an extra of pyproject.toml, "" for the base dependencies, or EXTRA-cuda for the
+packages that only torch's CUDA build needs. Only uv has no marker, because every set has it.
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ def read_hashes(path: Path, markers: dict[str, str], extras: Iterable[str]) -> H
     """
     found: Hashes = {}
     for requirement, version, hashes in read_entries(path.read_text(encoding="utf-8"), str(path)):
+        if requirement.marker is None and requirement.name != "uv":  # else every host would install it
+            raise ValueError(
+                f"{path}: {requirement} names no extra. The file is out of date. Type: make lock"
+            )
         if holds(requirement, markers, extras):
             found.setdefault((canonicalize_name(requirement.name), version), set()).update(hashes)
     return found

@@ -120,7 +120,7 @@ class Wheelhouse:
             new = {wheel.name: wheel for wheel in map(wheel_of, scratch.iterdir())}
             wheels = sorted([*new.values(), *(self.kept[name] for name in self.wanted.keys() - new.keys())])
             self._check(wheels, old)
-            if wheels == sorted(old) and not faults(self.dest, wheels):
+            if wheels == sorted(old) and len(self.kept) == len(old):
                 return False
             if not check_mode:
                 self._move(scratch, wheels)
@@ -129,7 +129,7 @@ class Wheelhouse:
             shutil.rmtree(scratch)
 
     def _missing(self) -> set[str]:
-        """The wanted packages of whose version and build the old wheelhouse has no wheel."""
+        """The wanted packages whose version or build the wheelhouse lacks."""
         missing = set(self.wanted)
         for name, version in self.wanted.items():
             found = Version(self.kept[name].version) if name in self.kept else None
@@ -141,7 +141,7 @@ class Wheelhouse:
         return missing
 
     def _fetch(self, names: set[str], folder: Path) -> None:
-        """Download the wheels of these packages: torch alone, or others."""
+        """Download the wheels of these packages into a folder. torch must be asked for alone."""
         if not names:
             return
         if self.p["offline"]:

@@ -159,6 +159,13 @@ def test_a_line_without_a_pin_or_a_hash_is_refused(tmp_path: Path, line: str) ->
         pins.read_hashes(path, pins.markers_of("3.11", "x86_64"), ["train"])
 
 
+def test_a_package_of_no_extra_is_refused_as_every_host_would_install_it(tmp_path: Path) -> None:
+    path = tmp_path / "hashes.txt"
+    path.write_text(f"uv==0.1 --hash=sha256:{'a' * 64}\nansible==12.0 --hash=sha256:{'a' * 64}\n")
+    with pytest.raises(ValueError, match=r"ansible==12\.0 names no extra\..*Type: make lock"):
+        pins.read_hashes(path, pins.markers_of("3.11", "x86_64"), ["train"])
+
+
 def test_an_index_with_a_password_is_on_no_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -232,7 +239,7 @@ def test_the_scripts_put_no_index_on_a_command_line_either(
 
 @pytest.fixture
 def resolved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> dict[str, str]:
-    """{requirement lines: what `uv pip compile` resolves them to} for a small project; make lock runs in it."""
+    """A small project for `make lock`: {requirement lines: what `uv pip compile` resolves them to}."""
     (tmp_path / "pyproject.toml").write_text(
         '[project]\nname = "nanofleet"\ndependencies = ["alpha"]\n'
         '[project.optional-dependencies]\ntrain = ["torch", "beta"]\ndev = ["beta"]\n'
