@@ -92,19 +92,18 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
 
 
 def describe_plan(
-    plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int] = ()
+    plan: Plan, config: RunConfig, model: GPT, train_rows: int, micro_batches: Sequence[int]
 ) -> str:
     """The text about the run that rank 0 logs before the first step of an attempt.
 
-    micro_batches: rows of a micro-batch, by rank; without it, device_batch_size on every rank.
+    micro_batches: rows of a micro-batch, by rank.
     """
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()
     counts = model.param_counts()
     ratio = tokens / plan.scaling_params
     epochs = tokens / (train_rows * config.sequence_len)
-    sizes = micro_batches or [config.device_batch_size] * len(plan.shares)
-    accumulation = [math.ceil(share / size) for share, size in zip(plan.shares, sizes, strict=True)]
+    accumulation = [math.ceil(share / size) for share, size in zip(plan.shares, micro_batches, strict=True)]
     shape = plan.model
     text = [
         f"depth {shape.n_layer}: width {shape.n_embd}, {counted(shape.n_head, 'head')} of {shape.head_dim} "

@@ -184,7 +184,9 @@ def test_what_depth_8_says_before_step_0() -> None:
     plan = make_plan(config, vocab_size=32768, world_size=2)
     with torch.device("meta"):
         model = GPT(plan.model)
-    said = describe_plan(plan, config, model, train_rows=5000)
+    said = describe_plan(
+        plan, config, model, train_rows=5000, micro_batches=[config.device_batch_size] * len(plan.shares)
+    )
     for expected in (
         "total                   125,829,354",
         "value_embeds             67,108,864",
@@ -199,7 +201,9 @@ def test_what_depth_8_says_before_step_0() -> None:
         assert expected in said
     long = RunConfig.from_strings({"target_param_data_ratio": 12})
     plan = make_plan(long, vocab_size=32768, world_size=3)
-    said = describe_plan(plan, long, model, train_rows=1_000_000)
+    said = describe_plan(
+        plan, long, model, train_rows=1_000_000, micro_batches=[long.device_batch_size] * len(plan.shares)
+    )
     assert "warning" not in said
     assert "reads them" not in said
     assert "2/1/1 rows a rank in 1 micro-batch" in said

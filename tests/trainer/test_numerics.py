@@ -18,9 +18,9 @@ from conftest import OLD_CPU, Start, losses, train_here
 
 from trainer.config import ConfigError
 from trainer.host.gemm import gemm_rates
-from trainer.host.gpu import Gpu
 from trainer.host.numerics import (
     WORTHWHILE,
+    Gpu,
     Numerics,
     cpu_format,
     decide_device,

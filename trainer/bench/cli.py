@@ -33,22 +33,11 @@ SET_HERE = ("num_iterations", "total_batch_size", "depth")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of bench, and one option per setting of the run except SET_HERE."""
-    parser.add_argument(
-        "--depth",
-        type=int,
-        nargs="+",
-        default=[8],
-        metavar="N",
-        help="depth of the model; several give a table (8)",
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        nargs="+",
-        default=[2],
-        metavar="N",
-        help="rows per step and rank; several give a table (2)",
-    )
+    for name, default, text in (
+        ("--depth", 8, "depth of the model; several give a table (8)"),
+        ("--rows", 2, "rows per step and rank; several give a table (2)"),
+    ):
+        parser.add_argument(name, type=int, nargs="+", default=[default], metavar="N", help=text)
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help="measured steps (%(default)s)")
     parser.add_argument(
         "--data-dir", type=Path, metavar="DIR", help="the output of prepare (default: random rows)"
@@ -117,9 +106,8 @@ def run_file_from(args: argparse.Namespace, env: RankEnv) -> RunFile:
     shares = parse_shares(args.shares)
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name, None)}
     length = int(given.get("sequence_len", RunConfig().sequence_len))
-    rows = args.rows[0] * env.world_size
-    if isinstance(shares, tuple) and shares:
-        rows = sum(shares)
+    fixed = shares if isinstance(shares, tuple) else ()
+    rows = sum(fixed) or args.rows[0] * env.world_size
     given |= {
         "depth": args.depth[0],
         "num_iterations": WARM_STEPS + args.steps,

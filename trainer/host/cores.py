@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
 
 CGROUP = "proc/self/cgroup"
-UNIFIED = (
-    "sys/fs/cgroup",
-    "sys/fs/cgroup/unified",
-)  # where version 2 is mounted, the second beside version 1
-CPU_CONTROLLER = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")
+UNIFIED = ("sys/fs/cgroup", "sys/fs/cgroup/unified")  # mounts of version 2; the second one beside version 1
+CPU_CONTROLLER = ("sys/fs/cgroup/cpu", "sys/fs/cgroup/cpu,cpuacct")  # mounts of version 1
 
 
 def usable_cores() -> int:
     """The number of cores that this process may use: its CPU affinity, limited to its CPU quota."""
-    there = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return at_most_quota(there)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return at_most_quota(cores)
 
 
 def at_most_quota(threads: int) -> int:
@@ -38,12 +36,14 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
         return None
     quotas: list[float] = []
     for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if not controllers:
-            quotas += [quota for folder in _groups(root, UNIFIED, path) for quota in _unified(folder)]
-        elif "cpu" in controllers.split(","):
-            quotas += [quota for folder in _groups(root, CPU_CONTROLLER, path) for quota in _legacy(folder)]
+        controllers, _, path = line.partition(":")[2].partition(":")
+        if not controllers or "cpu" in controllers.split(","):
+            mounts, files = (
+                (CPU_CONTROLLER, ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
+                if controllers
+                else (UNIFIED, ("cpu.max",))
+            )
+            quotas += [quota for folder in _groups(root, mounts, path) for quota in _quota(folder, files)]
     return min(quotas, default=None)
 
 
@@ -60,23 +60,12 @@ def _groups(root: Path, mounts: tuple[str, ...], path: str) -> Iterator[Path]:
                 yield root.joinpath(mount, *parts[:length])
 
 
-def _unified(group: Path) -> Iterator[float]:
-    """Yield the quota of a control group (version 2) in cores; nothing without a quota.
+def _quota(group: Path, files: tuple[str, ...]) -> Iterator[float]:
+    """Yield the quota of a control group in cores; nothing without a quota.
 
-    cpu.max is "150000 100000" (quota and period in microseconds) or "max 100000" (no quota).
+    `files` have quota and period in microseconds. Without a quota, version 2 has "max", version 1 has -1.
     """
-    try:
-        quota, period = (group / "cpu.max").read_text(encoding="utf-8").split()
-        yield int(quota) / int(period)
-    except (OSError, ValueError, ZeroDivisionError):
-        return
-
-
-def _legacy(group: Path) -> Iterator[float]:
-    """Yield the quota of a control group (version 1) in cores; nothing if cpu.cfs_quota_us is -1."""
-    try:
-        quota, period = (int((group / f"cpu.cfs_{name}_us").read_text()) for name in ("quota", "period"))
-        if quota > 0:
-            yield quota / period
-    except (OSError, ValueError, ZeroDivisionError):
-        return
+    with contextlib.suppress(OSError, ValueError, ZeroDivisionError):
+        quota, period = " ".join((group / name).read_text(encoding="utf-8") for name in files).split()
+        if int(quota) > 0:
+            yield int(quota) / int(period)

@@ -5,12 +5,15 @@ Nothing is measured or imported that takes time; facts that a system does not pr
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
 import socket
 import subprocess
 from pathlib import Path
+
+import psutil
 
 from trainer.host.cores import usable_cores
 
@@ -26,7 +29,7 @@ def host_facts() -> dict[str, str]:
         "machine": platform.machine(),
         "cpu": _cpu(),
         "cores": _cores(),
-        "memory": _memory(),
+        "memory": f"{psutil.virtual_memory().total / 2**30:.1f} GiB",
         "python": platform.python_version(),
         "torch": _version("torch"),
         "mlflow": _version("mlflow-skinny"),
@@ -46,41 +49,21 @@ def _system() -> str:
 def _cpu() -> str:
     """The model name of the CPU; its architecture if the kernel has no name (ARM)."""
     if platform.system() == "Darwin":
-        return _sysctl("machdep.cpu.brand_string")
-    names = ("model name", "Model", "Processor")  # x86, ARM boards, old ARM
-    try:
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            return subprocess.check_output(command, text=True, timeout=SYSCTL_SECONDS).strip()
+    found: dict[str, str] = {}
+    with contextlib.suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
-    return next(
-        (found[name] for name in names if found.get(name)), platform.processor() or platform.machine()
-    )
+        found = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    names = ("model name", "Model", "Processor")  # x86, ARM boards, old ARM
+    return next(filter(None, map(found.get, names)), platform.processor() or platform.machine())
 
 
 def _cores() -> str:
     """The number of usable cores, as "4", or as "4 of 8" if this process may not use all."""
-    there = os.cpu_count() or 1
-    usable = usable_cores()
-    return str(there) if usable == there else f"{usable} of {there}"
-
-
-def _memory() -> str:
-    try:
-        return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.1f} GiB"
-    except (ValueError, OSError):
-        size = _sysctl("hw.memsize")
-        return f"{int(size) / 2**30:.1f} GiB" if size.isdigit() else ""
-
-
-def _sysctl(name: str) -> str:
-    try:
-        done = subprocess.run(
-            ["sysctl", "-n", name], capture_output=True, text=True, timeout=SYSCTL_SECONDS, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+    cores, usable = os.cpu_count() or 1, usable_cores()
+    return str(cores) if usable == cores else f"{usable} of {cores}"
 
 
 def _version(package: str) -> str:

@@ -31,9 +31,7 @@ class RunLogger(logging.Logger):
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
         super().__init__("trainer", logging.INFO)
         self._as_json = as_json
-        handler = StdoutHandler()
-        handler.setFormatter(JsonFormatter(env) if as_json else TextFormatter(env))
-        self.addHandler(handler)
+        self.addHandler(StdoutHandler(env, as_json))
 
     def failure(self, error: BaseException) -> None:
         """Log the traceback of an unexpected error: to standard error, or as one line of JSON."""
@@ -56,33 +54,24 @@ def fields(event: str, **figures: Any) -> dict[str, Any]:
 
 
 class StdoutHandler(logging.Handler):
-    """Writes whole lines to the current sys.stdout. A closed pipe does not end the run."""
+    """Writes whole lines to the current sys.stdout. A closed pipe does not end the run.
+
+    Each line of a record has the rank in front, as "[rank 0] "; with `as_json`, the record is a line of JSON.
+    """
+
+    def __init__(self, env: RankEnv, as_json: bool) -> None:
+        super().__init__()
+        self._env, self._as_json = env, as_json
 
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
             sys.stdout.write(self.format(record) + "\n")
             sys.stdout.flush()
 
-
-class TextFormatter(logging.Formatter):
-    """Puts the rank in front of every line, as "[rank 0] "."""
-
-    def __init__(self, env: RankEnv) -> None:
-        super().__init__()
-        self._prefix = f"[rank {env.rank}] "
-
     def format(self, record: logging.LogRecord) -> str:
-        return self._prefix + record.getMessage().replace("\n", "\n" + self._prefix)
-
-
-class JsonFormatter(logging.Formatter):
-    """Formats a record as one line of JSON."""
-
-    def __init__(self, env: RankEnv) -> None:
-        super().__init__()
-        self._env = env
-
-    def format(self, record: logging.LogRecord) -> str:
+        if not self._as_json:
+            prefix = f"[rank {self._env.rank}] "
+            return prefix + record.getMessage().replace("\n", "\n" + prefix)
         line = {
             **getattr(record, "figures", {}),
             "time": record.created,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 
@@ -14,22 +15,19 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` is a failed allocation: MemoryError, OSError with ENOMEM, or an error of torch."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    torchs = isinstance(error, RuntimeError) and (
-        type(error).__name__ == "OutOfMemoryError"
-        or any(text in str(error) for text in ("can't allocate memory", "Cannot allocate memory"))
-    )
-    return isinstance(error, MemoryError) or torchs
+    if isinstance(error, RuntimeError):  # torch.OutOfMemoryError is one, and torch may not be imported
+        return type(error).__name__ == "OutOfMemoryError" or "allocate memory" in str(error)
+    return isinstance(error, MemoryError)
 
 
-def keep_freed_memory() -> bool:
-    """Make glibc keep freed blocks of up to KEPT_BYTES for reuse; returns False for another C library.
+def keep_freed_memory() -> None:
+    """Make glibc keep freed blocks of up to KEPT_BYTES for reuse; other C libraries are left as they are.
 
     By default glibc returns each large block to the system when it is freed, and maps it again later: a step
     of depth 8 then has some 100,000 page faults, about 5 % of the step beside another process that does the
     same (docs/performance.md). Call this once in a process, before large tensors exist.
     """
-    try:
+    with contextlib.suppress(OSError, TypeError, AttributeError):  # Windows, macOS, musl
         mallopt = ctypes.CDLL(None).mallopt
-    except (OSError, TypeError, AttributeError):  # Windows, macOS, musl
-        return False
-    return bool(mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, -1))
+        mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
+        mallopt(_M_TRIM_THRESHOLD, -1)

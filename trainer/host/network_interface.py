@@ -35,7 +35,10 @@ class NetworkInterface:
                 if received is not None and self._before is not None:
                     self._rate = (received - self._before) / (now - self._then)
                 self._then, self._before = now, received
-        return {"interface": self.name, "up": self._is_up(), "received": self._rate}
+            up = None
+            with contextlib.suppress(*NOT_AVAILABLE):
+                up = bool(psutil.net_if_stats()[self.name].isup)
+            return {"interface": self.name, "up": up, "received": self._rate}
 
     def counters(self) -> tuple[int | None, int | None]:
         """Bytes sent and received so far; None for an interface without counters."""
@@ -48,11 +51,6 @@ class NetworkInterface:
         """The rate that the network card reports in Mbit/s; None if it reports none (WiFi, virtual cards)."""
         with contextlib.suppress(*NOT_AVAILABLE):
             return psutil.net_if_stats()[self.name].speed or None
-        return None
-
-    def _is_up(self) -> bool | None:
-        with contextlib.suppress(*NOT_AVAILABLE):
-            return bool(psutil.net_if_stats()[self.name].isup)
         return None
 
 

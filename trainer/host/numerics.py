@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,6 @@ from trainer.config import ConfigError
 from trainer.formatting import counted
 from trainer.host.cores import at_most_quota, usable_cores
 from trainer.host.gemm import gemm_rates
-from trainer.host.gpu import Gpu, find_gpu, gpu_count
 from trainer.host.memory import keep_freed_memory
 
 # bfloat16 is used where its GEMM rate is higher by this factor: a smaller gain does not justify the lost
@@ -33,6 +32,14 @@ from trainer.host.memory import keep_freed_memory
 WORTHWHILE = 1.5
 NARROW = "bfloat16"
 FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+class Gpu(NamedTuple):
+    """Name, compute capability ("8.6") and bfloat16 support of a GPU."""
+
+    name: str
+    capability: str
+    has_bfloat16: bool  # in hardware, not emulated
 
 
 @dataclass(frozen=True)
@@ -53,12 +60,10 @@ class Numerics:
 
     def describe(self) -> str:
         """One line for the log: compute format and its reason, processor, threads, denormals."""
-        denormals = (
-            "flushed" if self.denormals_flushed else "kept (this CPU cannot flush them: steps may slow down)"
-        )
+        kept = "kept (this CPU cannot flush them: steps may slow down)"
         return (
             f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, "
-            f"{counted(self.threads, 'thread')}, denormals {denormals}"
+            f"{counted(self.threads, 'thread')}, denormals {'flushed' if self.denormals_flushed else kept}"
         )
 
     def facts(self) -> dict[str, str]:
@@ -129,32 +134,38 @@ def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_
     keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
     torch.set_num_threads(thread_count(threads, local_world_size))
-    refusals: dict[str, str] = {}
     wide = FORMATS["float64" if dtype == "float64" else "float32"]
+    refusals: dict[str, str] = {}
+
+    def choose(kind: str, choice: Callable[[], tuple[torch.dtype, str]]) -> tuple[torch.dtype, str]:
+        try:
+            return choice()
+        except ConfigError as error:
+            refusals[kind] = str(error)
+            return wide, "refused"
 
     measures = device != "cuda" and dtype in ("auto", NARROW)
     rates = gemm_rates([torch.float32, torch.bfloat16]) if measures else {}
-    try:
-        compute, reason = cpu_format(dtype, rates)
-    except ConfigError as error:
-        compute, reason, refusals["cpu"] = wide, "refused", str(error)
+    compute, reason = choose("cpu", lambda: cpu_format(dtype, rates))
     cpu = Numerics(
         torch.device("cpu"), wide, compute, reason, torch.get_num_threads(), flushed, _cpu_name(), rates
     )
-
-    gpus = gpu_count() if device != "cpu" else 0
-    cuda = None
-    if local_rank < gpus:
-        gpu = find_gpu(local_rank)
-        try:
-            compute, reason = gpu_format(dtype, gpu)
-        except ConfigError as error:
-            compute, reason, refusals["cuda"] = wide, "refused", str(error)
-        device_there = torch.device("cuda", local_rank)
-        cuda = replace(
-            cpu, device=device_there, compute_dtype=compute, reason=reason, processor=gpu.name, rates={}
-        )
+    # No GPU without a driver or with a build of torch for CPUs.
+    gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
+    if local_rank >= gpus:
+        return Options(cpu, None, gpus, refusals)
+    gpu = find_gpu(local_rank)
+    compute, reason = choose("cuda", lambda: gpu_format(dtype, gpu))
+    cuda = Numerics(torch.device("cuda", local_rank), wide, compute, reason, cpu.threads, flushed, gpu.name)
     return Options(cpu, cuda, gpus, refusals)
+
+
+def find_gpu(index: int) -> Gpu:
+    """The properties of the GPU with the device index `index`."""
+    major, minor = torch.cuda.get_device_capability(index)
+    with torch.cuda.device(index):
+        has_bfloat16 = torch.cuda.is_bf16_supported(including_emulation=False)
+    return Gpu(torch.cuda.get_device_name(index), f"{major}.{minor}", has_bfloat16)
 
 
 def thread_count(asked: int, local_world_size: int) -> int:
@@ -183,13 +194,13 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
         return torch.float32, "not measured"
     narrow, wide = rates[torch.bfloat16], rates[torch.float32]
     figures = f"{gflops(narrow)} GFLOP/s a core in bfloat16 against {gflops(wide)} in float32"
-    if asked == NARROW and narrow < wide:
+    if asked == NARROW:
+        if narrow >= wide:
+            return torch.bfloat16, f"as asked; {figures}"
         raise ConfigError(
             f"dtype is bfloat16, but this CPU only emulates it: {figures}. Set dtype to float32, or to auto, "
-            "which takes on every host what is fast there."
+            "which uses on every host the format that is fast there."
         )
-    if asked == NARROW:
-        return torch.bfloat16, f"as asked; {figures}"
     return (torch.bfloat16 if narrow >= WORTHWHILE * wide else torch.float32), figures
 
 
@@ -217,7 +228,11 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
     `asked` is the setting device; `shown` maps each rank, as text, to its `Options.shown()`. Raises
     ConfigError, naming the hosts, if that device or the number format is not available there.
     """
-    lacking = {who: _lack(fields) for who, fields in shown.items() if "cuda" not in fields}
+    counts = {who: int(fields.get("gpus", 0)) for who, fields in shown.items() if "cuda" not in fields}
+    lacking = {
+        who: f"{counted(gpus, 'GPU')}, fewer than its ranks" if gpus else "no GPU"
+        for who, gpus in counts.items()
+    }
     lacks = "; ".join(f"{who} has {lack}" for who, lack in lacking.items())
     if asked == "cuda" and lacking:
         raise ConfigError(
@@ -264,11 +279,6 @@ def name_of(dtype: torch.dtype) -> str:
 
 def gflops(rate: float) -> str:
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"
-
-
-def _lack(fields: Mapping[str, str]) -> str:
-    gpus = int(fields.get("gpus", 0))
-    return f"{counted(gpus, 'GPU')}, fewer than its ranks" if gpus else "no GPU"
 
 
 def _cpu_name() -> str:

@@ -27,22 +27,20 @@ WARMING_STEPS = 2  # not measured, at the start and after each change: buffers g
 ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
 
 
-def split_rows(seconds_per_row: Sequence[float], rows: int, fixed: Sequence[float] = ()) -> list[int]:
-    """Rows per rank that minimise the time of the slowest rank: fixed + its rows * its seconds_per_row.
+def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
+    """Rows per rank that minimise the time of the slowest rank: its rows * its seconds_per_row.
 
-    `fixed` is by rank too, 0 without it. Each rank gets at least one row. Equal ranks get an equal split; a
-    remainder goes to the first ranks.
+    Each rank gets at least one row. Equal ranks get an equal split; a remainder goes to the first ranks.
     """
     if rows < len(seconds_per_row) or min(seconds_per_row) <= 0:
         raise ValueError(f"{rows} rows cannot be split by {list(seconds_per_row)} seconds a row")
-    start = list(fixed) or [0.0] * len(seconds_per_row)
     shares = [1] * len(seconds_per_row)
-    ends = [(start[rank] + 2 * seconds, rank) for rank, seconds in enumerate(seconds_per_row)]
+    ends = [(2 * seconds, rank) for rank, seconds in enumerate(seconds_per_row)]
     heapq.heapify(ends)
     for _ in range(rows - len(shares)):  # each row to the rank that would finish it first
-        _, rank = heapq.heappop(ends)
+        rank = ends[0][1]
         shares[rank] += 1
-        heapq.heappush(ends, (start[rank] + (shares[rank] + 1) * seconds_per_row[rank], rank))
+        heapq.heapreplace(ends, ((shares[rank] + 1) * seconds_per_row[rank], rank))
     return shares
 
 
@@ -114,16 +112,11 @@ class Balancer:
             self._whole.append(step_seconds)
             self._seconds.append([each / rows for each, rows in zip(seconds, self.shares, strict=True)])
 
-    @property
-    def seconds_per_row(self) -> list[float]:
-        """Median seconds per row over the last WINDOW_STEPS steps, by rank."""
-        return [statistics.median(of_rank) for of_rank in zip(*self._seconds, strict=True)]
-
     def propose(self) -> SplitChange | None:
         """A split that saves a tenth of a step or more; None without one or with too few recorded steps."""
         if len(self._seconds) < WINDOW_STEPS or self._steps < REST_STEPS:
             return None
-        now = self.seconds_per_row
+        now = [statistics.median(of_rank) for of_rank in zip(*self._seconds, strict=True)]
         if min(now) <= 0:
             return None
         split = split_rows(now, sum(self.shares))

@@ -11,6 +11,7 @@ reports prediction and measurement.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,10 +46,6 @@ class StepWork:
     active: Callable[[int], int]  # active rows of an embedding for so many rows of data
     value_bytes: int = 4
 
-    @property
-    def parameters(self) -> int:
-        return self.tables + self.matrices + self.others
-
 
 def _check(mode: str) -> None:
     """Raise ValueError if `mode` is not a sync mode."""
@@ -64,7 +61,7 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
     _check(mode)
     copies = 2 * (world_size - 1) / world_size
     if mode == "dense":
-        return copies * work.value_bytes * work.parameters
+        return copies * work.value_bytes * (work.tables + work.matrices + work.others)
     outer = outer or Outer()
     steps = outer.steps + TAIL_STEPS if mode == "local" else 1
     values = work.active(steps * rows) * work.table_width + work.matrices + work.others
@@ -126,22 +123,19 @@ class CostModel:
     def _muon(self) -> float:
         """Seconds that the slowest owner rank takes for its Muon matrices."""
         costs = self.work.matrix_flops
-        owners = assign_owners(costs, len(self.speeds), self.owner_speeds)
+        of_rank = [0.0] * len(self.speeds)
+        for cost, owner in zip(costs, assign_owners(costs, len(self.speeds), self.owner_speeds), strict=True):
+            of_rank[owner] += cost
         total = sum(costs)
-        return max(
-            sum(cost for cost, owner in zip(costs, owners, strict=True) if owner == rank) / total * speed.muon
-            for rank, speed in enumerate(self.speeds)
-        )
+        return max(cost / total * speed.muon for cost, speed in zip(of_rank, self.speeds, strict=True))
 
     def pays_from(self, mode: str, rows: int) -> int | None:
         """The rows of a step, a multiple of `rows`, from which all ranks beat the single-host baseline.
 
         None if that is not the case up to LARGEST * rows.
         """
-        for times in range(1, LARGEST + 1):
-            if self.step(mode, times * rows) < self.single_host(times * rows)[0]:
-                return times * rows
-        return None
+        batches = (times * rows for times in range(1, LARGEST + 1))
+        return next((each for each in batches if self.step(mode, each) < self.single_host(each)[0]), None)
 
 
 def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
@@ -153,13 +147,7 @@ def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
     return best
 
 
-def render_predictions(
-    model: CostModel,
-    rows: int,
-    sequence_len: int,
-    modes: Sequence[str],
-    gpus: Mapping[str, Speed] | None = None,
-) -> str:
+def render_predictions(model: CostModel, rows: int, sequence_len: int, gpus: Mapping[str, Speed]) -> str:
     """A table of predicted seconds per step and tokens per second, by sync mode and batch size.
 
     gpus: the speeds of idle GPUs, by host.
@@ -172,11 +160,11 @@ def render_predictions(
         return [name, *(f"{each:.3g} ({speed:,.0f})" for each, speed in cells)]
 
     fastest = model.names[model.single_host(rows)[1]]
-    lines = [line(f"{host}'s GPU alone", gpu.step_alone) for host, gpu in (gpus or {}).items()]
+    lines = [line(f"{host}'s GPU alone", gpu.step_alone) for host, gpu in gpus.items()]
     on_cpu = ", on its CPU" * bool(lines)
     lines.append(line(f"{fastest} alone{on_cpu}", lambda batch: model.single_host(batch)[0]))
     if len(model.speeds) > 1:
-        lines += [line(mode, lambda batch, mode=mode: model.step(mode, batch)) for mode in modes]  # type: ignore[misc]
+        lines += [line(mode, functools.partial(model.step, mode)) for mode in SYNC_MODES]
     return render_table([head, *lines])
 
 

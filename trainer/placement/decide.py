@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import EXACT_MODES, SYNC_MODES, RunConfig, canonical_json
+from trainer.config import EXACT_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
 from trainer.data.loader import batch_rows
 from trainer.distributed.process_group import Collectives, Peer
@@ -93,6 +93,13 @@ class Measured:
     gpu: Speed | None = None
     gpu_too_small: bool = False  # for this model and micro-batch
 
+    @classmethod
+    def load(cls, saved: Mapping[str, Any]) -> Measured:
+        link, gpu = saved["link"], saved["gpu"]
+        return cls(
+            Speed(**saved["speed"]), link and Link(**link), gpu and Speed(**gpu), saved["gpu_too_small"]
+        )
+
 
 def measure_all(
     group: Collectives,
@@ -110,16 +117,7 @@ def measure_all(
     speed = measure_speed(model, optimizer, batch_size)
     on_gpu = measure_gpu(gpu, model, batch_size) if gpu else None
     mine = asdict(Measured(speed, link, on_gpu, gpu is not None and on_gpu is None))
-    gathered = map(json.loads, group.gather_bytes(json.dumps(mine).encode()))
-    return [
-        Measured(
-            Speed(**one["speed"]),
-            Link(**one["link"]) if one["link"] else None,
-            Speed(**one["gpu"]) if one["gpu"] else None,
-            one["gpu_too_small"],
-        )
-        for one in gathered
-    ]
+    return [Measured.load(json.loads(one)) for one in group.gather_bytes(json.dumps(mine).encode())]
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
@@ -174,7 +172,11 @@ def decide(
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
-    cost_model = CostModel(speeds, _slowest_link(measured), work, names, by_speed, Outer.of(config))
+    links = [one.link for one in measured if one.link]
+    slowest = (
+        Link(min(each.bandwidth for each in links), max(each.latency for each in links)) if links else None
+    )
+    cost_model = CostModel(speeds, slowest, work, names, by_speed, Outer.of(config))
     change = first_split([speed.row for speed in speeds], rows, names) if by_speed else None
     shares = change.shares if change else plan.shares
     modes = [*EXACT_MODES, *config.sync_allow.split(",")] if config.sync_allow else list(EXACT_MODES)
@@ -194,9 +196,7 @@ def decide(
         lines.append(f"sync=auto would take {best}: {cost_model.step(best, rows, shares):.3g} s a step")
     alone_seconds, rank = cost_model.single_host(rows)
     lines.append(
-        render_predictions(
-            cost_model, rows, length, SYNC_MODES, {names[rank]: gpu for rank, gpu in gpus.items()}
-        )
+        render_predictions(cost_model, rows, length, {names[rank]: gpu for rank, gpu in gpus.items()})
     )
     if not transfers:
         lines.append(warn_of_baseline(cost_model, rows, length, mode))
@@ -211,13 +211,6 @@ def decide(
     owners = relative_speeds([speed.muon for speed in speeds]) if by_speed or config.sync == "auto" else ()
     placement = Placement(mode, tuple(shares), tuple(owners), prediction, faster_host if transfers else None)
     return placement, [line for line in lines if line]
-
-
-def _slowest_link(measured: Sequence[Measured]) -> Link | None:
-    links = [one.link for one in measured if one.link]
-    if not links:
-        return None
-    return Link(min(link.bandwidth for link in links), max(link.latency for link in links))
 
 
 def broadcast_placement(group: Collectives, placement: Placement | None) -> Placement:
@@ -243,11 +236,9 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
 
 def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
     """Raise Final, naming the ranks, if their placements differ. digests: of the placements, by rank."""
-    odd = [
-        f"{peer} has {digest}" for peer, digest in zip(peers, digests, strict=True) if digest != digests[0]
-    ]
-    if odd:
+    others = [f"{peer} has {own}" for peer, own in zip(peers, digests, strict=True) if own != digests[0]]
+    if others:
         raise Final(
-            f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(odd)}. Start the run "
-            "again. If this repeats, report it with the logs of all ranks."
+            f"The placements of the ranks differ: rank 0 has {digests[0]}, {', '.join(others)}. Start the "
+            "run again. If this repeats, report it with the logs of all ranks."
         )

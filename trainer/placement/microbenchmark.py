@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -88,16 +89,16 @@ def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
 
 def _muon_seconds(optimizer: MuonAdamW, model: GPT) -> float:
     """Seconds of Muon on all matrices: for each shape, the time of one matrix times their number."""
-    matrices = {matrix.parameter.shape: matrix for matrix in optimizer.muon_parameters()}
+    parameters = [matrix.parameter for matrix in optimizer.muon_parameters()]
+    counts = Counter(parameter.shape for parameter in parameters)
     total = 0.0
-    for shape, matrix in matrices.items():
-        count = sum(other.parameter.shape == shape for other in optimizer.muon_parameters())
+    for parameter in {each.shape: each for each in parameters}.values():
 
-        def step(parameter: torch.nn.Parameter = matrix.parameter) -> None:
+        def step(parameter: torch.nn.Parameter = parameter) -> None:
             optimizer.muon_update(parameter)
             _synchronize(model.device)
 
-        total += count * _seconds_of(step, LEAST_SECONDS / len(matrices))
+        total += counts[parameter.shape] * _seconds_of(step, LEAST_SECONDS / len(counts))
     return total
 
 

@@ -81,12 +81,6 @@ class Cursor:
     def save(self, run_dir: Path) -> None:
         write_json(run_dir / CURSOR, asdict(self))
 
-    def clear(self) -> None:
-        """Forget all that was sent, because the server has lost the run."""
-        self.mlflow_run, self.status = "", ""
-        self.steps.clear()
-        self.artifacts.clear()
-
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
         """The figures of a parsed line that were not yet sent: name -> value."""
         return {

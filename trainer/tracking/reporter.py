@@ -48,13 +48,16 @@ class Reporter:
     @property
     def typical(self) -> float:
         """Mean seconds of the last RECENT_STEPS steps, without the attempt's first unless it is alone."""
-        late = self.durations[1:][-RECENT_STEPS:] or self.durations
-        return sum(late) / len(late)
+        return sum(self._recent) / len(self._recent)
 
     @property
     def median(self) -> float:
         """Median seconds of the same steps as in `typical`."""
-        return statistics.median(self.durations[1:][-RECENT_STEPS:] or self.durations)
+        return statistics.median(self._recent)
+
+    @property
+    def _recent(self) -> list[float]:
+        return self.durations[1:][-RECENT_STEPS:] or self.durations
 
     @property
     def expected(self) -> float:
@@ -91,38 +94,40 @@ class Reporter:
         train_state.step += 1
         train_state.loss = loss
         train_state.first_loss = loss if train_state.first_loss is None else train_state.first_loss
-        speed = self.plan.total_batch_size / seconds
         phases = self.run_status.lap()
-        split = {name: phases.get(name, 0.0) for name in STEP_PHASES}
+        split = {f"{name}_s": phases.get(name, 0.0) for name in STEP_PHASES}
         average = self.plan.total_batch_size / self.typical
-        share = split["sync"] / seconds
+        figures = {
+            "loss": loss,
+            "lr": lr,
+            "lr_multiplier": rate,
+            "tok_per_s": self.plan.total_batch_size / seconds,
+            "step_seconds": seconds,
+            **split,
+            "bytes_sent": sent,
+        }
+        share = split["sync_s"] / seconds
         before = share if self.sync_share is None else self.sync_share
         self.sync_share = before + SMOOTHING * (share - before)
         self.update(
             loss=loss,
-            tok_per_s=speed,
+            tok_per_s=figures["tok_per_s"],
             tok_per_s_average=average,
             step_seconds=self.median,
             eta_seconds=self.expected,
             sync_share=round(self.sync_share, 3),
         )
         self.attempt.update(tok_per_s=average)
-        figures = {"loss": loss, "lr": lr, "lr_multiplier": rate, "tok_per_s": speed}
-        figures["step_seconds"] = seconds
-        figures |= {f"{name}_s": value for name, value in split.items()}
-        figures["bytes_sent"] = sent
         if self.tracker is not None:
             self.tracker.step(train_state.step, figures)
         edge = len(self.durations) == 1 or train_state.step == last
-        if not self.routine:
-            return
-        if edge or time.monotonic() - self._logged_at >= LINE_EVERY_SECONDS:
+        if self.routine and (edge or time.monotonic() - self._logged_at >= LINE_EVERY_SECONDS):
             self._logged_at = time.monotonic()
             self.log.info(
                 f"step {train_state.step}/{last} loss {loss:.4f} lr {rate:.2f} "
-                f"{speed:,.0f} tok/s {seconds:.2f} s "
-                f"(data {split['data']:.2f} fwd {split['forward']:.2f} bwd {split['backward']:.2f} "
-                f"sync {split['sync']:.2f} opt {split['optimizer']:.2f}) eta {duration(self.expected)}",
+                f"{figures['tok_per_s']:,.0f} tok/s {seconds:.2f} s "
+                f"(data {split['data_s']:.2f} fwd {split['forward_s']:.2f} bwd {split['backward_s']:.2f} "
+                f"sync {split['sync_s']:.2f} opt {split['optimizer_s']:.2f}) eta {duration(self.expected)}",
                 extra=fields("step", step=train_state.step, **figures, eta_seconds=self.expected),
             )
 
@@ -194,14 +199,11 @@ class Reporter:
 
     def done(self) -> str:
         """The closing sentence of a finished run."""
-        loss, bpb = self.train_state.loss, self.train_state.val_bpb
         steps = self.plan.num_iterations
         what = f"All {steps} steps" if steps > 1 else "The only step"
-        closing = f"{what} done: loss {_figure(loss)}, {_figure(bpb)} bits per byte."
+        figures = (self.train_state.loss, self.train_state.val_bpb)
+        loss, bpb = ("unknown" if figure is None else f"{figure:.4f}" for figure in figures)
+        closing = f"{what} done: loss {loss}, {bpb} bits per byte."
         if self.prediction is not None and self.durations:
             closing += f" {self.prediction.against(self.median)}"
         return closing
-
-
-def _figure(value: float | None) -> str:
-    return "unknown" if value is None else f"{value:.4f}"

@@ -114,7 +114,7 @@ class Sender:
             work()
         except RunLostError:
             self.report({"log": "The tracker has lost this run. It is created again, with all steps."})
-            self.cursor.clear()
+            self.cursor = Cursor(self.cursor.uri, self.facts.run_id, self.facts.digest)
             self._set_back()
             work()
 
