@@ -40,9 +40,10 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
         # A rank that restarts fast may find the store of the attempt that is ending.
         registered = mine.add(f"rank/{run_id}/{env.rank}", 1) > 1
     except (RuntimeError, ValueError) as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Retryable(
             f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
-            f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and is its port open to {env.host}?"
+            f"{seconds:.0f} s ({cause}). Is rank 0 running, and is its port open to {env.host}?"
         ) from None
     if registered:
         raise Retryable(
@@ -64,7 +65,3 @@ def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> li
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(0.05)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
