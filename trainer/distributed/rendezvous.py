@@ -54,10 +54,7 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until each rank has set its key in the store; returns the ranks that have not after `seconds`.
-
-    `keys` maps a rank to its key.
-    """
+    """Wait until each rank has set its key in `keys`; returns the ranks that have not after `seconds`."""
     deadline = time.monotonic() + seconds
     missing = sorted(keys)
     while True:
