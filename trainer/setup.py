@@ -298,10 +298,7 @@ class RunSetup:
         return meta.get("hosts") == [peer.host for peer in self.group.peers]
 
     def _restore_arithmetic(self, meta: Mapping[str, Any]) -> None:
-        """If the checkpoint is of the same hosts, restore its batch split, number formats and threads.
-
-        The run then resumes bitwise. The number of steps is restored on any hosts.
-        """
+        """Restore the number of steps; on the same hosts also batch split, formats and threads, bitwise."""
         steps = compatibility.planned_steps(meta, self.config, self.plan.num_iterations)
         self.plan = dataclasses.replace(self.plan, num_iterations=steps)
         if self._same_hosts(meta) and not self.run_file.fixed_shares:
@@ -316,10 +313,7 @@ class RunSetup:
     # -- what the training loop asks for ------------------------------------------------------------------
 
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
-        """The dict that is written to meta.json.
-
-        `plan` holds the current batch split (`plan.shares`), which can differ from that at step 0.
-        """
+        """The dict that is written to meta.json. `plan` has the current batch split, `state` the progress."""
         done = dataclasses.asdict(state)
         del done["checkpoint"]
         return {

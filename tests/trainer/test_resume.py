@@ -18,6 +18,7 @@ KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_
 SAVING = ["checkpoint/writer.py", "checkpoint/storage.py", "data/files.py"]
 MODULES = [
     *SAVING,
+    "checkpoint/exchange.py",
     "train.py",
     "setup.py",
     "tracking/reporter.py",

@@ -166,10 +166,7 @@ class Collectives:
         return add_up
 
     def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
-        """Start to gather the flat tensors of all ranks in the `table` of `owner`, shape (world_size, n).
-
-        `table` is None on the other ranks.
-        """
+        """Start to gather flat tensors in the `table` (world_size, n) of `owner`; None on the other ranks."""
         rows = list(table.unbind()) if table is not None else None
         return self._start(
             tensor,
@@ -181,8 +178,7 @@ class Collectives:
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather flat tensors of equal length on every rank.
 
-        Returns the table, shape (world_size, n), which is complete after the wait, and the started
-        collective.
+        Returns the table, shape (world_size, n), and the collective whose wait completes it.
         """
         table = tensor.expand(self.world_size, -1).clone()
         rows = list(table.unbind())
@@ -283,10 +279,7 @@ class Collectives:
             self.is_waiting = before
 
     def _name_peer(self, message: str) -> str:
-        """A sentence on a failed collective, with the lost peer if the error `message` has its address.
-
-        Gloo names a peer only by its address.
-        """
+        """A sentence on a failed collective; Gloo's error `message` names a lost peer only by its address."""
         cause = re.sub(r"^\[[^\]]*\]\s*", "", (message.strip().splitlines() or ["no reason given"])[0])
         cause = cause.split(". This ")[0]  # general advice follows
         others = [peer for peer in self.peers if peer.rank != self.rank]

@@ -40,9 +40,10 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
         # A rank that restarts fast may find the store of the attempt that is ending.
         registered = mine.add(f"rank/{run_id}/{env.rank}", 1) > 1
     except (RuntimeError, ValueError) as error:
+        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Retryable(
             f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
-            f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and is its port open to {env.host}?"
+            f"{seconds:.0f} s ({cause}). Is rank 0 running, and is its port open to {env.host}?"
         ) from None
     if registered:
         raise Retryable(
@@ -53,10 +54,7 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until each rank has set its key in the store; returns the ranks that have not after `seconds`.
-
-    `keys` maps a rank to its key.
-    """
+    """Wait until each rank has set its key in `keys`; returns the ranks that have not after `seconds`."""
     deadline = time.monotonic() + seconds
     missing = sorted(keys)
     while True:
@@ -64,7 +62,3 @@ def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> li
         if not missing or time.monotonic() > deadline:
             return missing
         time.sleep(0.05)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

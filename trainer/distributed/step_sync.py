@@ -69,10 +69,7 @@ class StepSync:
         return shared, self._group.start_all_reduce(shared)
 
     def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
-        """Wait for the all-reduce; returns its summary.
-
-        Raises Final if the rows do not add up to the step.
-        """
+        """Wait for the all-reduce; returns its summary. Raises Final if rows do not add up to the step."""
         shared, pending = started
         self._group.wait([pending])
         loss_sum, rows, stop, save, failed_save, *tables = shared.tolist()

@@ -109,20 +109,14 @@ def begin(run_dir: Path) -> None:
 
 
 def end(run_dir: Path, outcome: Line) -> None:
-    """Add the running attempt to attempts.jsonl and delete attempt.json. Raises OSError.
-
-    `outcome` is the content of outcome.json.
-    """
+    """Add the running attempt, with the content of outcome.json, to attempts.jsonl. Raises OSError."""
     line = {name: outcome.get(name) for name in (*KEYS, "settled", "alone")}
     _add(run_dir, line | _start_of(_load(run_dir / RUNNING)))
     (run_dir / RUNNING).unlink(missing_ok=True)
 
 
 def settle(run_dir: Path) -> None:
-    """Set `settled` to true in outcome.json: no attempt follows.
-
-    A killed attempt has no outcome.json; it is written here.
-    """
+    """Set `settled` to true in outcome.json, or write it for a killed attempt: no attempt follows."""
     ends = outcomes(run_dir)
     known = [end for end in ends if end.get("outcome") in SETTLED]  # by another rank of this host, perhaps
     outcome = (known or ends or [unrecorded(run_dir)])[0]

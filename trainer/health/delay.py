@@ -30,12 +30,10 @@ def stall_seconds() -> float:
 
 
 class DelayReport:
-    """Decides when a late stage is reported again, and when a lost rank ends the attempt.
-
-    `stall` is the stall time in seconds.
-    """
+    """Decides when a late stage is reported again, and when a lost rank ends the attempt."""
 
     def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """stall: the stall time in seconds."""
         self._every, self._clock = min(REPORT_SECONDS, stall / 4), clock
         self._longest = IMPAIRED_STALLS * stall
         # Seconds that a verdict must last before it ends the attempt.

@@ -34,10 +34,7 @@ PADDING = "." * 2048  # more than a packet of 1500 bytes
 
 
 class EndpointAddress(NamedTuple):
-    """IP address, port and secret of a health endpoint.
-
-    Both sides of a query prove that they know the secret.
-    """
+    """IP address and port of a health endpoint, and the secret that both sides of a query must know."""
 
     address: str
     port: int

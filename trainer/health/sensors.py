@@ -12,10 +12,7 @@ SLOWED = 0.8  # of the processor's highest clock
 
 
 class Sensors:
-    """Reads the sensors of this host.
-
-    Throttling is the increase of the kernel's counters between two reads.
-    """
+    """Reads the sensors of this host; throttling is an increase of the kernel's counters between reads."""
 
     def __init__(self) -> None:
         self._throttle_events = self._count()

@@ -106,10 +106,7 @@ class RunStatusRecord(RunFigures):
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> RunStatusRecord:
-        """The record of a heartbeat or message; other keys are ignored.
-
-        Raises TypeError for a malformed `ended`.
-        """
+        """The record of a heartbeat or message; ignores other keys. TypeError for a malformed `ended`."""
         known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         if known.get("ended"):
             known["ended"] = RankEnd(*known["ended"])

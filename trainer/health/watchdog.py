@@ -48,10 +48,7 @@ STOOD_STILL_SECONDS = 5.0
 
 
 class Watchdog:
-    """Reports which rank delays a late step of this rank, and ends the attempt if another rank is lost.
-
-    Its threads are daemons.
-    """
+    """Reports which rank delays a late step of this rank, and ends the attempt if another rank is lost."""
 
     def __init__(
         self, run_status: RunStatus, env: RankEnv, run_dir: Path, attempt: Attempt, log: RunLogger
@@ -75,10 +72,7 @@ class Watchdog:
     # -- start and end ---------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the watchdog thread and the health endpoint of this rank.
-
-        The statuses of the other ranks are known only after `start_exchange`.
-        """
+        """Start the thread and the health endpoint. `start_exchange` then gets the status of other ranks."""
         self._run_status.update(stall_seconds=self._stall)
         if self._env.world_size > 1 and self._me.address:
             with contextlib.suppress(OSError):  # the address of this rank then stays unknown
@@ -92,10 +86,7 @@ class Watchdog:
         return str(self._endpoint.address) if self._endpoint else ""
 
     def start_exchange(self, prefix: str) -> None:
-        """Start to publish this rank's status through the rendezvous store, and to read those of the others.
-
-        `prefix` is the prefix of the keys in the store.
-        """
+        """Publish this rank's status in the rendezvous store, and read those of the others, from now on."""
         self._exchange.start(prefix, self._status)
 
     def set_peers(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
@@ -268,10 +259,9 @@ class Watchdog:
         return None
 
     def explain(self, error: Retryable) -> RunEnd:
-        """The end of the attempt after the failed collective `error`, to be raised by the caller.
+        """The end of the attempt after the failed collective `error`, in EXPLAIN_SECONDS at most.
 
-        It is the published end of another rank, or else a diagnosis of the ranks. Takes up to
-        EXPLAIN_SECONDS.
+        It is the published end of another rank, or else a diagnosis of the ranks.
         """
         began = time.monotonic()
         evidence: list[RankEvidence] = []

@@ -335,15 +335,9 @@ class GPT(nn.Module):
         """Number of parameters by group, including the padded vocabulary; the smear gate is a scalar."""
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "transformer_matrices", "scalars"), 0)
         for name, p in self.named_parameters():
-            match name.split("."):
-                case ["transformer", "h", *_]:
-                    counts["transformer_matrices"] += p.numel()
-                case ["transformer", "wte", _]:
-                    counts["wte"] += p.numel()
-                case ["value_embeds" | "lm_head" as group, *_]:
-                    counts[group] += p.numel()
-                case _:
-                    counts["scalars"] += p.numel()
+            part = name.removeprefix("transformer.").partition(".")[0]
+            group = "transformer_matrices" if part == "h" else part if part in counts else "scalars"
+            counts[group] += p.numel()
         return {**counts, "total": sum(counts.values())}
 
     def flops_per_token(self) -> int:

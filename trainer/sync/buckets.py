@@ -13,26 +13,30 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import MuonAdamW
+from trainer.sync.mode import SyncMode
 
 
-class Owners:
-    """The owner ranks of the Muon matrices, assigned by cost and speed; equal on every rank.
+class OwnerMode(SyncMode):
+    """The base of modes in which each Muon matrix has an owner rank, assigned by cost and speed.
 
-    parts: rank -> the matrices that it owns.
+    _parts: rank -> the matrices that it owns. _replicated: the other parameters, which all ranks step.
+    Both are equal on every rank.
     """
 
-    def __init__(self, optimizer: MuonAdamW, world_size: int, speeds: Sequence[float] = ()) -> None:
+    def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
+        self._group, self._optimizer = group, optimizer
         matrices = optimizer.muon_parameters()
-        owners = assign_owners([matrix.flops for matrix in matrices], world_size, speeds)
-        self._of = {matrix.name: owner for matrix, owner in zip(matrices, owners, strict=True)}
-        self.parts: dict[int, list[nn.Parameter]] = {rank: [] for rank in range(world_size)}
+        owners = assign_owners([matrix.flops for matrix in matrices], group.world_size, group.owner_speeds)
+        self._owner_of = {matrix.name: owner for matrix, owner in zip(matrices, owners, strict=True)}
+        self._parts: dict[int, list[nn.Parameter]] = {rank: [] for rank in range(group.world_size)}
         for matrix, owner in zip(matrices, owners, strict=True):
-            self.parts[owner].append(matrix.parameter)
+            self._parts[owner].append(matrix.parameter)
+        self._replicated = [p for name, p in model.named_parameters() if name not in self._owner_of]
 
-    def of(self, name: str) -> int | None:
-        """The owner rank of the parameter `name`; None if all ranks step it."""
-        return self._of.get(name)
+    def owner_of(self, name: str) -> int | None:
+        return self._owner_of.get(name)
 
 
 def add_only_active_rows(model: nn.Module) -> None:

@@ -10,20 +10,16 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
-from trainer.sync.mode import SyncMode
+from trainer.sync.buckets import OwnerMode, add_only_active_rows, flatten_gradients, flatten_weights
 
 
-class Dense(SyncMode):
+class Dense(OwnerMode):
     """Reduces all gradients after backward; broadcasts the weights of the Muon matrices after the step."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
-        self._group, self._optimizer = group, optimizer
-        self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
-        self._owned = self._owners.parts[group.rank]
-        parts = {owner: part for owner, part in self._owners.parts.items() if part}
-        replicated = [p for name, p in model.named_parameters() if self._owners.of(name) is None]
-        self._replicated_gradients = flatten_gradients(replicated)
+        super().__init__(group, model, optimizer)
+        parts = {owner: part for owner, part in self._parts.items() if part}
+        self._replicated_gradients = flatten_gradients(self._replicated)
         self._owned_gradients = {owner: flatten_gradients(part) for owner, part in parts.items()}
         self._owned_weights = {owner: flatten_weights(part) for owner, part in parts.items()}
         add_only_active_rows(model)
@@ -44,10 +40,7 @@ class Dense(SyncMode):
 
     def step(self) -> None:
         self._optimizer.step_adamw()
-        self._optimizer.step_muon(self._owned)
+        self._optimizer.step_muon(self._parts[self._group.rank])
 
     def broadcast(self) -> None:
         self._group.broadcast_owned(self._owned_weights)
-
-    def owner_of(self, name: str) -> int | None:
-        return self._owners.of(name)

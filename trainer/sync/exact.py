@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync.buckets import Owners, add_only_active_rows, flatten_gradients, flatten_weights
-from trainer.sync.mode import SyncMode
+from trainer.sync.buckets import OwnerMode, add_only_active_rows, flatten_gradients, flatten_weights
 
 
 @dataclass
@@ -33,12 +32,11 @@ class Bucket:
     pending: list[Pending] = field(default_factory=list)
 
 
-class Exact(SyncMode):
+class Exact(OwnerMode):
     """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks."""
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
-        self._group, self._optimizer = group, optimizer
-        self._owners = Owners(optimizer, group.world_size, group.owner_speeds)
+        super().__init__(group, model, optimizer)
         self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
         self._active = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
         for table in self._tables:
@@ -46,9 +44,9 @@ class Exact(SyncMode):
         add_only_active_rows(model)
 
         embeddings = {id(table) for table in self._tables}
-        replicated = [p for name, p in model.named_parameters() if self._owners.of(name) is None]
-        large = max((p for p in replicated if id(p) not in embeddings), key=nn.Parameter.numel)  # lm_head
-        small = [p for p in replicated if id(p) not in embeddings and p is not large]
+        replicated = [p for p in self._replicated if id(p) not in embeddings]
+        large = max(replicated, key=nn.Parameter.numel)  # lm_head
+        small = [p for p in replicated if p is not large]
         self._head = Bucket([large], flatten_gradients([large]))
         self._small = flatten_gradients(small)
         self._layers = self._make_layers(model)
@@ -62,7 +60,7 @@ class Exact(SyncMode):
         """One bucket for each layer and owner rank, in the order in which backward finishes them."""
         layer_of = {p: name.split(".")[2] for name, p in model.named_parameters() if ".h." in name}
         buckets: dict[tuple[int, int], Bucket] = {}
-        for owner, part in self._owners.parts.items():
+        for owner, part in self._parts.items():
             if not part:
                 continue
             gradients, weights = flatten_gradients(part), flatten_weights(part)
@@ -128,9 +126,6 @@ class Exact(SyncMode):
         for bucket in self._layers:
             self._group.wait(bucket.pending)
         self._group.wait(self._broadcasts)
-
-    def owner_of(self, name: str) -> int | None:
-        return self._owners.of(name)
 
     # -- rows of the embeddings ------------------------------------------------------------------------
 

@@ -112,10 +112,7 @@ class Fragment:
         self.sync_round: SyncRound | None = None
 
     def rows(self) -> Tensor | None:
-        """For an embedding, the indices of the rows that may differ between ranks; None for other fragments.
-
-        The result is equal on every rank.
-        """
+        """Of an embedding, the rows that may differ between ranks, equal on every rank; None for others."""
         if self.active_at is None:
             return None
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
