@@ -160,6 +160,6 @@ def test_leaving_a_run_says_it_goes_on(
         for number, handler in before.items():
             signal.signal(number, handler)
     said = capsys.readouterr().err
-    assert "it continues" in said
+    assert "a run that has started continues" in said
     assert "python -m fleet watch -i" in said
     assert "stop.yml" in said
