@@ -49,7 +49,7 @@ def plan_run(
     given: settings that were set; run_id: requested name, "" for the default; states: results of
     run_state of `hosts`, in rank order; shares: auto, equal or rows by rank, "" for those of an earlier
     attempt. Returns {"run_id", "file" (content of run.json; None on refuse), "action", "message", "ends"
-    (host -> units that cannot continue and are ended first), "saves" (whether the run is asked to save before
+    (host -> units that cannot continue and are ended first), "saves" (whether the run saves before
     that)}.
     """
     name = run_id
@@ -64,7 +64,7 @@ def plan_run(
                 trainer.check_schema(state["run_file"].get("schema", 1), f"The run {name} on {host}")
         stored = stored_run(name, states)
         before = stored or {}
-        # An existing run keeps its own values for every setting that is not given anew.
+        # An existing run keeps its own values for every setting that is not given.
         config = trainer.RunConfig.resumed(before.get("config") or {}, given)
         own, chosen_from = _own_hosts(before, hosts)
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
@@ -214,7 +214,7 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
 
 
 def _cannot_start(state: State) -> bool:
-    """Whether systemd cannot start the unit again.
+    """Whether systemd failed to restart the unit.
 
     Then its result is `resources`, or its exit status is one of systemd's own (200 to 243).
     """
@@ -286,7 +286,7 @@ def _finished_message(run_id: str, outcome: Mapping[str, Any]) -> str:
 
 
 def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
-    """Raise RefusedError if another run is active on a host, or if the rendezvous store's port is held.
+    """Raise RefusedError if another run is active on a host, or the port of the rendezvous store is in use.
 
     own: state by host, the coordinator first. unit: of the run. ends: units that are ended first, by host.
     """
@@ -304,9 +304,9 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
     for held in own[first].get("listeners", []):
         if held.get("unit") in (unit, *ends.get(first, [])):
             continue
-        who, end = holder(held, held["port"])
+        process, end = holder(held, held["port"])
         raise RefusedError(
-            f"Port {held['port']} on {first} is held by {who}: the run's rendezvous store needs it. "
+            f"Port {held['port']} on {first} is held by {process}: the run's rendezvous store needs it. "
             f"End that process on {first} ({end}), or use another port: -e store_port=PORT"
         )
 

@@ -15,7 +15,7 @@ NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
     """The facts by which tasks decide. states: host -> result of run_state, or of a task that failed.
 
-    run_id: the run that was asked for. several: a message if several runs are active, else "". transfer:
+    run_id: the requested run. several: a message if several runs are active, else "". transfer:
     result of `transferred`. speaker: the host whose step lines are shown for all.
     """
     reached = answered(states)

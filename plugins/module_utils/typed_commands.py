@@ -19,7 +19,7 @@ from ansible import constants, context
 from ansible.parsing.splitter import parse_kv
 
 SETTINGS = ("data_dir", "store_port")
-"""Settings that hosts are set up for (data folder, port of a run) and that no run stores."""
+"""Settings of the hosts' setup (data folder, port of the rendezvous store) that no run file contains."""
 BY_NAME = "nanofleet.fleet."
 """Prefix of a playbook's full name, which is typed outside of a checkout."""
 WITH_SETTINGS = ("setup.yml", "doctor.yml", f"{BY_NAME}setup", f"{BY_NAME}doctor")

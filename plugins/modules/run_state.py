@@ -29,7 +29,7 @@ module: run_state
 short_description: Read the state of a run on this host
 description:
   - Reads the unit, heartbeats, metrics, outcome and log of a run.
-  - Changes nothing. Does not fail if there is no such run.
+  - Changes nothing. Does not fail if the run does not exist.
   - Without root it reads the user's own systemd besides the system's.
 options:
   state_dir:
@@ -96,7 +96,7 @@ rebooted:
   description: Unix time of the boot, if it ended the unit of an attempt that nobody had stopped; else null.
   type: float
   returned: always
-at_boot: {description: Whether this host starts the run again when it boots, type: bool, returned: always}
+at_boot: {description: Whether this host restarts the run when it boots, type: bool, returned: always}
 stepped: {description: Whether a rank here has made a step in this attempt, type: bool, returned: always}
 unit:
   description: >-
@@ -149,7 +149,7 @@ runs:
   returned: always
 active_units: {description: Names of the active units of runs, type: list, elements: str, returned: always}
 known_units:
-  description: Names of active and failed units of runs, and of those that start again after a boot.
+  description: Names of active and failed units of runs, and of those that restart after a boot.
   type: list
   elements: str
   returned: always
@@ -160,7 +160,7 @@ listeners:
   returned: always
 """
 
-NOT_A_RUN = (PREFIX + "tracker.service",)
+TRACKER_UNIT = PREFIX + "tracker.service"
 
 
 def choose(runs: list[dict[str, Any]], active: list[str]) -> str:
@@ -174,8 +174,9 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     """The result of the module for one reading."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
-    units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
-    returning = boot_entry.entries()
+    units = known_units(PREFIX + "*.service")
+    units.pop(TRACKER_UNIT, None)
+    at_boot = boot_entry.entries()
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     with acting_as(params["user"]):
         runs = known_runs(runs_dir, active)
@@ -193,8 +194,8 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
         "time": now,
         "runs": runs,
         "active_units": active,
-        "known_units": sorted({*units, *returning}),
-        "at_boot": unit["name"] in returning,
+        "known_units": sorted({*units, *at_boot}),
+        "at_boot": unit["name"] in at_boot,
         "listeners": listeners(params["ports"]),
         **state,
     }

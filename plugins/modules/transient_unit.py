@@ -30,7 +30,7 @@ description:
   - Starts a command as a transient service through C(systemd-run); it survives the SSH session.
   - An active unit is left unchanged and its state is returned.
     The failure of an earlier start is reset before a new one.
-  - With O(boot_condition), the host starts the unit again when it boots, until the unit is stopped or its
+  - With O(boot_condition), the host restarts the unit when it boots, until the unit is stopped or its
     end is final.
   - After a stop, it verifies that no process of the unit's control group and no listener on O(ports) is left.
 options:
@@ -78,9 +78,9 @@ options:
   boot_condition:
     description:
       - A command that runs as O(user) when the host boots, with C(boot) as a last argument. Exit status 0
-        starts the unit again with the same command, 1 removes the boot entry.
+        starts the unit with the same command, 1 removes the boot entry.
       - It also runs whenever the unit has ended, with C(end) as a last argument; exit status 1 then removes
-        the boot entry. Empty for a unit that does not start again after a boot.
+        the boot entry. Empty for a unit that does not restart after a boot.
       - The boot entry is C(nanofleet@NAME.service) with a script of root in C(/etc/nanofleet), or of the user
         in C(~/.config/nanofleet).
     type: list
@@ -159,10 +159,10 @@ def assignments(properties: dict[str, Any]) -> list[str]:
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
-            word = ("yes" if item else "no") if isinstance(item, bool) else str(item)
-            if not word.isprintable():
-                raise RuntimeError(f"{name} is {word!r}, which has a line break or another control character")
-            made.append(f"{name}={word}")
+            text = ("yes" if item else "no") if isinstance(item, bool) else str(item)
+            if not text.isprintable():
+                raise RuntimeError(f"{name} is {text!r}, which has a line break or another control character")
+            made.append(f"{name}={text}")
     return made
 
 
@@ -268,7 +268,7 @@ def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> Non
 
 
 def remains(name: str, pids: list[int], ports: list[int], timeout: float, scope: str) -> list[str]:
-    """Texts about processes of the unit, and listeners on `ports`, that are left after at most `timeout` seconds.
+    """Texts about processes of the unit and listeners on `ports` that are left after `timeout` seconds.
 
     pids: processes of the unit before the stop; their listeners count.
     """
@@ -308,7 +308,7 @@ def main() -> None:
         unit = read_unit(module.params["name"], time.time(), module.params["scope"])
         (start if module.params["state"] == "started" else stop)(module, unit)
     except (OSError, RuntimeError) as error:
-        module.fail_json(msg=f"systemd cannot be asked about {module.params['name']}: {error}")
+        module.fail_json(msg=f"The state of the unit {module.params['name']} cannot be changed: {error}")
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class TestThroughAnsibleRunner:
         assert follower.follow() == watch.FINISHED
         view = follower.view
         assert [rank.host for rank in view.ranks] == ["a", "b"]
-        assert (view.step, view.loss, view.outcome, view.coordinator) == (3, 6.0, "finished", "a")
+        assert (view.figures["step"], view.loss, view.outcome, view.coordinator) == (3, 6.0, "finished", "a")
         assert 2 in view.losses  # a retry on the way was heard
         assert (fake / "cache" / "logs" / "watch.log").exists()
 
