@@ -28,7 +28,7 @@ author: the nanofleet authors
 """
 
 EXAMPLES = r"""
-- name: Decide what to do about the run
+- name: Decide whether to start or resume the run
   nanofleet.fleet.run_plan:
     config: {depth: 8}
     run_id: ""
