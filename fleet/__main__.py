@@ -1,6 +1,7 @@
 """The console's commands. Run as ``python -m fleet {demo,train,watch} --help``."""
 
 import argparse
+import dataclasses
 import getpass
 import shlex
 import signal
@@ -40,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"fleet: {error}", file=sys.stderr)
         return USAGE
     except (CancelledError, KeyboardInterrupt):
-        print(args.interrupted(args), file=sys.stderr)
+        print(_interrupted(args), file=sys.stderr)
         return INTERRUPTED
 
 
@@ -55,12 +56,14 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument(
         "--corpus", metavar="DIR", help="a folder of text of your own (default: text of this machine)"
     )
-    one.add_argument("--depth", type=_positive, default=4, help="the model's one dial (%(default)s)")
+    one.add_argument(
+        "--depth", type=_positive, default=4, help="the depth, which sets the model's size (%(default)s)"
+    )
     one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="updates (%(default)s)")
     one.add_argument("--lab", default="lab", metavar="NAME", help="the lab's name (%(default)s)")
     one.add_argument("--hosts", type=_positive, default=2, help="hosts of the lab (%(default)s)")
     _add_shared(one, "the run's name (default: demo-DATE-TIME)", "more settings of a run")
-    one.set_defaults(command=_demo, interrupted=_demo_interrupted)
+    one.set_defaults(command=_demo, name="demo", inventory=None)
 
     for name, text in (
         ("train", "start a run on the inventory's hosts (train.yml) and follow it to its end"),
@@ -72,7 +75,7 @@ def parser() -> argparse.ArgumentParser:
             "-K", "--ask-become-pass", action="store_true", help="ask for the hosts' sudo password"
         )
         _add_shared(one, "the run (default: the active one, else the last)", "as for ansible-playbook")
-        one.set_defaults(command=_start_and_follow, interrupted=_interrupted, name=name, started=False)
+        one.set_defaults(command=_start_and_follow, name=name, started=False)
     return top
 
 
@@ -86,9 +89,9 @@ def _add_shared(command: argparse.ArgumentParser, run: str, settings: str) -> No
 
 
 def _demo(screen: Screen, args: argparse.Namespace) -> int:
-    what = demo.Demo(
-        args.corpus, args.depth, args.steps, args.lab, args.hosts, args.run_id, _extra(args.extra)
-    )
+    given = {each.name: getattr(args, each.name) for each in dataclasses.fields(demo.Demo)}
+    what = demo.Demo(**{**given, "extra": _extra(args.extra)})
+    args.inventory = what.inventory if args.lab != "lab" else None
     return demo.run(screen, what, args.record)
 
 
@@ -116,25 +119,14 @@ def _interrupted(args: argparse.Namespace) -> str:
     if args.name == "train" and not args.started:
         return (
             "Stopped while starting the run: some hosts may have begun. Each step is safe to repeat.\n"
-            f"See what is there:  ansible-playbook{where} status.yml\n"
-            f"Stop it:            ansible-playbook{where} stop.yml"
+            f"Show the status:  ansible-playbook{where} status.yml\n"
+            f"Stop the run:     ansible-playbook{where} stop.yml"
         )
     return (
-        "Left the run; it continues.\n"
-        f"Watch it again:  python -m fleet watch{where}\n"
-        f"Stop it:         ansible-playbook{where} stop.yml"
-    )
-
-
-def _demo_interrupted(args: argparse.Namespace) -> str:
-    what = demo.Demo(lab=args.lab)
-    inventory_option = f" -i {shlex.quote(what.inventory)}" if args.lab != "lab" else ""
-    return (
-        "Left the demo. What was built so far stays, and a run that had started continues;\n"
-        "make demo begins a new one.\n"
-        f"Watch the run:   python -m fleet watch{inventory_option}\n"
-        f"Stop the run:    ansible-playbook{inventory_option} stop.yml\n"
-        f"Stop the lab:    {what.down}"
+        f"Left the {'demo' if args.name == 'demo' else 'run'}; a run that has started continues.\n"
+        f"Watch the run:    python -m fleet watch{where}\n"
+        f"Stop the run:     ansible-playbook{where} stop.yml"
+        + (f"\nRemove the lab:   {demo.Demo(lab=args.lab).down}" if args.name == "demo" else "")
     )
 
 

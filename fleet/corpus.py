@@ -4,17 +4,17 @@ Python's standard library is on every machine that runs this. Manuals, documenta
 where they are installed.
 """
 
-import os
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 from fleet import FleetError
+from trainer.data import DataError
+from trainer.data.sources import SkippedFileError, SourceFile, documents, find_files
 
 MAX_BYTES = 16_000_000
 """The most text that is used: enough for minutes of training, and tokenized in seconds."""
 
-# Not prose, not code that anyone reads: packages of others, byte code, and CPython's tests.
+# Third-party packages, byte code and CPython's tests are not used as text.
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "lib2to3", "ensurepip", "lib-dynload"}
 _SHARED = ("common-licenses", "doc", "man")
 
@@ -38,16 +38,16 @@ def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None
 def own_sources(folder: str) -> list[Path]:
     """The absolute path of `folder` as the only source. Raises FleetError if it has no readable text."""
     path = Path(folder).expanduser()
-    if not path.exists():
-        raise FleetError(f"There is no corpus at {path}. Give a folder of text files: make demo CORPUS=dir")
-    if not os.access(path, os.R_OK):
+    try:
+        files, _skipped = find_files([path])
+    except DataError as error:
         raise FleetError(
-            f"The corpus {path} cannot be read by this user. Change its permissions or give another folder."
-        )
-    if not any(_has_text(file) for file in _files(path)):
+            f"The corpus cannot be used. {error} Give a folder of text: make demo CORPUS=dir"
+        ) from None
+    if not any(_has_text(file) for file in files):
         raise FleetError(
             f"The corpus {path} has no text in it. Put .txt, .md or .py files there, "
-            "or leave CORPUS away to take text of this machine."
+            "or leave out CORPUS to use text of this machine."
         )
     return [path.resolve()]
 
@@ -56,23 +56,8 @@ def _is_source(path: Path) -> bool:
     return path.suffix in (".py", ".txt") if path.is_file() else path.is_dir()
 
 
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for folder, subfolders, names in os.walk(path):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-
-
-def _has_text(path: Path) -> bool:
-    """Whether the first 4 KiB of a file look like text: not blank, without NUL bytes.
-
-    Any non-empty .gz or .parquet file counts: the trainer checks it.
-    """
+def _has_text(file: SourceFile) -> bool:
     try:
-        with open(path, "rb") as file:
-            head = file.read(4096)
-    except OSError:
+        return any(text.strip() for text in documents(file, 4096))
+    except (SkippedFileError, DataError):
         return False
-    return (path.suffix in (".gz", ".parquet") and bool(head)) or (bool(head.strip()) and b"\0" not in head)

@@ -1,4 +1,4 @@
-"""The coordinator of an inventory: asked of Ansible itself, so every form of inventory it reads works."""
+"""Finds the coordinator of an inventory with ansible-inventory, and the address of its tracker."""
 
 import json
 import subprocess
@@ -25,7 +25,7 @@ class Coordinator:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
-    """The coordinator of an inventory (None: the one ansible.cfg names). FleetError when there is none.
+    """The coordinator of an inventory (None: that of ansible.cfg). Raises FleetError without one.
 
     extra: `-e` options, which override variables of the inventory.
     """
@@ -49,18 +49,18 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
 
 
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
-    """The coordinator from what ``ansible-inventory --list`` printed."""
+    """The coordinator in the parsed output of ``ansible-inventory --list``."""
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")
     if not coordinators:
         raise FleetError(
             f"The inventory {name} has no host in the group 'coordinator'. Name yours with "
-            "-i (see inventory/sample), or bring up a lab: ansible-playbook lab.yml"
+            "-i (see inventory/sample), or create a lab: ansible-playbook lab.yml"
         )
     if len(coordinators) > 1:
         raise FleetError(
             f"The inventory {name} has {len(coordinators)} coordinators ({', '.join(coordinators)}); "
-            "leave one, and move the others to 'workers'."
+            "keep one, and move the others to the group 'workers'."
         )
     [host] = coordinators
     own = listing.get("_meta", {}).get("hostvars", {}).get(host, {})
@@ -78,7 +78,7 @@ def _members(listing: dict[str, Any], group: str) -> list[str]:
 
 
 def tracker(coordinator: Coordinator) -> str:
-    """The MLflow page's address, and what to type where it cannot be reached from this machine."""
+    """The address of the MLflow page; if this machine cannot reach it, with the ssh command for a tunnel."""
     address, port = coordinator.address, coordinator.tracker_port
     url = f"http://{address}:{port}"
     try:

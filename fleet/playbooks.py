@@ -28,7 +28,7 @@ Event = dict[str, Any]
 
 _CANCEL_SECONDS = 10.0
 """Seconds that a playbook may take to end by itself after Ctrl-C; then it is killed."""
-NO_REASON = "it gave no reason; the log has more"
+NO_REASON = "The task returned no message; its output is in the log."
 _DEBUG = ("ansible.builtin.debug", "debug")
 
 
@@ -272,7 +272,7 @@ def _environment() -> dict[str, str]:
         **({"ANSIBLE_INVENTORY": ",".join(paths)} if given else {}),
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_NOCOLOR": "1",
-        # ansible-runner switches host-key checking off unless told otherwise.
+        # By default ansible-runner disables host-key checking.
         "ANSIBLE_HOST_KEY_CHECKING": os.environ.get("ANSIBLE_HOST_KEY_CHECKING", "True"),
         "PATH": venv_bin + os.pathsep + os.environ.get("PATH", os.defpath),
     }

@@ -1,7 +1,7 @@
 """The display of the console: pure functions from state to rich renderables, and the screen that shows them.
 
 In a terminal the current view is redrawn in place and finished lines scroll above it. In other output (CI, a
-pipe) there are plain lines only; of a view, at most one every PLAIN_SECONDS.
+pipe) the view is a plain line, printed at most every PLAIN_SECONDS.
 """
 
 import io
@@ -82,11 +82,16 @@ def run_plain(view: RunView) -> str:
     """The state of a run in one line, for output without a terminal."""
     if not view.states and not view.lost:
         return "asking every host for the run"
+    figures = view.figures
     phases = ", ".join(f"{rank.host} {rank.phase}" for rank in view.ranks if rank.phase)
-    if not view.step:
+    if not figures.get("step"):
         return f"{view.title}: {phases or ('waiting for the first step' if view.found else 'no host has it')}"
-    pace = f"  {number(view.tok_per_s)} tok/s  eta {duration(view.eta_seconds)}" if view.is_training else ""
-    step = f"step {view.step}/{view.num_iterations or '?'}"
+    pace = (
+        f"  {number(figures.get('tok_per_s'))} tok/s  eta {duration(figures.get('eta_seconds'))}"
+        if view.is_training
+        else ""
+    )
+    step = f"step {figures.get('step')}/{figures.get('num_iterations') or '?'}"
     return f"{view.title}: {step}  loss {number(view.loss, 4)}{pace}  {phases}"
 
 
@@ -98,17 +103,18 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
     head = Text.assemble((view.title, "bold"), (f"  {view.plan}", "dim"))
-    total = view.num_iterations or 1
-    step = view.step or 0
+    figures = view.figures
+    total = figures.get("num_iterations") or 1
+    step = figures.get("step") or 0
     wide = max(10, min(60, width - 4))
     facts = Text.assemble(
-        (f"step {step}/{view.num_iterations or '?'}", "bold"),
+        (f"step {step}/{figures.get('num_iterations') or '?'}", "bold"),
         f"   {100 * step // total} %   loss ",
         (number(view.loss, 4), "bold"),
         (f" (first {number(view.first_loss, 4)})", "dim"),
-        f"   {number(view.step_seconds, 2)} s a step",
+        f"   {number(figures.get('step_seconds'), 2)} s a step",
     )
-    bar = Table.grid()  # a bar alone ends no line
+    bar = Table.grid()  # a ProgressBar does not end its line
     bar.add_row(ProgressBar(total=total, completed=step, width=wide))
     parts: list[RenderableType] = [head, bar, facts]
     if len(view.losses) > 1:
@@ -143,6 +149,7 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
 
     places: (name, place) of the checkpoint, the log and the tracker.
     """
+    figures = view.figures
     marks = {"finished": ("✓ ", "bold green"), "stopped": ("● ", "bold yellow")}
     head = Text.assemble(
         marks.get(view.outcome, ("✗ ", "bold red")), (f"{view.title}: {view.outcome}", "bold")
@@ -160,11 +167,11 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
         parts.append(Text("\n" + "\n".join(drawn), style="green", no_wrap=True))
     if view.loss is not None:
         facts = f"\nloss {number(view.first_loss, 3)} at the first step, {number(view.loss, 3)} at the last"
-        if view.val_bpb is not None:
-            facts += f"; validation {number(view.val_bpb, 3)} bits per byte"
+        if figures.get("val_bpb") is not None:
+            facts += f"; validation {number(figures.get('val_bpb'), 3)} bits per byte"
         parts.append(Text(facts))
-    if view.sample:
-        sample = [line.rstrip() for line in view.sample.splitlines() if line.strip()]
+    if figures.get("sample"):
+        sample = [line.rstrip() for line in figures["sample"].splitlines() if line.strip()]
         shown = "\n".join(sample[:10] + ["..."] * (len(sample) > 10))
         parts += [Text("\nSample:", style="bold"), Padding(Text(shown), (0, 0, 0, 2))]
     if places:

@@ -19,10 +19,11 @@ def is_report(result: object) -> bool:
 
 @dataclass
 class RunView:
-    """The state of a run from all reports so far. Losses are in nats, ``val_bpb`` in bits per byte.
+    """The state of a run from all reports so far.
 
-    ``lost``: host that cannot be reached -> reason. ``states``: host -> its last report. ``losses``: step ->
-    loss. ``options``: options that a typed command needs to reach the hosts, such as ``-i PATH ``.
+    ``lost``: unreachable host -> reason. ``states``: host -> last result of run_state. ``losses``: step ->
+    loss in nats. ``figures``: the latest known fields of the coordinator's metrics, run status and outcome,
+    such as step and val_bpb. ``options``: options of ansible-playbook that reach the hosts: ``-i PATH ``.
     """
 
     options: str = ""
@@ -31,15 +32,8 @@ class RunView:
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     ranks: list[RunStatusRecord] = field(default_factory=list)
     coordinator: str = ""
-    step: int | None = None
-    num_iterations: int | None = None
-    val_bpb: float | None = None
-    tok_per_s: float | None = None
-    step_seconds: float | None = None
-    eta_seconds: float | None = None
-    sample: str = ""
-    checkpoint: str = ""
     run_dir: str = ""
+    figures: dict[str, Any] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
 
@@ -65,15 +59,15 @@ class RunView:
 
     @property
     def found(self) -> bool:
-        """Whether any host knows a run."""
+        """Whether any reporting host has the run."""
         return any(state.get("found") for state in self.states.values())
 
     @property
     def unknown(self) -> str:
-        """The message that no host has the run, with the runs that there are."""
-        asked = next((state["run_id"] for state in self.states.values() if state.get("run_id")), "")
-        if asked:
-            return str(status.no_such_run(self.states, asked))
+        """The message that no host has the run, with the names of the known runs."""
+        run_id = next((state["run_id"] for state in self.states.values() if state.get("run_id")), "")
+        if run_id:
+            return str(status.no_such_run(self.states, run_id))
         return "No host has a run. To start one, type: python -m fleet train -e depth=4"
 
     @property
@@ -114,8 +108,8 @@ class RunView:
     @property
     def ended(self) -> bool:
         """Whether the run is over on every host that has reported and has not been lost since."""
-        heard = [state for host, state in self.states.items() if host not in self.lost]
-        return bool(heard) and all(state.get("ended") for state in heard)
+        reached = [state for host, state in self.states.items() if host not in self.lost]
+        return bool(reached) and all(state.get("ended") for state in reached)
 
     @property
     def outcome(self) -> str:
@@ -147,10 +141,16 @@ class RunView:
         self.ranks = [known for known in self.ranks if known.host != host] + own
         self.ranks.sort(key=lambda known: (known.rank is None, known.rank or 0, known.host))
         if own[0].rank == 0:
-            self._update_from_coordinator(host, state, own[0])
+            self.coordinator = host
+            self.run_dir = state.get("run_dir") or self.run_dir
+            published = own[0].heartbeat() if own[0].phase else {}
+            current = {**published, "checkpoint": state.get("checkpoint")}
+            for entry in (state.get("evaluation"), state.get("metrics"), current, state.get("outcome")):
+                self._add_figures(entry or {})
 
     def history(self, lines: Iterable[str]) -> None:
         """Add the losses of metrics.jsonl, one JSON object per line."""
+        latest = dict(self.figures)
         for line in lines:
             try:
                 entry = json.loads(line)
@@ -158,28 +158,12 @@ class RunView:
                 continue  # a line that is still being written
             if isinstance(entry, dict):
                 self._add_figures(entry)
-
-    def _update_from_coordinator(self, host: str, state: dict[str, Any], own: RunStatusRecord) -> None:
-        """Update step, losses, speed, checkpoint and sample. own: run status of the first rank on `host`."""
-        self.coordinator = host
-        self.run_dir = state.get("run_dir") or self.run_dir
-        self.checkpoint = state.get("checkpoint") or self.checkpoint
-        outcome = state.get("outcome") or {}
-        for entry in (own.heartbeat(), state.get("metrics"), state.get("evaluation"), outcome):
-            self._add_figures(entry or {})
-        if own.phase:
-            for key in ("step", "num_iterations", "tok_per_s", "step_seconds", "eta_seconds"):
-                if (value := getattr(own, key)) is not None:
-                    setattr(self, key, value)
-        for key in ("step", "num_iterations", "sample", "checkpoint"):
-            if outcome.get(key) is not None:
-                setattr(self, key, outcome[key])
+        self.figures.update(latest)
 
     def _add_figures(self, entry: dict[str, Any]) -> None:
         if entry.get("step") is not None and entry.get("loss") is not None:
             self.losses[int(entry["step"])] = float(entry["loss"])
-        if entry.get("val_bpb") is not None:
-            self.val_bpb = float(entry["val_bpb"])
+        self.figures.update({name: value for name, value in entry.items() if value is not None})
 
     def _decisive_outcome(self) -> tuple[str, dict[str, Any]]:
         """(host, outcome) of the coordinator if it has an outcome, else of the first host that has one."""

@@ -120,7 +120,8 @@ class Follower:
         self._reports += 1
         self.trouble = ""
         self.view.fold(data.get("host", ""), data["res"])
-        step, total = self.view.step or 0, self.view.num_iterations or 1
+        figures = self.view.figures
+        step, total = figures.get("step") or 0, figures.get("num_iterations") or 1
         if self.snapshot is None and step >= _SNAPSHOT_AT * total and not self.view.ended:
             self.snapshot = run_panel(self.view)
         if self._history is None and self.view.run_dir and step > 1 and not self.view.ended:
@@ -172,7 +173,7 @@ class Follower:
 
 
 def _ran_out(job: Job) -> bool:
-    """Whether watch.yml failed only because its retries are used up: the run takes longer than one watch."""
+    """Whether watch.yml failed only because its retries are used up, as during a long run."""
     return bool(job.stage.failures) and all(failure.retried for failure in job.stage.failures)
 
 
@@ -183,7 +184,7 @@ def close(
     title: str = "python -m fleet watch",
     picture: str | None = None,
 ) -> None:
-    """Print the report of a run that has ended; nothing if no host knows the run.
+    """Print the report of a run that has ended; nothing if no host has the run.
 
     last: more (name, text) lines for its end. picture: path of an SVG of the whole screen with this title.
     """
@@ -205,8 +206,8 @@ def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[
     where: the inventory; extra: its `-e` options.
     """
     found = []
-    if view.checkpoint:
-        path = view.checkpoint if view.checkpoint.startswith("/") else f"{view.run_dir}/{view.checkpoint}"
+    if path := str(view.figures.get("checkpoint") or ""):
+        path = path if path.startswith("/") else f"{view.run_dir}/{path}"
         found.append(("checkpoint", f"{view.coordinator}:{path}"))
     if view.run_dir:
         found.append(("log", f"{view.coordinator}:{view.run_dir}/train.log"))

@@ -12,26 +12,24 @@ from typing import Any
 from ansible.plugins.action import ActionBase
 
 KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
-"""Fields that the outcome takes from the first heartbeat."""
+"""Fields that the outcome takes from the first run status."""
 
 
 def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, Any]:
     """The content of outcome.json for a host whose ranks were ended from outside.
 
-    state: result of run_state, whose first heartbeat gives the step, loss and so on. kind: stopped or
+    state: result of run_state, whose first run status gives the step, loss and so on. kind: stopped or
     retryable.
     """
-    beat = (state.get("heartbeats") or [{}])[0]
+    status = (state.get("heartbeats") or [{}])[0]
     return {
         "run_id": state["run_id"],
         "outcome": kind,
         "reason": reason,
         "settled": kind == "stopped",
-        **{name: beat.get(name) for name in KNOWN},
-        "first_loss": None,
+        **{name: status.get(name) for name in KNOWN},
+        **dict.fromkeys(("first_loss", "sample", "seconds")),
         "checkpoint": state.get("checkpoint"),
-        "sample": None,
-        "seconds": None,
         "time": state["time"],
     }
 
@@ -57,29 +55,29 @@ class ActionModule(ActionBase):
         except FailedError as error:
             return {**result, **error.args[0]}
 
-    def _end(self, module: Callable[..., dict[str, Any]], asked: Mapping[str, Any]) -> dict[str, Any]:
-        where = {name: asked[name] for name in ("state_dir", "user", "run_id")}
-        where["log_lines"] = asked.get("log_lines", 20)
+    def _end(self, module: Callable[..., dict[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+        where = {name: options[name] for name in ("state_dir", "user", "run_id")}
+        where["log_lines"] = options.get("log_lines", 20)
         state = module("run_state", **where)
-        if not asked["run_id"] and state["ended"]:
+        if not options["run_id"] and state["ended"]:
             return {"changed": False, "ended": [], "state": state}
         where["run_id"] = state["run_id"]
         unit = {"name": f"nanofleet-{state['run_id']}", "state": "absent", "timeout": 20}
-        done = module("transient_unit", **unit, ports=asked["ports"], grace=asked.get("grace", -1))
+        done = module("transient_unit", **unit, ports=options["ports"], grace=options.get("grace", -1))
         if done["changed"] and not self._task.check_mode:
             # The ranks write their outcome while they are stopped: read it afterwards.
             state = module("run_state", **where)
             if state.get("found"):
-                self._record(module, state, asked)
+                self._record(module, state, options)
                 state = module("run_state", **where)
         return {**done, "run_id": where["run_id"], "state": state}
 
     @staticmethod
-    def _record(module: Callable[..., Any], state: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
-        """Write the outcome. That of a rank is kept, unless it only knows that systemd ended it."""
-        kind = asked["outcome"]
-        text = json.dumps(outcome_of(state, kind, asked["reason"]), indent=2) + "\n"
-        # Settled: nobody wants another attempt. A host that shuts down ends its ranks unasked.
+    def _record(module: Callable[..., Any], state: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+        """Write outcome.json, except over the outcome of a rank that was asked to stop or cannot continue."""
+        kind = options["outcome"]
+        text = json.dumps(outcome_of(state, kind, options["reason"]), indent=2) + "\n"
+        # The outcome of a rank that systemd ended without a request, as at a shutdown, is not settled.
         replace = kind == "stopped" and not (state.get("outcome") or {}).get("settled")
         files = {"outcome.json": text}
-        module("run_directory", path=state["run_dir"], user=asked["user"], files=files, replace=replace)
+        module("run_directory", path=state["run_dir"], user=options["user"], files=files, replace=replace)

@@ -1,4 +1,4 @@
-"""Action plugin: decide whether train.yml starts or resumes a run, leaves it alone or refuses.
+"""Action plugin: decide whether train.yml starts or resumes a run, leaves it unchanged or refuses it.
 
 Options and result: plugins/modules/run_plan.yml.
 """
@@ -15,7 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ControllerAction):
-    """Runs on the controller alone."""
+    """Runs on the controller only."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         states: Mapping[str, Any] = asked["states"]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The boot entry of a transient unit: an enabled unit and a script that start it again after a boot.
+"""The boot entry of a transient unit: an enabled unit and a script that start it after a boot.
 
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
@@ -26,7 +26,7 @@ TEMPLATE = "nanofleet@.service"
 UNIT = """\
 # Written by nanofleet at the start of a run, removed with the last one.
 [Unit]
-Description=Start the nanofleet run %i again after a boot
+Description=Restart the nanofleet run %i after a boot
 Wants=network-online.target
 After=network-online.target
 
@@ -40,9 +40,9 @@ WantedBy={target}
 SCRIPT = """\
 #!/bin/sh
 # Written by nanofleet at the start of the run, removed with it.
-at=${{1:-boot}}
-{condition} "$at"
-case $?-$at in
+event=${{1:-boot}}
+{condition} "$event"
+case $?-$event in
   0-boot) exec {start} ;;
   0-end) exit 0 ;;
   1-*) {disable}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {template}; exit 0 ;;
@@ -84,10 +84,10 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
     top of this file); in the scope `system` it runs as `user`.
     """
     folder, units = _folders(scope)
-    asked = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
+    command = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
     control = ["systemctl", *manager(scope), "disable", instance(name)]
     return SCRIPT.format(
-        condition=shlex.join(asked),
+        condition=shlex.join(command),
         start=shlex.join([start[0], "--no-block", *start[1:]]),
         disable=shlex.join(control),
         script=shlex.quote(f"{folder}/{_stem(name)}.sh"),

@@ -54,7 +54,7 @@ def first_error(lines: list[str], count: int) -> list[str]:
     """The first error in `lines` with the lines that belong to it; at most `count` lines.
 
     Of a traceback the last lines are kept, because they name the cause. Lines after another error are taken
-    only up to the next traceback, which is torchrun's about the end of its child and names no cause. Without
+    only up to the next traceback: torchrun's traceback reports only the end of its child process. Without
     an error: the last `count` lines.
     """
     lines = [line for line in lines if not FRAME.match(line)]

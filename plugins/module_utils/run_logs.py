@@ -21,8 +21,8 @@ def rendered(host: str, line: Line, dated: bool = False) -> str:
     moment = line.get("time")
     form = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
     at = time.strftime(form, time.localtime(moment)) if moment else "-" * (19 if dated else 8)
-    who = host if line.get("rank") is None else f"{host}:{line['rank']}"
-    return f"{at} {who}  {line['text']}"
+    source = host if line.get("rank") is None else f"{host}:{line['rank']}"
+    return f"{at} {source}  {line['text']}"
 
 
 def merged_logs(
@@ -44,16 +44,21 @@ def merged_logs(
     missing = []
     for host in by_host:
         if host not in read and (states or {}).get(host, {}).get("found") is False:
-            missing.append(f"{host} has no part of this run.")
+            missing.append(f"{host} does not have this run.")
         elif host not in read:
-            missing.append(f"{host} did not answer; its log is not among these.")
+            missing.append(f"{host} did not answer; its log is not included.")
         elif read[host]["source"] == "file" and read[host]["lines"]:
             missing.append(
-                f"{host}: the journal has nothing of this run, so these are train.log's lines (no times)."
+                f"{host}: no lines of this run in the journal; those of train.log are shown, without times."
             )
     error = _first_error(read, dated)
     if not shown:
-        return "\n".join([*missing, f"The run {run_id} has logged nothing in that time."])
+        return "\n".join(
+            [
+                *missing,
+                f"The run {run_id} has no log lines in the requested time. To show all, leave out -e since=TIME.",
+            ]
+        )
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
     more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
     more = more if len(shown) == newest < LINES_AT_MOST else ""
@@ -97,4 +102,4 @@ def fetched(
             if states[host].get("checkpoint"):
                 path = f"{folder}/{host}/{states[host]['checkpoint']}"
                 lines.append(f'  text from it: python -m trainer sample --checkpoint {path} --prompt "The "')
-    return "\n".join(lines) or "No host has a part of this run."
+    return "\n".join(lines) or "No host has this run."

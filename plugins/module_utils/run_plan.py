@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.nanofleet.fleet.plugins.module_utils import run_refusals as refusals
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import checkpoint_step, run_of_unit
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
@@ -18,6 +18,10 @@ RESERVED = {"tracker", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""
 State = Mapping[str, Any]
 Ends = dict[str, list[str]]
+
+
+class RefusedError(Exception):
+    """The run must not start. The text of the error is the message of train.yml."""
 
 
 def run_name(given: Mapping[str, Any], run_id: str = "") -> str:
@@ -45,14 +49,14 @@ def plan_run(
     given: settings that were set; run_id: requested name, "" for the default; states: results of
     run_state of `hosts`, in rank order; shares: auto, equal or rows by rank, "" for those of an earlier
     attempt. Returns {"run_id", "file" (content of run.json; None on refuse), "action", "message", "ends"
-    (host -> units that cannot continue and are ended first), "saves" (whether the run is asked to save before
+    (host -> units that cannot continue and are ended first), "saves" (whether the run saves before
     that)}.
     """
     name = run_id
     try:
         name = run_name(given, run_id)
         if name in RESERVED:
-            raise refusals.RefusedError(
+            raise RefusedError(
                 f"run_id {name!r} is reserved by nanofleet. Choose another name: -e run_id=NAME."
             )
         for host, state in zip(hosts, states, strict=False):
@@ -60,7 +64,7 @@ def plan_run(
                 trainer.check_schema(state["run_file"].get("schema", 1), f"The run {name} on {host}")
         stored = stored_run(name, states)
         before = stored or {}
-        # An existing run keeps its own values for every setting that is not given anew.
+        # An existing run keeps its own values for every setting that is not given.
         config = trainer.RunConfig.resumed(before.get("config") or {}, given)
         own, chosen_from = _own_hosts(before, hosts)
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
@@ -68,7 +72,7 @@ def plan_run(
         ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
         if rows and not isinstance(rows, str) and len(rows) != ranks:
             how = "sync=auto transferred the run to it" if chosen_from else "-e shares=auto finds them"
-            raise refusals.RefusedError(
+            raise RefusedError(
                 f"shares is {','.join(map(str, rows))}: it must be {ranks} number(s), one for each rank on "
                 f"{', '.join(own)}, that make up the rows of a step; {how}."
             )
@@ -79,7 +83,7 @@ def plan_run(
         action, message, ends = _decide(run_file, stored, fleet)
         file, first = run_file.to_dict(), fleet[run_file.hosts[0]]
         saves = set(run_file.hosts) <= set(ends) and _trains(first)
-    except (trainer.ConfigError, refusals.RefusedError) as error:
+    except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves = None, "refuse", str(error), {}, False
     return {"run_id": name, "file": file, "action": action, "message": message, "ends": ends, "saves": saves}
 
@@ -94,7 +98,7 @@ def _own_hosts(before: Mapping[str, Any], hosts: Sequence[str]) -> tuple[list[st
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
-    """(action, message, units to end first by host). Raises refusals.RefusedError.
+    """(action, message, units to end first by host). Raises RefusedError.
 
     stored: the run file of an earlier attempt, or None. fleet: the state of every host, including those that
     sync=auto did not choose.
@@ -104,7 +108,12 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         before, unknown = trainer.RunConfig.load(stored["config"])
         if unknown:
             notes = [trainer.note_of_dropped(unknown, stored["config"], f"The run {name}")]
-        refusals.refuse_another_identity(run_file, before)
+        if differing := run_file.config.differences(before, trainer.IDENTITY):
+            names = " and ".join(change.split()[0] for change in differing)
+            raise RefusedError(
+                f"The run {name} exists with another configuration: {'; '.join(differing)}. To resume it, "
+                f"leave {names} out; for a new run choose another name: -e run_id=NAME."
+            )
     unit = f"nanofleet-{name}.service"
     active = [host for host, state in fleet.items() if unit in state.get("active_units", [])]
     ends: Ends = {}
@@ -125,15 +134,21 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
             f"{', '.join(left)} on {host} belongs to a run that has ended on other hosts: it is ended."
         )
     own = {host: fleet[host] for host in run_file.hosts}
-    refusals.refuse_other_holders(own, unit, ends)
+    refuse_other_holders(own, unit, ends)
     outcome = next((s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name), None)
     steps_before = before.num_iterations or int((outcome or {}).get("num_iterations") or 0)
-    refusals.refuse_shorter(run_file, steps_before)
+    steps = run_file.config.num_iterations
+    if 0 < steps < steps_before:  # its learning rates follow the longer length
+        raise RefusedError(
+            f"The run {name} is one of {steps_before} steps, and {steps} are requested: a run can become "
+            "longer, not shorter. To resume it, leave steps out; for a new run choose another name: "
+            "-e run_id=NAME."
+        )
     length = run_file.config.differences(before, trainer.HORIZON)
-    extended = bool(length) and run_file.config.num_iterations != steps_before
+    extended = bool(length) and steps != steps_before
     if stored and outcome and outcome.get("outcome") == "finished" and not active and not extended:
         return "none", _finished_message(name, outcome), {}
-    refusals.refuse_lost_checkpoint(name, own)
+    refuse_lost_checkpoint(name, own)
     messages += _changes(run_file.config, before, steps_before, own[run_file.hosts[0]])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends
 
@@ -174,7 +189,7 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
     missing = [host for host in before if host in states and host not in active]
     deleted = [host for host in active if not states[host]["found"]]
     if before[0] in deleted:
-        raise refusals.RefusedError(
+        raise RefusedError(
             f"The directory of the run {run_file.run_id} is missing on {before[0]}, its coordinator "
             f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. End it: "
             f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
@@ -199,7 +214,7 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
 
 
 def _cannot_start(state: State) -> bool:
-    """Whether systemd cannot start the unit again.
+    """Whether systemd failed to restart the unit.
 
     Then its result is `resources`, or its exit status is one of systemd's own (200 to 243).
     """
@@ -268,6 +283,58 @@ def _finished_message(run_id: str, outcome: Mapping[str, Any]) -> str:
         f" Nothing was changed. To train it further: -e steps=N, more than {outcome.get('step')}. "
         "For a new run: -e run_id=NAME"
     )
+
+
+def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
+    """Raise RefusedError if another run is active on a host, or the port of the rendezvous store is in use.
+
+    own: state by host, the coordinator first. unit: of the run. ends: units that are ended first, by host.
+    """
+    for host, state in own.items():
+        for other in state.get("active_units", []):
+            if other in ends.get(host, []):
+                continue
+            other_id = run_of_unit(other)
+            raise RefusedError(
+                f"{host} is busy with another run, {other_id} (unit {other}). "
+                f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
+            )
+    # Only the coordinator opens the store's port.
+    first = next(iter(own))
+    for held in own[first].get("listeners", []):
+        if held.get("unit") in (unit, *ends.get(first, [])):
+            continue
+        process, end = holder(held, held["port"])
+        raise RefusedError(
+            f"Port {held['port']} on {first} is held by {process}: the run's rendezvous store needs it. "
+            f"End that process on {first} ({end}), or use another port: -e store_port=PORT"
+        )
+
+
+def busy(state: State, host: str, run_id: str) -> str:
+    """Why a host cannot take the run, as a message; "" if it can.
+
+    Another run is active there, or a process holds the rendezvous store's port.
+    """
+    unit = f"nanofleet-{run_id}.service"
+    try:
+        refuse_other_holders({host: state}, unit, {host: [unit]})
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
+    """Raise RefusedError if only a host other than the coordinator has checkpoints of the run."""
+    first = next(iter(own))
+    if own[first].get("checkpoint"):
+        return
+    for host, state in own.items():
+        if state.get("checkpoint") and state.get("run_id") == run_id:
+            raise RefusedError(
+                f"The run {run_id} has its checkpoints on {host}, its former coordinator; {first} has none."
+                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {first}."
+            )
 
 
 def trainer_digest() -> str:

@@ -90,12 +90,12 @@ def ending(found: Mapping[str, State]) -> list[str]:
     by_end: dict[tuple[str, str], list[str]] = {}
     for host, outcome in ended.items():
         by_end.setdefault((outcome["outcome"], outcome.get("reason") or "-"), []).append(host)
-    words = {word for word, _reason in by_end}
-    if by_end and (len(by_end) == 1 or (len(words) == 1 and words <= {"finished", "stopped"})):
+    kinds = {kind for kind, _reason in by_end}
+    if by_end and (len(by_end) == 1 or (len(kinds) == 1 and kinds <= {"finished", "stopped"})):
         by_end = {next(iter(by_end)): []}
     return [
-        f"Outcome:     {word}{' on ' * bool(hosts)}{', '.join(hosts)}: {reason}"
-        for (word, reason), hosts in by_end.items()
+        f"Outcome:     {kind}{' on ' * bool(hosts)}{', '.join(hosts)}: {reason}"
+        for (kind, reason), hosts in by_end.items()
     ]
 
 
@@ -147,7 +147,7 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
     phases = [str(status.get("phase")) for host in slow for status in reached[host]["heartbeats"]]
     last = f"in phase {', '.join(dict.fromkeys(phases))}" if phases else "no rank has reported its status"
     stopped = any(state["stop_requested"] for state in reached.values())
-    causes = ["stop.yml has asked it to end"] if stopped else []
+    causes = ["stop.yml has requested its end"] if stopped else []
     causes += [f"{', '.join(lost)} did not answer"] if lost else []
     causes += [f"its unit ended on {', then on '.join(ended)} before the first step"] if ended else []
     causes += [f"no step was made on {', '.join(slow)} ({last})"] if slow else []

@@ -34,7 +34,7 @@ SHOWN_ATTEMPTS = 5
 def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: str = "") -> str:
     """The screen of status.yml about one run. states: host -> result of run_state in rank order.
 
-    run_id: the run that was asked for, "" for none. tracker_uri: address of the MLflow page, "" for none.
+    run_id: the requested run, "" for none. tracker_uri: address of the MLflow page, "" for none.
     """
     reached = facts.answered(states)
     found = {host: state for host, state in reached.items() if state["found"]}
@@ -86,7 +86,7 @@ def hosts_and_facts(
     over = found and all(state["ended"] and not state.get("rebooted") for state in found.values())
     if over and "finished" not in outcomes:
         lines.append(f"Resume:      ansible-playbook train.yml -e run_id={run_id}")
-    # Without the run that was asked for, no command that ends another one is shown.
+    # Without the requested run, no command that ends another one is shown.
     lines += text.others_active(states, run_id) if found or not run_id else []
     shown = text.errors_of(found) if errors else []
     ending = text.ending({host: state for host, state in found.items() if state["ended"]})

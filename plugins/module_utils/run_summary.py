@@ -13,10 +13,10 @@ NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The 
 
 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
-    """The facts by which tasks decide. states: host -> result of run_state, or of a task that failed.
+    """The facts that conditions of tasks use. states: host -> result of run_state, or of a task that failed.
 
-    run_id: the run that was asked for. several: a message if several runs are active, else "". transfer:
-    result of `transferred`. speaker: the host whose step lines are shown for all.
+    run_id: the requested run. several: a message if several runs are active, else "". transfer:
+    result of `transferred`. speaker: the host from whose log the steps are shown.
     """
     reached = answered(states)
     return {
@@ -116,10 +116,10 @@ def can_save(states: Mapping[str, State]) -> bool:
 def not_met(states: Mapping[str, State]) -> bool:
     """Whether a log or an outcome shows that the ranks did not meet at the rendezvous store."""
     return any(
-        word in text
+        error in text
         for state in answered(states).values()
         for text in [*(state["error"] or []), str((state["outcome"] or {}).get("reason"))]
-        for word in NOT_MET
+        for error in NOT_MET
     )
 
 

@@ -75,7 +75,7 @@ def read_unit(name: str, now: float, scope: str = "system") -> Unit:
 
 
 def find_unit(name: str, now: float) -> Unit:
-    """read_unit in the systemd that knows the unit.
+    """The state of a unit, from the systemd that has it.
 
     Without root it reads the system's and the user's own systemd; the user's is preferred.
     """

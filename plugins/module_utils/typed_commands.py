@@ -19,10 +19,10 @@ from ansible import constants, context
 from ansible.parsing.splitter import parse_kv
 
 SETTINGS = ("data_dir", "store_port")
-"""Settings that hosts are set up for (data folder, port of a run) and that no run stores."""
+"""Settings of the hosts' setup (data folder, port of the rendezvous store) that no run file contains."""
 BY_NAME = "nanofleet.fleet."
 """Prefix of a playbook's full name, which is typed outside of a checkout."""
-TOLD = ("setup.yml", "doctor.yml", f"{BY_NAME}setup", f"{BY_NAME}doctor")
+WITH_SETTINGS = ("setup.yml", "doctor.yml", f"{BY_NAME}setup", f"{BY_NAME}doctor")
 COMMAND = re.compile(
     r"\bansible(?:-playbook (?=(?!lab\.yml)[\w/]+\.yml|nanofleet\.fleet\.(?!lab\b)\w)| (?=\S+ -m ))"
 )
@@ -56,8 +56,7 @@ def typed(text: str, needed: str, settings: str = "") -> str:
     """A text in which `needed` follows each ansible command, and `settings` each setup.yml and doctor.yml."""
 
     def completed(found: re.Match[str]) -> str:
-        told = settings if text[found.end() :].startswith(TOLD) else ""
-        return found[0] + needed + told
+        return found[0] + needed + settings * text[found.end() :].startswith(WITH_SETTINGS)
 
     return COMMAND.sub(completed, text)
 
@@ -79,7 +78,7 @@ def as_typed(text: Any, data: str = "") -> Any:
         bool(cli.get("become_ask_pass")),
         Path(os.environ.get("PWD", os.getcwd())),
     )
-    told = settings(cli.get("extra_vars") or ())
-    if data and "data_dir=" not in told and not (Path(data) / "manifest.json").exists():
-        told += "-e data_dir=FOLDER "
-    return typed(str(text), needed, told)
+    given = settings(cli.get("extra_vars") or ())
+    if data and "data_dir=" not in given and not (Path(data) / "manifest.json").exists():
+        given += "-e data_dir=FOLDER "
+    return typed(str(text), needed, given)

@@ -17,14 +17,11 @@ KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.json
 
 def sha256_of(path: str, size: int | None = None) -> str:
     """sha256 of the first `size` bytes of a file, or of the whole file."""
-    digest, left = hashlib.sha256(), size
+    digest, left = hashlib.sha256(), os.stat(path).st_size if size is None else size
     with open(path, "rb") as file:
-        while left is None or left > 0:
-            block = file.read(1 << 20 if left is None else min(1 << 20, left))
-            if not block:
-                break
+        while block := file.read(min(1 << 20, left)):
             digest.update(block)
-            left = None if left is None else left - len(block)
+            left -= len(block)
     return digest.hexdigest()
 
 
@@ -82,8 +79,8 @@ def main() -> None:
         with acting_as(module.params["user"]):
             files = list_files(path, module.params["checkpoint"])
     except FileNotFoundError as error:
-        # The run drops old checkpoints as it writes new ones.
-        module.fail_json(msg=f"{error.filename} is gone: the active run has removed it. Fetch again.")
+        # A run deletes old checkpoints when it writes new ones.
+        module.fail_json(msg=f"{error.filename} is missing: the active run has removed it. Fetch again.")
     except (OSError, ValueError, KeyError) as error:
         module.fail_json(msg=f"The files of {path} cannot be listed: {error}.")
     module.exit_json(changed=False, files=files, bytes=sum(file["size"] for file in files))

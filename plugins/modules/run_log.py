@@ -42,19 +42,19 @@ RANK = re.compile(r"^\[rank (\d+)\] ?")
 
 
 def since_words(given: Any) -> str:
-    """A time that a person typed, in the syntax of journalctl's --since: 10min and 2h mean that long ago.
+    """The setting `since` in the syntax of journalctl's --since: 10min and 2h count back from now.
 
     Raises ValueError for anything that is neither a span nor a moment.
     """
-    words = str(given or "").strip()
-    if not words:
+    text = str(given or "").strip()
+    if not text:
         return ""
-    if span := SPAN.fullmatch(words):
+    if span := SPAN.fullmatch(text):
         return f"-{span[1]}{span[2]}"
-    if MOMENT.fullmatch(words):
-        return words.replace("T", " ")
+    if MOMENT.fullmatch(text):
+        return text.replace("T", " ")
     raise ValueError(
-        f"since={words} is not a time. "
+        f"since={text} is not a time. "
         "Give a span (10min, 2h, 1d) or a moment (today, 14:05, '2026-11-21 14:05')."
     )
 

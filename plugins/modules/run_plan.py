@@ -1,1 +1,1 @@
-# Ansible finds documentation by a module file: that of this action is in run_plan.yml.
+"""Documentation of the action of the same name, which runs on the controller."""

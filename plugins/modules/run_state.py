@@ -24,7 +24,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
     listeners,
 )
 
-NOT_A_RUN = (PREFIX + "tracker.service",)
+TRACKER_UNIT = PREFIX + "tracker.service"
 
 
 def choose(runs: list[dict[str, Any]], active: list[str]) -> str:
@@ -38,8 +38,9 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     """The result of the module for one reading."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
-    units = {name: up for name, up in known_units(PREFIX + "*.service").items() if name not in NOT_A_RUN}
-    returning = boot_entry.entries()
+    units = known_units(PREFIX + "*.service")
+    units.pop(TRACKER_UNIT, None)
+    at_boot = boot_entry.entries()
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     with acting_as(params["user"]):
         runs = known_runs(runs_dir, active)
@@ -57,8 +58,8 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
         "time": now,
         "runs": runs,
         "active_units": active,
-        "known_units": sorted({*units, *returning}),
-        "at_boot": unit["name"] in returning,
+        "known_units": sorted({*units, *at_boot}),
+        "at_boot": unit["name"] in at_boot,
         "listeners": listeners(params["ports"]),
         **state,
     }

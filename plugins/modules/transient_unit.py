@@ -11,7 +11,6 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
-    Process,
     Unit,
     describe,
     is_up,
@@ -30,8 +29,7 @@ NEED_ROOT = {
     "ProtectHostname", "ProtectKernelLogs", "ProtectKernelModules", "ProtectKernelTunables", "ProtectProc",
     "ProtectSystem", "ReadWritePaths", "User",
 }  # fmt: skip
-"""What a user's own systemd refuses (exit 216, 218) or takes and does not apply: mounts, capabilities,
-address filters."""
+"""Properties that systemd --user refuses (exit status 216, 218) or accepts without effect."""
 
 
 def assignments(properties: dict[str, Any]) -> list[str]:
@@ -39,10 +37,10 @@ def assignments(properties: dict[str, Any]) -> list[str]:
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
-            word = ("yes" if item else "no") if isinstance(item, bool) else str(item)
-            if not word.isprintable():
-                raise RuntimeError(f"{name} is {word!r}, which has a line break or another control character")
-            made.append(f"{name}={word}")
+            text = ("yes" if item else "no") if isinstance(item, bool) else str(item)
+            if not text.isprintable():
+                raise RuntimeError(f"{name} is {text!r}, which has a line break or another control character")
+            made.append(f"{name}={text}")
     return made
 
 
@@ -64,6 +62,7 @@ def command_line(params: dict[str, Any]) -> list[str]:
 
 
 def start(module: AnsibleModule, unit: Unit) -> None:
+    """Start the unit unless it is active, and exit the module with its state."""
     name, params = unit["name"], module.params
     if not params["argv"]:
         module.fail_json(msg=f"To start {name}, argv must hold its command.")
@@ -96,70 +95,70 @@ def start(module: AnsibleModule, unit: Unit) -> None:
 
 
 def stop(module: AnsibleModule, unit: Unit) -> None:
+    """Stop the unit, remove its boot entry, and exit the module with the processes that were ended."""
     name, params = unit["name"], module.params
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
-    forget = params["state"] == "absent" and unit["active_state"] == "failed"
+    reset = params["state"] == "absent" and unit["active_state"] == "failed"
     pids = processes_of(name, scope)
-    ended = [found for found in (describe(pid) for pid in pids) if found]
-    returns = name in boot_entry.entries(scope)
-    changed = is_up(unit) or bool(pids) or forget or returns
-    after = "inactive" if is_up(unit) or forget else unit["active_state"]
+    running = is_up(unit) or bool(pids)
+    ended = [found for found in map(describe, pids) if found]
+    has_entry = name in boot_entry.entries(scope)
+    changed = running or reset or has_entry
+    after = "inactive" if is_up(unit) or reset else unit["active_state"]
     diff = {
         "before": {"active_state": unit["active_state"], "processes": pids},
         "after": {"active_state": after, "processes": []},
     }
     if not changed or module.check_mode:
         module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
-    if returns:
+    if has_entry:
         boot_entry.remove(name, scope)
-    if params["grace"] >= 0 and (is_up(unit) or pids):
-        kill_after(params["grace"], name, scope, control)
-    if is_up(unit) or pids:
+    if running:
+        if params["grace"] >= 0:
+            kill_after(params["grace"], name, scope, control)
         code, _out, err = run([*control, "stop", "--", name])
-        if code and is_up(read_unit(name, time.time(), scope)):
-            module.fail_json(
-                msg=f"systemd did not stop {name}: {err}", unit=read_unit(name, time.time(), scope)
-            )
-        # A unit that was stopped on request has not failed.
-        forget = True
-    if forget and read_unit(name, time.time(), scope)["active_state"] == "failed":
+        stopped = read_unit(name, time.time(), scope)
+        if code and is_up(stopped):
+            module.fail_json(msg=f"systemd did not stop {name}: {err}", unit=stopped)
+    # systemd may record a unit that was stopped on request as failed.
+    if (running or reset) and read_unit(name, time.time(), scope)["active_state"] == "failed":
         run([*control, "reset-failed", "--", name])
-    left, held = remains(name, pids, params["ports"], params["timeout"], scope)
-    after_unit = read_unit(name, time.time(), scope)
-    if left or held:
-        words = ["process {pid} of {user} ({command})".format(**found) for found in left]
-        words += ["port {port} held by process {pid} ({command})".format(**found) for found in held]
+    left = remains(name, pids, params["ports"], params["timeout"], scope)
+    unit = read_unit(name, time.time(), scope)
+    if left:
         module.fail_json(
-            msg=f"{name} was stopped, but this is left of it: {'; '.join(words)}.",
-            unit=after_unit,
+            msg=f"{name} was stopped, but this remains: {'; '.join(left)}. End these processes on this host.",
+            unit=unit,
             ended=ended,
         )
-    module.exit_json(changed=True, unit=after_unit, ended=ended, diff=diff)
+    module.exit_json(changed=True, unit=unit, ended=ended, diff=diff)
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
     """Stop the unit, and send SIGKILL to the processes that are left after `seconds`."""
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
-    while processes_of(name, scope) and time.monotonic() < deadline:
+    while processes_of(name, scope):
+        if time.monotonic() >= deadline:
+            run([*control, "kill", "--signal=KILL", "--", name])
+            return
         time.sleep(0.2)
-    if processes_of(name, scope):
-        run([*control, "kill", "--signal=KILL", "--", name])
 
 
-def remains(
-    name: str, pids: list[int], ports: list[int], timeout: float, scope: str
-) -> tuple[list[Process], list[Process]]:
-    """(processes of the unit, listeners on `ports`) that are left after at most `timeout` seconds.
+def remains(name: str, pids: list[int], ports: list[int], timeout: float, scope: str) -> list[str]:
+    """Texts about processes of the unit and listeners on `ports` that are left after `timeout` seconds.
 
     pids: processes of the unit before the stop; their listeners count.
     """
     deadline = time.monotonic() + timeout
     while True:
-        left = [found for found in (describe(pid) for pid in processes_of(name, scope)) if found]
+        left = [found for found in map(describe, processes_of(name, scope)) if found]
         held = [found for found in listeners(ports) if found["pid"] in pids or found["unit"] == name]
         if not (left or held) or time.monotonic() >= deadline:
-            return left, held
+            return [
+                *("process {pid} of {user} ({command})".format(**found) for found in left),
+                *("port {port} held by process {pid} ({command})".format(**found) for found in held),
+            ]
         time.sleep(0.2)
 
 
@@ -187,7 +186,7 @@ def main() -> None:
         unit = read_unit(module.params["name"], time.time(), module.params["scope"])
         (start if module.params["state"] == "started" else stop)(module, unit)
     except (OSError, RuntimeError) as error:
-        module.fail_json(msg=f"systemd cannot be asked about {module.params['name']}: {error}")
+        module.fail_json(msg=f"The state of the unit {module.params['name']} cannot be changed: {error}")
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def test_a_stop_during_the_start_ends_it(site: Site, tmp_path: Path) -> None:
     finally:
         site.inside(WORKER, DROP.format("D", peer))
     assert play.end() != 0, play.output
-    assert "early did not start: stop.yml has asked it to end" in " ".join(play.output.split())
+    assert "early did not start: stop.yml has requested its end" in " ".join(play.output.split())
     site.nothing_is_left()
     site.note("stop during the start", seconds, message(said, "without saving"), "ended")
 

@@ -74,7 +74,7 @@ class TestCorpus:
         assert total > 10_000_000
 
     def test_own_corpus_needs_text(self, tmp_path: Path) -> None:
-        with pytest.raises(FleetError, match="There is no corpus at"):
+        with pytest.raises(FleetError, match=r"There is no file or folder .*make demo CORPUS=dir"):
             corpus.own_sources(str(tmp_path / "none"))
         (tmp_path / ".hidden").write_text("text")
         (tmp_path / "picture.png").write_bytes(b"\x89PNG\0\0")
@@ -127,7 +127,7 @@ class TestDemo:
 def test_places_name_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inventory, "read", lambda where, extra: inventory.Coordinator("10.0.0.2"))
     monkeypatch.setattr(inventory, "tracker", lambda coordinator: f"http://{coordinator.address}:5000")
-    view = RunView(coordinator="a", run_dir="/r", checkpoint="checkpoints/step_000100")
+    view = RunView(coordinator="a", run_dir="/r", figures={"checkpoint": "checkpoints/step_000100"})
     assert places(view, None) == [
         ("checkpoint", "a:/r/checkpoints/step_000100"),
         ("log", "a:/r/train.log"),

@@ -100,7 +100,7 @@ class TestStage:
                 "x: bad",
             ),
             ({"censored": "hidden by no_log", "msg": "secret"}, "hidden by no_log"),
-            ({}, "it gave no reason; the log has more"),
+            ({}, "The task returned no message; its output is in the log."),
         ],
     )
     def test_message(self, result: dict[str, object], text: str) -> None:

@@ -17,7 +17,13 @@ class TestRunView:
         view.fold("b", state(1, step=11))
         view.fold("a", state(0, step=12))
         assert [(rank.host, rank.step) for rank in view.ranks] == [("a", 12), ("b", 11)]
-        assert (view.coordinator, view.step, view.loss, view.ended, view.outcome) == ("a", 12, 5.5, False, "")
+        assert (view.coordinator, view.figures["step"], view.loss, view.ended, view.outcome) == (
+            "a",
+            12,
+            5.5,
+            False,
+            "",
+        )
         panel = drawn(progress.run_panel(view))
         for piece in (
             "run d4-1a2b3c4d",
@@ -112,7 +118,11 @@ class TestRunView:
         assert not view.ended
         view.fold("b", state(1, step=100, ended=True, outcome={"outcome": "finished"}))
         assert (view.outcome, view.reason) == ("finished", "All 100 steps were taken.")
-        assert (view.loss, view.val_bpb, view.checkpoint) == (4.25, 2.125, "checkpoints/step_000100")
+        assert (view.loss, view.figures["val_bpb"], view.figures["checkpoint"]) == (
+            4.25,
+            2.125,
+            "checkpoints/step_000100",
+        )
 
     def test_an_outcome_between_two_attempts_is_no_end(self) -> None:
         view = RunView()
@@ -139,7 +149,7 @@ class TestRunView:
         view.fold("a", state(0))
         view.history(['{"step": 1, "loss": 9.0}', '{"step": 10, "val_bpb": 3.5}', '{"step": 2, "lo'])
         assert view.curve == [(1, 9.0), (12, 5.5)]
-        assert (view.first_loss, view.val_bpb) == (9.0, 3.5)
+        assert (view.first_loss, view.figures["val_bpb"]) == (9.0, 3.5)
 
     def test_no_run(self) -> None:
         view = RunView()

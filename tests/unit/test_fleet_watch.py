@@ -93,7 +93,7 @@ class TestThroughAnsibleRunner:
         assert follower.follow() == watch.FINISHED
         view = follower.view
         assert [rank.host for rank in view.ranks] == ["a", "b"]
-        assert (view.step, view.loss, view.outcome, view.coordinator) == (3, 6.0, "finished", "a")
+        assert (view.figures["step"], view.loss, view.outcome, view.coordinator) == (3, 6.0, "finished", "a")
         assert 2 in view.losses  # a retry on the way was heard
         assert (fake / "cache" / "logs" / "watch.log").exists()
 
@@ -160,6 +160,6 @@ def test_leaving_a_run_says_it_goes_on(
         for number, handler in before.items():
             signal.signal(number, handler)
     said = capsys.readouterr().err
-    assert "it continues" in said
+    assert "a run that has started continues" in said
     assert "python -m fleet watch -i" in said
     assert "stop.yml" in said

@@ -113,7 +113,7 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     assert script.stat().st_mode & 0o777 == 0o700, "root executes it"
     assert f"ExecStart=/bin/sh {systemd}/etc/%i.sh" in template.read_text()
     assert called(systemd, "systemctl enable") == ["systemctl enable nanofleet@a.service"]
-    assert 'runuser -u nanofleet -- /venv/python -m trainer again "$at"\n' in script.read_text()
+    assert 'runuser -u nanofleet -- /venv/python -m trainer again "$event"\n' in script.read_text()
     assert f"ExecStopPost=+-/bin/sh {script} end" in " ".join(started["command"])
     assert boot_entry.entries("system") == ["nanofleet-a.service"]
 

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_installed as installed
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_plan as launch
-from ansible_collections.nanofleet.fleet.plugins.module_utils import run_refusals as refusals
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as summary
 from run_states import HOSTS, ROLE, ROOT, beat, plan, state, stored
 
@@ -199,8 +198,8 @@ def test_a_run_that_was_left_to_one_host_stays_there() -> None:
     held = {"port": 29500, "pid": 7, "user": "ann", "command": "nc -l", "unit": ""}
     assert "Port 29500 on laptop" in plan({}, state(), left_to_laptop(listeners=[held]))["message"]
     assert plan({}, state(listeners=[held]), left_to_laptop())["action"] == "resume"
-    assert "Port 29500 on laptop" in refusals.busy(state(listeners=[held]), "laptop", "a")
-    assert refusals.busy(state(active_units=[UNIT]), "laptop", "a") == ""
+    assert "Port 29500 on laptop" in launch.busy(state(listeners=[held]), "laptop", "a")
+    assert launch.busy(state(active_units=[UNIT]), "laptop", "a") == ""
     other = plan({}, state(active_units=["nanofleet-b.service"]), state())
     assert other["action"] == "refuse", "a run on all hosts needs tower"
     gone = launch.plan_run({}, "a", [left_to_laptop()], ["tower"], "m")

@@ -383,7 +383,8 @@ def test_a_start_at_which_the_ranks_did_not_meet_says_how_to_find_out_why() -> N
 def test_a_start_that_somebody_stops_says_so() -> None:
     ended = state(**stored(), stop_requested=True)
     said = report.failure({"tower": ended, "laptop": ended}, "a")
-    assert said.startswith("The run a did not start: stop.yml has asked it to end; its unit ended on tower,")
+    cause = "stop.yml has requested its end; its unit ended on tower,"
+    assert said.startswith(f"The run a did not start: {cause}")
 
 
 def test_what_a_stop_takes_is_said_before() -> None:
