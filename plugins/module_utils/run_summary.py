@@ -124,10 +124,10 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The transfer to one host that the ranks chose: {"host", "seconds", "together", "said"}; else {}.
+    """The transfer to one host that the ranks chose, as in outcome.json; {} without one.
 
-    seconds: predicted step time on that host; together: on all ranks; said: the table of predictions.
-    states: of the run's hosts, by name.
+    Its keys: `host`, `seconds` (predicted step time on that host), `together` (on all ranks) and `said` (the
+    table of predictions). states: host -> result of run_state.
     """
     for state in states.values():
         outcome = state.get("outcome") or {}

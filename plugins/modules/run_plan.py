@@ -1,1 +1,1 @@
-"""Documentation of the action of the same name, which runs on the controller."""
+# Ansible finds documentation by a module file: that of this action is in run_plan.yml.
