@@ -56,7 +56,8 @@ def merged_logs(
         return "\n".join(
             [
                 *missing,
-                f"The run {run_id} has no log lines in the requested time. To show all, leave out -e since=TIME.",
+                f"The run {run_id} has no log lines in the requested time. "
+                "To show all, leave out -e since=TIME.",
             ]
         )
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"

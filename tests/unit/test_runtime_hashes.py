@@ -162,7 +162,7 @@ def test_a_line_without_a_pin_or_a_hash_is_refused(tmp_path: Path, line: str) ->
 def test_a_package_of_no_extra_is_refused_as_every_host_would_install_it(tmp_path: Path) -> None:
     path = tmp_path / "hashes.txt"
     path.write_text(f"uv==0.1 --hash=sha256:{'a' * 64}\nansible==12.0 --hash=sha256:{'a' * 64}\n")
-    with pytest.raises(ValueError, match=r"ansible==12\.0 names no extra\..*Type: make lock"):
+    with pytest.raises(ValueError, match=r"ansible==12\.0 names no extra\..*Fix: make lock"):
         pins.read_hashes(path, pins.markers_of("3.11", "x86_64"), ["train"])
 
 

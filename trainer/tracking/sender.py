@@ -3,8 +3,8 @@
 python -m trainer track --run-dir runs/mine --tracker-uri http://coordinator:5000
 
 Rank 0 starts `python -m trainer.tracking.sender --run-dir DIR --messages FD` with the address in
-MLFLOW_TRACKING_URI. When the run ends, the sender reads the outcome, such as finished, from standard input; an
-end of file without it means that rank 0 has died. The sender writes JSON lines to the pipe FD:
+MLFLOW_TRACKING_URI. When the run ends, the sender reads the outcome, such as finished, from standard
+input; an end of file without it means that rank 0 has died. The sender writes JSON lines to the pipe FD:
 
 {"log": text}             a line for the log
 {"unavailable": true}     the server does not answer; false: it answers again
