@@ -124,9 +124,9 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The transfer to one host that the ranks chose: {"host", "seconds", "together", "said"}; else {}.
+    """The transfer to one host that the ranks chose: {"host", "seconds", "together", `said`}; else {}.
 
-    seconds: predicted step time on that host; together: on all ranks; said: the table of predictions.
+    seconds: predicted step time on that host; together: on all ranks; `said`: the table of predictions.
     states: of the run's hosts, by name.
     """
     for state in states.values():
