@@ -75,7 +75,9 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
     if not good:
         return FAILED
     seconds.append(("corpus", took))
-    screen.say(done_line("corpus", took, _corpus_summary(data)))
+    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
+    text_size = filesize.decimal(manifest["text_bytes"])
+    screen.say(done_line("corpus", took, f"{text_size} of text in {number(manifest['documents'])} documents"))
 
     run_id = demo.run_id or time.strftime("demo-%Y%m%d-%H%M%S")
     settings = {"data_dir": data, "depth": demo.depth, "steps": demo.steps, "run_id": run_id, **_SETTINGS}
@@ -173,9 +175,3 @@ def prepare_command(sources: Sequence[Path], data: Path) -> list[str]:
     for source in sources:
         command += ["--source", str(source)]
     return [*command, "--vocab-size", str(_VOCAB_SIZE), "--max-bytes", str(corpus.MAX_BYTES)]
-
-
-def _corpus_summary(data: Path) -> str:
-    """The text about the size of the prepared corpus, from manifest.json in `data`."""
-    manifest = json.loads((data / "manifest.json").read_text(encoding="utf-8"))
-    return f"{filesize.decimal(manifest['text_bytes'])} of text in {number(manifest['documents'])} documents"

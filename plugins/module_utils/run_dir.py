@@ -53,12 +53,6 @@ def json_lines(path: str) -> list[dict[str, Any]]:
     return found
 
 
-def ended_ranks(run_dir: str) -> set[Any]:
-    """The ranks that have written an outcome; the next attempt removes it when it begins."""
-    names = [name for name in names_in(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
-    return {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in names}
-
-
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     """The run status of each rank, from heartbeat-RANK.json, as dicts in rank order. now: Unix time.
 
@@ -66,7 +60,9 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     age (seconds since it was written).
     """
     found = []
-    ended = ended_ranks(run_dir)
+    # The next attempt removes the outcomes when it begins.
+    outcomes = [name for name in names_in(run_dir) if re.fullmatch(r"outcome(-\d+)?\.json", name)]
+    ended = {(load_json(os.path.join(run_dir, name)) or {}).get("rank") for name in outcomes}
     began = unit["since"] if unit["sub_state"] == "running" and unit["since"] else 0.0
     # torchrun may end later than its ranks.
     ending = between_attempts(unit) or unit["active_state"] == "deactivating" or not is_up(unit)
@@ -126,19 +122,15 @@ def modified(path: str) -> float | None:
         return None
 
 
-def last_written(run_dir: str) -> float:
-    """Unix time at which a run last wrote one of its JSON files, so that a resumed run counts as new."""
-    names = [name for name in names_in(run_dir) if name.endswith(".json")]
-    return max(os.lstat(os.path.join(run_dir, name)).st_mtime for name in names)
-
-
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
     found = []
     for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
         run_dir = os.path.join(runs_dir, name)
         if os.path.exists(os.path.join(run_dir, "run.json")):
-            found.append((last_written(run_dir), name))
+            # The last written file counts: a resumed run is newer than one that was started after it.
+            written = [os.path.join(run_dir, each) for each in names_in(run_dir) if each.endswith(".json")]
+            found.append((max(os.lstat(path).st_mtime for path in written), name))
     runs = []
     for moment, run_id in sorted(found, reverse=True)[:20]:
         run_dir = os.path.join(runs_dir, run_id)

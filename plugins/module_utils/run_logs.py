@@ -53,13 +53,8 @@ def merged_logs(
             )
     error = _first_error(read, dated)
     if not shown:
-        return "\n".join(
-            [
-                *missing,
-                f"The run {run_id} has no log lines in the requested time. "
-                "To show all, leave out -e since=TIME.",
-            ]
-        )
+        hint = "To show all, leave out -e since=TIME."
+        return "\n".join([*missing, f"The run {run_id} has no log lines in the requested time. {hint}"])
     head = f"The newest {len(shown)} lines" if len(shown) == newest else f"{len(shown)} lines"
     more = f" (-e log_lines={min(10 * newest, LINES_AT_MOST)} for more)"
     more = more if len(shown) == newest < LINES_AT_MOST else ""

@@ -66,7 +66,9 @@ def plan_run(
         before = stored or {}
         # An existing run keeps its own values for every setting that is not given.
         config = trainer.RunConfig.resumed(before.get("config") or {}, given)
-        own, chosen_from = _own_hosts(before, hosts)
+        chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
+        if not (chosen_from and set(own) <= set(hosts)):
+            chosen_from, own = [], list(hosts)
         by_rank = before.get("hosts") == own or isinstance(before.get("shares"), str)
         rows = trainer.parse_shares(shares or (before.get("shares") if by_rank else "") or "")
         ranks = 1 if chosen_from else len(own) * int(nproc_per_node)
@@ -86,15 +88,6 @@ def plan_run(
     except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves = None, "refuse", str(error), {}, False
     return {"run_id": name, "file": file, "action": action, "message": message, "ends": ends, "saves": saves}
-
-
-def _own_hosts(before: Mapping[str, Any], hosts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(hosts of the run, hosts that sync=auto chose them from; [] without such a choice).
-
-    before: the run file of an earlier attempt, or {}.
-    """
-    chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
-    return (own, chosen_from) if chosen_from and set(own) <= set(hosts) else (list(hosts), [])
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
@@ -124,9 +117,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         cause = _restart_cause(run_file, stored or {}, members, fleet)
         if not cause:
             return "none", _active_message(run_file, before, members, fleet, stored or {}), {}
-        messages.append(
-            f"{cause}: its units are ended, and it resumes on {_hosts(run_file)} from its last checkpoint."
-        )
+        hosts = ", ".join(run_file.hosts)
+        messages.append(f"{cause}: its units are ended, and it resumes on {hosts} from its last checkpoint.")
         ends = {host: [unit] for host in active}
     for host, left in _units_of_ended_runs(fleet, unit).items():
         ends[host] = ends.get(host, []) + left
@@ -151,10 +143,6 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     refuse_lost_checkpoint(name, own)
     messages += _changes(run_file.config, before, steps_before, own[run_file.hosts[0]])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends
-
-
-def _hosts(run_file: Any) -> str:
-    return ", ".join(run_file.hosts)
 
 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
@@ -263,8 +251,8 @@ def _active_message(
     other = " sync=auto transferred it to that host." * bool(run_file.chosen_from)
     if list(stored.get("hosts") or run_file.hosts) != list(run_file.hosts):
         other = (
-            f" The inventory now lists {_hosts(run_file)}: to continue on these, stop it, which saves, and "
-            "start it again."
+            f" The inventory now lists {', '.join(run_file.hosts)}: to continue on these, stop it, which "
+            "saves, and start it again."
         )
     changed = run_file.config.differences(before, *trainer.MUTABLE)
     apply = f" To apply what has changed ({'; '.join(changed)}), stop it, which saves, and start it again."

@@ -94,9 +94,7 @@ def read_hashes(path: Path, markers: dict[str, str], extras: Iterable[str]) -> H
     found: Hashes = {}
     for requirement, version, hashes in read_entries(path.read_text(encoding="utf-8"), str(path)):
         if requirement.marker is None and requirement.name != "uv":  # else every host would install it
-            raise ValueError(
-                f"{path}: {requirement} names no extra. The file is out of date. Fix: make lock"
-            )
+            raise ValueError(f"{path}: {requirement} names no extra. The file is out of date. Fix: make lock")
         if holds(requirement, markers, extras):
             found.setdefault((canonicalize_name(requirement.name), version), set()).update(hashes)
     return found
