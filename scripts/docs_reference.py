@@ -21,6 +21,7 @@ from typing import Any
 
 import yaml
 from ansible.parsing.plugin_docs import read_docstring
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import known_names
 
 import fleet.__main__
 import trainer.__main__
@@ -149,7 +150,7 @@ def settings_page() -> str:
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
     known = yaml_values("preflight_declared_settings")
     lines += ["## Settings of commands and hosts", "", *option_table("setting", {"": {"options": known}})]
-    settable = {*yaml_values("preflight_settings")} - known.keys()
+    settable = known_names().keys() - known.keys()
     for role, specs in role_specs():
         options = {name: option for name, option in options_in(specs).items() if name in settable}
         if options:

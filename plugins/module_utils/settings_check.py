@@ -3,8 +3,8 @@
 Ansible ignores a misspelt `-e` name silently and passes every `-e` value as text. `check` therefore gets the
 extra vars (also from `-e @file` and ansible-runner) and the inventory variables of every host, and returns
 findings about unknown names and about values of the wrong type or range. Known names are the fields of
-RunConfig; those in vars/declared_settings.yml of the role preflight; and those in its vars/settings.yml,
-which the argument specs of roles and playbooks/group_vars/all.yml declare.
+RunConfig; those in vars/declared_settings.yml of the role preflight; and the variables of roles and of
+playbooks/group_vars/all.yml that inventory/sample lists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
 EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
-SETTINGS_PAGE = "inventory/sample/group_vars/fleet.yml lists the settings"
+SAMPLE = ("inventory/sample/group_vars/fleet.yml", "inventory/sample/hosts.yml")
+SETTINGS_PAGE = f"{SAMPLE[0]} lists the settings"
 Spec = Mapping[str, Any]
 
 
@@ -66,11 +67,12 @@ def role_names() -> dict[str, Spec]:
 def known_names() -> dict[str, Spec]:
     """{name: spec} of the settings that `-e` may set, without those of RunConfig.
 
-    Other variables are internal: a play sets them for one role. With `-e` such a value would have the highest
-    precedence and hold for all roles.
+    Of the variables of roles, these are the ones that SAMPLE lists. Others are internal: a play sets them for
+    one role. With `-e` such a value would have the highest precedence and hold for all roles.
     """
-    found, names = role_names(), _read("roles/preflight/vars/settings.yml")["preflight_settings"]
-    return {name: found[name] for name in names} | declared()
+    sample = "".join((COLLECTION / file).read_text(encoding="utf-8") for file in SAMPLE)
+    listed = set(re.findall(r"^ *# (\w+):", sample, re.MULTILINE))
+    return {name: spec for name, spec in role_names().items() if name in listed} | declared()
 
 
 @cache

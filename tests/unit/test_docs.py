@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import known_names
 
 from fleet.__main__ import parser as fleet_parser
 from scripts import docs_messages, docs_reference
@@ -123,7 +124,7 @@ def known_settings() -> frozenset[str]:
         {
             *RunConfig.field_names(),
             *docs_reference.yaml_values("preflight_declared_settings"),
-            *docs_reference.yaml_values("preflight_settings"),
+            *known_names(),
             *(name for name in wiring if name.startswith("nanofleet_")),
         }
     )
