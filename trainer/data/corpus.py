@@ -6,7 +6,6 @@ the text, only with the number of files (about 300 bytes each).
 
 import hashlib
 import itertools
-import json
 import os
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
@@ -19,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from trainer.data import DataError
-from trainer.data.files import file_sha256, sync_file
+from trainer.data.files import file_sha256, read_schema_1, sync_file
 from trainer.data.loader import permutation
 from trainer.data.progress import Progress
 from trainer.data.shards import Entry, shard_name, with_splits
@@ -227,28 +226,11 @@ def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
 
 def read_manifest(data_dir: Path) -> dict[str, Any]:
     """The content of manifest.json in `data_dir`. Raises DataError if the file is missing or damaged."""
-    path = data_dir / MANIFEST
-    try:
-        manifest = json.loads(path.read_bytes())
-        if manifest["schema"] != 1:
-            raise DataError(
-                f"{path} has schema {manifest['schema']}; this release reads schema 1. Use the release that "
-                "wrote it, or make it again with: python -m trainer prepare"
-            )
-        splits = [shard["split"] for shard in manifest["shards"]]
-        if splits[-1] != "val" or set(splits[:-1]) != {"train"}:
-            raise ValueError("the last shard alone must be validation")
-        return manifest
-    except FileNotFoundError:
-        raise DataError(
-            f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out {data_dir}"
-        ) from None
-    except DataError:
-        raise
-    except OSError as error:
-        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise DataError(
-            f"{path} is not a manifest of nanofleet, or it is damaged ({error}). Delete it and make it again "
-            "with: python -m trainer prepare"
-        ) from None
+    return read_schema_1(data_dir / MANIFEST, "manifest", str(data_dir), _checked)
+
+
+def _checked(manifest: dict[str, Any]) -> dict[str, Any]:
+    splits = [shard["split"] for shard in manifest["shards"]]
+    if splits[-1] != "val" or set(splits[:-1]) != {"train"}:
+        raise ValueError("the last shard alone must be validation")
+    return manifest

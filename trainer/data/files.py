@@ -10,10 +10,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from trainer.data import DataError
 
+T = TypeVar("T")
 # os.link fails with these on another file system, without support for links, or without permission.
 NO_LINK = (errno.EXDEV, errno.EPERM, errno.EACCES, errno.EMLINK, errno.ENOTSUP, errno.ENOSYS)
 
@@ -135,3 +136,30 @@ def locked(path: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def read_schema_1(path: Path, kind: str, out: str, parse: Callable[[dict[str, Any]], T]) -> T:
+    """The result of `parse` for the JSON file `path`, a `kind` of schema 1 such as "manifest".
+
+    Raises DataError if the file is missing, of another schema or damaged. `out` is the folder that the
+    message about a missing file gives to --out.
+    """
+    try:
+        content = json.loads(path.read_bytes())
+        if content["schema"] == 1:
+            return parse(content)
+    except FileNotFoundError:
+        raise DataError(
+            f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out {out}"
+        ) from None
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        raise DataError(
+            f"{path} is not a {kind} of nanofleet, or it is damaged ({error}). Delete it and make it again "
+            "with: python -m trainer prepare"
+        ) from None
+    raise DataError(
+        f"{path} has schema {content['schema']}; this release reads schema 1. Use the release that wrote it, "
+        "or make it again with: python -m trainer prepare"
+    )

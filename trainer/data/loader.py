@@ -104,7 +104,6 @@ def proportional_split(shares: Sequence[int], rows: int) -> list[int]:
         return equal_split(rows, len(shares))
     whole = sum(shares)
     parts = [rows * share // whole for share in shares]
-    # The remainder goes to the ranks with the largest fractions.
     order = sorted(range(len(shares)), key=lambda rank: (-(rows * shares[rank] % whole), rank))
     for rank in order[: rows - sum(parts)]:
         parts[rank] += 1

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import rustbpe
@@ -17,7 +17,7 @@ import tiktoken
 from numpy.typing import NDArray
 
 from trainer.data import DataError
-from trainer.data.files import write_whole
+from trainer.data.files import read_schema_1, write_whole
 from trainer.data.text import split_text
 from trainer.host.cores import usable_cores
 
@@ -157,31 +157,14 @@ class Tokenizer:
 
         Raises DataError, naming the file, if it is missing or damaged.
         """
-        path = Path(folder) / FILE_NAME
-        try:
-            content = json.loads(path.read_bytes())
-            if content["schema"] != 1:
-                raise DataError(
-                    f"{path} has schema {content['schema']}; this release reads schema 1. Use the release "
-                    "that wrote it, or make it again with: python -m trainer prepare"
-                )
-            ranks = [base64.b64decode(piece, validate=True) for piece in content["ranks"]]
-            if len(set(ranks)) != len(ranks) or BOS not in content["special_tokens"]:
-                raise ValueError(f"a token occurs twice, or {BOS} is missing")
-            return cls(ranks, content["pattern"], content["special_tokens"])
-        except FileNotFoundError:
-            raise DataError(
-                f"There is no {path}. Make it with: python -m trainer prepare --source FOLDER --out DIR"
-            ) from None
-        except DataError:
-            raise
-        except OSError as error:
-            raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f"{path} is not a tokenizer of nanofleet, or it is damaged ({error}). Delete it and make it "
-                "again with: python -m trainer prepare"
-            ) from None
+        return read_schema_1(Path(folder) / FILE_NAME, "tokenizer", "DIR", cls._from_json)
+
+    @classmethod
+    def _from_json(cls, content: dict[str, Any]) -> Self:
+        ranks = [base64.b64decode(piece, validate=True) for piece in content["ranks"]]
+        if len(set(ranks)) != len(ranks) or BOS not in content["special_tokens"]:
+            raise ValueError(f"a token occurs twice, or {BOS} is missing")
+        return cls(ranks, content["pattern"], content["special_tokens"])
 
 
 def _jobs(texts: Iterable[str]) -> Iterator[list[str]]:
