@@ -1,7 +1,7 @@
 #!/usr/bin/python
 """Ansible module: compare the shards and the tokenizer of a data directory with its manifest, by sha256.
 
-The sha256 of a file is stored in the file STORED beside the data, with size, mtime and ctime of the file. A second
+The file STORED beside the data holds the sha256 of each file, with its size, mtime and ctime. A second
 comparison reads only files for which one of these has changed. Writing to a file always changes its ctime,
 even if the mtime is set back. Not detected are errors below the file system: a disk that returns other bytes
 than were written.
