@@ -1,7 +1,7 @@
 #!/usr/bin/python
 """Ansible module: compare the shards and the tokenizer of a data directory with its manifest, by sha256.
 
-The sha256 of a file is stored in MEMORY beside the data, with size, mtime and ctime of the file. A second
+The file STORED beside the data holds the sha256 of each file, with its size, mtime and ctime. A second
 comparison reads only files for which one of these has changed. Writing to a file always changes its ctime,
 even if the mtime is set back. Not detected are errors below the file system: a disk that returns other bytes
 than were written.
@@ -12,27 +12,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 
 MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer/tokenizer.json"
-MEMORY = ".verified.json"
+STORED = ".verified.json"
 
 
-class Memory:
-    """The stored sha256 of the files of a data directory, read from and saved to MEMORY.
+class Digests:
+    """The stored sha256 of the files of a data directory, read from and saved to STORED.
 
     {name: [size, mtime in ns, ctime in ns, sha256]}. hashed: number of files that were read.
     """
 
     def __init__(self, folder: Path) -> None:
-        self.path, self.hashed = folder / MEMORY, 0
+        self.path, self.hashed = folder / STORED, 0
         self.known: dict[str, list[Any]] = load_json(str(self.path)) or {}
         self.kept: dict[str, list[Any]] = {}
 
@@ -50,11 +49,9 @@ class Memory:
     def save(self) -> None:
         if self.kept == self.known:
             return
-        partial = self.path.with_name(f"{MEMORY}.partial")
         # Without the file the next comparison only takes longer.
         with contextlib.suppress(PermissionError):
-            partial.write_text(json.dumps(self.kept), encoding="utf-8")
-            os.replace(partial, self.path)
+            write_whole(str(self.path), json.dumps(self.kept))
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -70,18 +67,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         ) from None
 
 
-def fault(memory: Memory, name: str, path: Path, sha256: str, size: int | None = None) -> str:
+def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None = None) -> str:
     """A phrase if a file is missing or differs; it begins with its name. Empty if the file is correct."""
     if not path.is_file():
         return f"{name} is missing"
     found = path.stat().st_size
     if size is not None and found != size:
         return f"{name} has {found} bytes instead of {size}"
-    return (
-        ""
-        if memory.sha256(name, path) == sha256
-        else f"{name} was altered (its sha256 is not the manifest's)"
-    )
+    altered = digests.sha256(name, path) != sha256
+    return f"{name} was altered (its sha256 is not the manifest's)" if altered else ""
 
 
 def verify(folder: Path, manifest_sha256: str, remember: bool = True) -> dict[str, Any]:
@@ -92,18 +86,18 @@ def verify(folder: Path, manifest_sha256: str, remember: bool = True) -> dict[st
     result["manifest_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     if manifest_sha256 not in ("", result["manifest_sha256"]):
         return {**result, "findings": [f"{MANIFEST} is not the controller's"]}
-    manifest, memory = read_manifest(path), Memory(folder)
+    manifest, digests = read_manifest(path), Digests(folder)
     names = {name for name, _, _ in manifest["shards"]}
     found = [
-        fault(memory, name, folder / "shards" / name, sha, size) for name, sha, size in manifest["shards"]
+        fault(digests, name, folder / "shards" / name, sha, size) for name, sha, size in manifest["shards"]
     ]
-    found.append(fault(memory, TOKENIZER, folder / TOKENIZER, manifest["tokenizer"]))
+    found.append(fault(digests, TOKENIZER, folder / TOKENIZER, manifest["tokenizer"]))
     here = {each.name for each in (folder / "shards").glob("*")}
     found += [f"{name} is not in the manifest" for name in sorted(here - names)]
     if remember:
-        memory.save()
+        digests.save()
     result |= {"shards": len(names), "bytes": sum(size for _, _, size in manifest["shards"])}
-    return {**result, "findings": [each for each in found if each], "hashed": memory.hashed}
+    return {**result, "findings": [each for each in found if each], "hashed": digests.hashed}
 
 
 def main() -> None:

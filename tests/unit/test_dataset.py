@@ -93,11 +93,11 @@ def test_no_data_and_no_manifest(tmp_path: Path, data: Path) -> None:
 
 def test_check_mode_remembers_nothing(data: Path) -> None:
     module.verify(data, "", remember=False)
-    assert not (data / module.MEMORY).exists()
+    assert not (data / module.STORED).exists()
 
 
 def test_a_spoilt_memory_is_no_answer(data: Path) -> None:
-    (data / module.MEMORY).write_text('{"shard_00000.parquet": "yes"}')
+    (data / module.STORED).write_text('{"shard_00000.parquet": "yes"}')
     assert module.verify(data, "")["findings"] == []
 
 

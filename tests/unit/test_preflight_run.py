@@ -121,7 +121,7 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
 def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     found = told(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
     assert severity(found) == (["refusal"] if refused else [])
-    assert not refused or f"it has {', '.join(flags.split())} alone" in found[0]["problem"]
+    assert not refused or f"it has only {', '.join(flags.split())}" in found[0]["problem"]
     assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
     assert host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"}) == []
 
