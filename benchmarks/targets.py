@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.bench.text import markdown, percent
-from trainer.formatting import counted
+from trainer.bench.text import percent
+from trainer.formatting import counted, markdown_table
 
 HOST_LIMIT = {"float32": 0.83, "bfloat16": 0.60}  # target share of the roofline limit; bfloat16: with AMX
 MOST_MEMORY = 4.5e9
@@ -57,7 +57,7 @@ def host_table(host: dict[str, dict[str, Any]]) -> str:
                 percent(rank["cpu_share"]),
             ]
         )
-    return markdown(table)
+    return markdown_table(table)
 
 
 def has_amx() -> bool:
@@ -102,7 +102,7 @@ def targets_table(rows: dict[str, dict[str, Any]]) -> str:
                     percent(gemm_rate) if gemm_rate else "",
                 ]
             )
-    return markdown(table)
+    return markdown_table(table)
 
 
 def verdict(

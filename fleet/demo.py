@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import duration
 from rich import filesize
 from rich.text import Text
 
@@ -22,6 +21,7 @@ from fleet.progress import Screen, done_line
 from fleet.stages import run_command, run_playbook
 from fleet.text import number
 from fleet.watch import FAILED, FINISHED, Follower, close
+from trainer.formatting import duration
 
 FREE_GB = 8
 """Disk space of the lab's image, of its hosts with a venv each, of the wheels and of the corpus."""

@@ -12,7 +12,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import duration
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.padding import Padding
@@ -23,6 +22,7 @@ from rich.text import Text
 from fleet.playbooks import Failure, Stage
 from fleet.runview import RunView
 from fleet.text import curve, number
+from trainer.formatting import duration
 
 PLAIN_SECONDS, STILL_SECONDS = 5.0, 30.0
 """Without a terminal: seconds between prints of a view that changes, and of one that does not."""

@@ -4,12 +4,12 @@ import subprocess
 import time
 from collections.abc import Sequence
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import duration
 from rich.text import Text
 
 from fleet import CACHE, ROOT
 from fleet.playbooks import CancelledError, Failure, Job, environment
 from fleet.progress import Screen, done_line, failure_lines, stage_line, stage_plain
+from trainer.formatting import duration
 
 _TAIL_LINES = 20
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -14,16 +16,31 @@ def render_table(rows: list[list[Any]]) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def duration(seconds: float) -> str:
-    """Seconds as text in one or two units: 45s, 2m34s, 3h05m, 2d04h."""
-    seconds = max(0, round(seconds))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02d}s"
-    if seconds < 86400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02d}m"
-    return f"{seconds // 86400}d{seconds % 86400 // 3600:02d}h"
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns; the first row is its head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds as text: 46 ms, 1.8 s, 2m34s, 3h05m, 2d04h; - for None, nan and infinity."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    if 0 < seconds < 0.095:
+        return f"{1000 * seconds:.2g} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 59.5:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes}m{rest:02d}s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"
 
 
 def counted(number: int, noun: str) -> str:

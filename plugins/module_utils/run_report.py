@@ -21,6 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
     rank_zero,
     transferred_to,
 )
+from ansible_collections.nanofleet.fleet.trainer.formatting import duration
 
 NUMBERS = {"rank", "step", "loss", "sync", "temp", "updated", "processes ended"}
 """Columns whose cells stand to the right."""
@@ -308,20 +309,3 @@ def _flops_per_token(config: Mapping[str, Any]) -> float:
     width = -(-config["depth"] * config["aspect_ratio"] // config["head_dim"]) * config["head_dim"]
     weights = 12 * config["depth"] * width**2 + USUAL_VOCABULARY * width
     return 6 * weights + 12 * config["depth"] * width * config["sequence_len"]
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds as text: 46 ms, 1.8 s, 2m34s, 3h05m, 2d04h; - for None, nan and infinity."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    if 0 < seconds < 0.095:
-        return f"{1000 * seconds:.2g} ms"
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    if seconds < 59.5:
-        return f"{seconds:.0f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes}m{rest:02d}s"
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}h{minutes:02d}m" if hours < 48 else f"{hours // 24}d{hours % 24:02d}h"

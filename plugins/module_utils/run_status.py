@@ -13,6 +13,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_report as text
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as facts
+from ansible_collections.nanofleet.fleet.trainer.formatting import duration
 
 State = Mapping[str, Any]
 RunStatus = Mapping[str, Any]
@@ -142,7 +143,7 @@ def _cells(status: RunStatus, state: State) -> list[str]:
         phase, loss = _start_phase(state)[0], None
     elif is_running(status, state):
         seconds = slow_phase_seconds(status)
-        phase += f" for {text.duration(seconds)}" if seconds is not None else ""
+        phase += f" for {duration(seconds)}" if seconds is not None else ""
     elif not state["ended"]:
         restarts = (state["outcome"] or {}).get("outcome") in (None, "retryable")
         phase = "ended, restarting" if restarts else "ended"
@@ -154,7 +155,7 @@ def _cells(status: RunStatus, state: State) -> list[str]:
         "-" if loss is None else f"{loss:.4f}",
         "-" if share is None else f"{100 * share:.0f} %",
         ("-" if warm is None else f"{warm:.0f} °C") + (" throttled" if status.get("throttled") else ""),
-        f"{text.duration(status.get('age'))} ago",
+        f"{duration(status.get('age'))} ago",
     ]
 
 
@@ -245,7 +246,7 @@ def _starting(found: Mapping[str, State]) -> list[str]:
             doing = "torchrun loads and joins the other hosts"
             doing = doing if phase == "joining" else f"its ranks are {phase}"
             at = time.strftime(", since %H:%M:%S", time.localtime(since)) if since else ""
-            lasts = f" ({text.duration(max(0.0, state['time'] - since))})" if since else ""
+            lasts = f" ({duration(max(0.0, state['time'] - since))})" if since else ""
             lines.append(f"Starting:    {host}: {doing}{at}{lasts}")
     return lines
 
@@ -262,7 +263,7 @@ def _problems(found: Mapping[str, State]) -> list[str]:
     ]
     lines = [
         f"Frozen:      rank {status.get('rank')} on {host} has published no run status for "
-        f"{text.duration(status['age'])}{_remedy(status, host, state)}"
+        f"{duration(status['age'])}{_remedy(status, host, state)}"
         for host, state, status in known
         if is_frozen(status, state)
     ]
@@ -309,7 +310,7 @@ def _figures(found: Mapping[str, State], tracker_uri: str = "") -> list[str]:
             lines += _speed(status)
         ages = [status["age"] for state in found.values() for status in state["heartbeats"]]
         if ages and min(ages) > STALE_SECONDS:
-            lines.append(f"No rank has published its run status for {text.duration(min(ages))}.")
+            lines.append(f"No rank has published its run status for {duration(min(ages))}.")
         if any(state["stop_requested"] for state in found.values()):
             lines.append("Stop:        requested; the run saves and ends after its current step")
         enabled = [host for host, state in found.items() if state.get("at_boot") and not state["ended"]]
@@ -329,7 +330,7 @@ def _speed(status: RunStatus) -> list[str]:
     if left is not None:
         # The clock of the host, which also wrote the time of the run status.
         at = time.strftime("%a %H:%M", time.localtime(float(status.get("time") or time.time()) + left))
-        lines.append(f"Time left:   {text.duration(left)}, until {at}")
+        lines.append(f"Time left:   {duration(left)}, until {at}")
     return lines
 
 

@@ -51,7 +51,7 @@ class Three:
 
     def scan(self, source: int, address: str, *ports: int) -> dict[int, str]:
         """What the ports of an address answer to a host: all that a run uses, or these and patiently."""
-        script = (ROOT / "scripts" / "scan.py").read_text()
+        script = (ROOT / "tests" / "e2e" / "scan.py").read_text()
         argv = ["podman", "exec", "-i", f"{NAME}-{source}", "python3", "-", address]
         argv += ["--seconds=20", *map(str, ports)] if ports else SCANNED.split()
         done = subprocess.run(argv, input=script, capture_output=True, text=True, check=True)

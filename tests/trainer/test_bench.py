@@ -17,7 +17,7 @@ from trainer.__main__ import main
 from trainer.bench import WARM_STEPS
 from trainer.bench.limits import Rates, StepOperations, count_operations, iterated_flops
 from trainer.bench.steps import share_of_limit
-from trainer.bench.text import markdown
+from trainer.formatting import markdown_table
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 
@@ -148,7 +148,7 @@ def test_ranks_measure_one_thing(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_a_markdown_table_lines_up() -> None:
-    assert markdown([["a", "bb"], ["ccc", "d"]]).splitlines() == [
+    assert markdown_table([["a", "bb"], ["ccc", "d"]]).splitlines() == [
         "| a   | bb |",
         "|-----|----|",
         "| ccc | d  |",

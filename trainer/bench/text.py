@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from trainer.formatting import counted
+from trainer.formatting import counted, markdown_table
 from trainer.health.run_status import STEP_PHASES
 
 Result = dict[str, Any]
@@ -92,17 +92,7 @@ RESULTS: Columns = {
 
 def table(rows: Sequence[Result], columns: Columns = RESULTS) -> str:
     """A Markdown table with a line for each of `rows`."""
-    return markdown([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
-
-
-def markdown(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+    return markdown_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
 
 
 def percent(share: float | None) -> str:

@@ -15,29 +15,31 @@ class Sensors:
     """Reads the sensors of this host; throttling is an increase of the kernel's counters between reads."""
 
     def __init__(self) -> None:
-        self._throttle_events = self._count()
+        self._throttle_events = throttle_events()
 
     def read(self) -> dict[str, float | bool | None]:
         """The fields temperature (degrees Celsius, hottest zone) and throttled (since the last read, or now).
 
         A value is None if the host does not provide it.
         """
-        events = self._count()
+        events = throttle_events()
         slowed = None
         if events is not None and self._throttle_events is not None:
             slowed = events > self._throttle_events
         self._throttle_events = events
         limited = _clock_is_limited()
-        return {"temperature": _temperature(), "throttled": slowed or limited if limited else slowed}
-
-    @staticmethod
-    def _count() -> int | None:
-        counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
-        known = [count for count in counts if count is not None]
-        return sum(known) if known else None
+        return {"temperature": temperature(), "throttled": slowed or limited if limited else slowed}
 
 
-def _temperature() -> float | None:
+def throttle_events() -> int | None:
+    """How often the kernel has counted that a core was throttled, over all cores; None without counters."""
+    counts = [_number(path) for path in CPU.glob("cpu*/thermal_throttle/core_throttle_count")]
+    known = [count for count in counts if count is not None]
+    return sum(known) if known else None
+
+
+def temperature() -> float | None:
+    """The temperature of the hottest zone of the processor in degrees Celsius; None if there is none."""
     degrees = []
     for zone in sorted(THERMAL.glob("thermal_zone*")):
         with contextlib.suppress(OSError):

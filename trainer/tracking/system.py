@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 
+from trainer.health.sensors import temperature, throttle_events
 from trainer.tracking import files
 from trainer.tracking.files import JsonLines
 
 SAMPLE_SECONDS = 10.0
 LAST_SAMPLE_SECONDS = 0.2
 NOT_AVAILABLE = (OSError, RuntimeError, NotImplementedError, AttributeError, ValueError, psutil.Error)
-CPU_SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal", "acpitz")
 
 
 class SystemSampler:
@@ -52,7 +52,7 @@ class SystemSampler:
     def sample(self) -> dict[str, float]:
         """The metrics that this host provides: system/NAME -> value, with the unit at the end of the name."""
         figures: dict[str, float] = {}
-        for read in (self._usage, self._network, _temperature, _frequency, _throttle_events):
+        for read in (self._usage, self._network, _sensors, _frequency):
             with contextlib.suppress(*NOT_AVAILABLE):
                 figures |= read()
         return {f"system/{name}": value for name, value in figures.items()}
@@ -81,16 +81,10 @@ class SystemSampler:
         }
 
 
-def _temperature() -> dict[str, float]:
-    sensors = psutil.sensors_temperatures()  # Linux only
-    degrees = [reading.current for name in CPU_SENSORS for reading in sensors.get(name, ())]
-    return {"cpu_temperature_celsius": max(degrees)}
+def _sensors() -> dict[str, float]:
+    figures = {"cpu_temperature_celsius": temperature(), "cpu_throttle_events": throttle_events()}
+    return {name: float(value) for name, value in figures.items() if value is not None}
 
 
 def _frequency() -> dict[str, float]:
     return {"cpu_frequency_megahertz": psutil.cpu_freq().current}
-
-
-def _throttle_events() -> dict[str, float]:
-    counts = list(Path("/sys/devices/system/cpu").glob("cpu*/thermal_throttle/core_throttle_count"))
-    return {"cpu_throttle_events": float(sum(int(path.read_text()) for path in counts))} if counts else {}

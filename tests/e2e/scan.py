@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Find the TCP ports of a host that answer this machine: a connect scan, standard library only.
 
-python3 scripts/scan.py 192.168.1.10 22 5000 29500 20000-20999
+python3 tests/e2e/scan.py 192.168.1.10 22 5000 29500 20000-20999
 
 Prints one JSON object {port: answer}. `open`: the host accepts the connection; `closed`: it refuses it. A
 port without an answer within the time, as behind a filter, is left out.
