@@ -34,7 +34,7 @@ _DEBUG = ("ansible.builtin.debug", "debug")
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of one task on one host. retried: its retries are used up."""
+    """A task that failed on a host. retried: Ansible had repeated it as often as its `retries` allow."""
 
     host: str
     task: str

@@ -300,7 +300,7 @@ def canonical_json(value: Any) -> bytes:
 
 
 def check_schema(schema: Any, what: str) -> None:
-    """Raise ConfigError for a `schema` of the file `what` that is no integer from 1, or newer than SCHEMA."""
+    """Raise ConfigError unless `schema` is an integer from 1 to SCHEMA. what: its file, for the message."""
     if type(schema) is not int or schema < 1:
         raise ConfigError(
             f"{what} has the schema {schema!r}, not a number from 1. It is damaged or was not written by "

@@ -120,8 +120,8 @@ def describe_plan(
     if config.sync == "local" and len(plan.shares) > 1:
         own = _by_rank([rows * shape.sequence_len for rows in plan.shares], "token")
         text.append(
-            f"local: each rank steps on its own {own}; "
-            f"a sync round every {counted(config.local_steps, 'step')}"
+            f"local: each rank trains by itself on {own} a step; "
+            f"a sync round after every {counted(config.local_steps, 'step')}"
         )
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)

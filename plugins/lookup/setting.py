@@ -24,5 +24,7 @@ class LookupModule(LookupBase):
             elif name in setting_defaults():
                 found.append(setting_defaults()[name])
             else:
-                raise AnsibleLookupError(f"{name} is not a setting with a default.")
+                raise AnsibleLookupError(
+                    f"There is no setting {name} with a default. Check the name in the playbook."
+                )
         return found

@@ -142,7 +142,10 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
 def rehearsal_part(
     hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int
 ) -> dict[str, Any]:
-    """Argument of trainer.bench.rehearsal on the host `me`, which measures alone if it cannot join others."""
+    """The argument of trainer.bench.rehearsal on the host `me`: its hosts, rank, store address and port.
+
+    If `me` cannot reach the others, it is the only host. forks: tasks that Ansible runs at the same time.
+    """
     together = can_rehearse(hosts, measured, forks)["hosts"]
     joined = together if me in together else [me]
     return {

@@ -149,7 +149,7 @@ def text(report: Mapping[str, Any]) -> str:
         lines.append(f"{label}  {each['code']}  {each['host']}: {each['problem']} Fix: {each['remedy']}")
     end = f"{errors} finding{'s prevent' if errors > 1 else ' prevents'}" if errors else "Nothing prevents"
     also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
-    lines.append(f"{end} training{also}. Checked for {report['seconds']:.0f} s; nothing was changed.")
+    lines.append(f"{end} training{also}. The check took {report['seconds']:.0f} s and changed nothing.")
     return "\n".join(line.rstrip() for line in lines)
 
 

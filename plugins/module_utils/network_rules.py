@@ -92,11 +92,11 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
 def findings(
     host: str, own: Mapping[str, Any], connections: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Finding]:
-    """All findings of the role network about a host.
+    """The findings (see findings.py) about firewall and ports of `host`.
 
     own: variables of the host, with the results that the tasks registered. connections: result of `measured`.
-    options: port_low, port_high, store_port, wanted (result of `rules`), comment (of the rules), is_root
-    (whether tasks become root).
+    options: port_low, port_high, store_port, wanted (result of `rules`), comment (the text that marks the
+    rules of nanofleet), is_root (whether tasks become root).
     """
     if not options["is_root"]:
         return [*owner_findings(host, own, options), *filter_findings(host, "user")]
@@ -157,8 +157,7 @@ def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
         f"Plays do not become root on {host}, so its active firewall {active[0]} and its range of ephemeral "
-        "ports were not changed. The owner of the host has to type the command. Check: ansible-playbook "
-        "doctor.yml"
+        "ports were not changed. Type the command below there as root, then: ansible-playbook doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 

@@ -115,7 +115,7 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
     if not holds_sleep:
         then = "and no run prevents that."
     elif facts.get("becomes"):
-        then = "a run prevents that while it computes, but not between two attempts."
+        then = "a run prevents it while it trains, but not while it waits to restart after a failure."
     keys = ["HandleLidSwitch", "HandleLidSwitchExternalPower"] if by_lid else []
     keys += ["IdleAction"] if by_idling else []
     lines = "".join(f"{key}=ignore\\n" for key in keys)

@@ -262,7 +262,10 @@ def starting(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence
 
 
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
-    """The run that is about to start, its hosts and its first step. states: of every host in rank order."""
+    """A sentence on the run that is about to start: its name, its hosts and its first step.
+
+    plan: result of run_plan. states: of every host in rank order.
+    """
     chosen = " only (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
     run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{chosen}"
     if plan["action"] != "resume":

@@ -124,9 +124,10 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The transfer to one host that the ranks chose, as in outcome.json; {} without one.
+    """The decision of the ranks to continue the run on a single host, as in outcome.json; {} without one.
 
-    Its keys: `host`, `seconds` (predicted step time on that host), `together` (on all ranks) and `said` (the
+    Its keys: `host`, `seconds` (predicted step time on that host), `together` (predicted
+    step time on all ranks) and `said` (the
     table of predictions). states: host -> result of run_state.
     """
     for state in states.values():

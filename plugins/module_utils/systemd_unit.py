@@ -111,7 +111,7 @@ def between_attempts(unit: Unit) -> bool:
 
 
 def process_state(pid: int) -> str:
-    """State of a process in the kernel: sleeping, disk sleep, stopped, tracing stop; empty where unknown."""
+    """The state of process `pid` as in /proc/PID/status, such as "running" or "disk sleep"; "" if unknown."""
     for line in read_text(f"/proc/{pid}/status").splitlines():
         if line.startswith("State:"):
             return line.partition("(")[2].rstrip(")")

@@ -25,7 +25,9 @@ def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str,
     except KeyError as missing:
         if check:  # a dry run before the first setup
             return {"changed": True, "given": 0}
-        raise ValueError(f"{path} cannot be given to its user: {missing.args[0]}. Run setup.yml.") from None
+        raise ValueError(
+            f"The owner of {path} cannot be set ({missing.args[0]}). Fix: ansible-playbook setup.yml"
+        ) from None
     made = not os.path.lexists(path)
     if made and check:
         return {"changed": True, "given": 0}

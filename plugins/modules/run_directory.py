@@ -22,9 +22,9 @@ class RefusedError(Exception):
 
 
 def prepare_folder(path: str, check: bool) -> bool:
-    """Make a folder, or set the mode and group of an existing one. Returns whether anything is changed.
+    """Create the folder `path` for a run, or set the mode and group of an existing one.
 
-    Raises RefusedError for a link.
+    Returns whether something was changed, or with `check` would be. Raises RefusedError for a symbolic link.
     """
     if os.path.islink(path):
         raise RefusedError(

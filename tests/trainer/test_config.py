@@ -14,7 +14,6 @@ import torch
 from trainer.__main__ import main
 from trainer.bench.report import main as report_bench
 from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
-from trainer.formatting import duration
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
 from trainer.run_plan import describe_plan, make_plan

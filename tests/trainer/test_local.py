@@ -398,7 +398,7 @@ def test_rates_are_those_of_all_tokens() -> None:
     assert (local.rows_per_step, local.total_batch_size) == (8, 8192)
     with torch.device("meta"):
         said = describe_plan(local, config, GPT(local.model), train_rows=1000, micro_batches=[2, 2])
-    assert "each rank steps on its own 4,096 tokens; a sync round every 30 steps" in said
+    assert "each rank trains by itself on 4,096 tokens a step; a sync round after every 30 steps" in said
 
 
 def test_auto_does_not_take_it() -> None:

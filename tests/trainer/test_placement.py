@@ -74,7 +74,7 @@ def test_noise_changes_no_table() -> None:
     assert first_split([1.0, 1.08], 16, PAIR).shares == [8, 8]
     change = first_split([0.21, 0.47], 16, PAIR)
     assert change.shares == [11, 5]
-    assert change.reason.startswith("tower 11 rows, laptop 5 rows: 62% of the time of equal shares")
+    assert change.reason.startswith("tower 11 rows, laptop 5 rows: a step takes 62% of that with equal rows")
     assert relative_speeds([1.0, 1.09, 1.0]) == [1.0, 1.0, 1.0]
     assert relative_speeds([1.0, 2.98]) == [1.0, 0.35]
 

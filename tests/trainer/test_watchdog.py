@@ -295,7 +295,5 @@ def test_ranks_elsewhere_than_the_run_file_says_are_refused() -> None:
         return [Record(rank, host, "", {"hosts": "tower laptop"}, {}) for rank, host in enumerate(hosts)]
 
     check_layout(records("tower", "tower", "laptop"))
-    with pytest.raises(
-        Final, match=r"names tower, laptop, and there are rank 0 \(laptop\), rank 1 \(tower\)"
-    ):
+    with pytest.raises(Final, match=r"has tower, laptop; the ranks are rank 0 \(laptop\), rank 1 \(tower\)"):
         check_layout(records("laptop", "tower"))

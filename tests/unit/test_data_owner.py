@@ -46,7 +46,7 @@ def test_a_folder_is_made_once_and_read_by_user_and_group_alone(tmp_path: Path) 
 
 def test_a_dry_run_before_the_user_is_made_changes_nothing(tmp_path: Path) -> None:
     assert module.own(tmp_path / "data", "no-such-user", ME, 0o750, True)["changed"]
-    with pytest.raises(ValueError, match=r"no-such-user.*Run setup\.yml"):
+    with pytest.raises(ValueError, match=r"no-such-user.*ansible-playbook setup\.yml"):
         module.own(tmp_path / "data", "no-such-user", ME, 0o750, False)
 
 

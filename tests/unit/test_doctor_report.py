@@ -35,7 +35,7 @@ def test_the_screen_has_one_matrix_and_one_line_a_finding() -> None:
     assert sum(line.startswith("FAULT  NF527  tower: ") for line in lines) == 1
     assert sum(line.startswith("warning  NF508  laptop: ") for line in lines) == 1
     assert all(" Fix: " in line for line in lines if line.startswith(("FAULT", "warning")))
-    assert lines[-1] == "1 finding prevents training, 1 warning. Checked for 12 s; nothing was changed."
+    assert lines[-1] == "1 finding prevents training, 1 warning. The check took 12 s and changed nothing."
     assert any("store ports filtered" in line for line in lines)
     assert any("fp32 200, bf16 900 GFLOP/s" in line for line in lines)
     assert any("0.20 ms, packets to 1500" in line for line in lines)

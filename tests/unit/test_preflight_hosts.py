@@ -169,8 +169,8 @@ def test_warnings_follow_what_stops() -> None:
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",
-        "NF121  laptop  It falls asleep when its lid is closed; a run prevents that while it computes, "
-        "but not between two attempts.",
+        "NF121  laptop  It falls asleep when its lid is closed; a run prevents it while it trains, "
+        "but not while it waits to restart after a failure.",
     ]
     assert findings.refusals(found) == found[:1]
     assert findings.table(found[1:]).startswith("1 warning; nothing stops for it.\n")

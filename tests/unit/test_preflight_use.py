@@ -23,8 +23,8 @@ def test_a_lid_that_puts_it_to_sleep() -> None:
     [found] = told(AWAKE)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "It falls asleep when its lid is closed; a run prevents that while it computes, "
-        "but not between two attempts."
+        "It falls asleep when its lid is closed; a run prevents it while it trains, "
+        "but not while it waits to restart after a failure."
     )
     assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
     assert "IdleAction" not in found["remedy"]

@@ -40,7 +40,7 @@ def test_a_variable_goes_before_the_default_and_is_templated() -> None:
 
 
 def test_a_name_without_a_declaration_is_an_error() -> None:
-    with pytest.raises(AnsibleError, match="store_prot is not a setting"):
+    with pytest.raises(AnsibleError, match="There is no setting store_prot"):
         resolved(SETTING.format("store_prot"))
 
 

@@ -74,7 +74,10 @@ def iterated_flops(rows: int, cols: int) -> int:
 
 
 def measure(dtype: torch.dtype, device: torch.device) -> Rates:
-    """Measure both rates with all threads of this process, in about a second; the best of several trials."""
+    """Measure GEMM rate and copy bandwidth with all threads of this process: the best of several trials.
+
+    It takes about a second.
+    """
     gemm = gemm_rate(GEMM_SHAPE, dtype, device)
     source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)

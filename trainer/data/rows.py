@@ -278,8 +278,8 @@ def _compare(info: RowsInfo) -> RowsInfo:
             sha256, sums[split] = _read_sums(path, info.row_bytes, progress)
             if sha256 != getattr(info, f"{split}_sha256"):
                 raise DataError(
-                    f"{path} has changed since it was packed (its sha256 differs): a bit has changed on the "
-                    "disk or in the memory of this host."
+                    f"{path} has changed since it was packed (its sha256 differs): the file was changed, "
+                    "or the disk or the memory of this host is faulty (smartctl -a, memtest86+)."
                 )
     return replace(info, sums=sums)
 

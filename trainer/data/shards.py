@@ -141,7 +141,10 @@ def read_sums(path: Path, names: Iterable[str] = ()) -> dict[str, str]:
         missing = [name for name in names if name not in sums]
         if missing or not sums:
             lacks = f"{len(missing)} shard(s), such as {missing[0]}" if missing else "any file"
-            raise DataError(f"{path} does not list {lacks}: make it with sha256sum *.parquet")
+            raise DataError(
+                f"{path} does not list {lacks}. Make it in the folder of the shards: "
+                "sha256sum *.parquet > SHA256SUMS"
+            )
         return sums
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None

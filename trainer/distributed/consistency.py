@@ -123,9 +123,9 @@ def check_layout(records: list[Record]) -> None:
     found = [host for host, _ in itertools.groupby(record.host for record in records)]
     if named and found != named:
         raise Final(
-            f"The ranks are not on the hosts of the run file, in its order: it names {', '.join(named)}, and "
-            f"there are {', '.join(map(str, records))}. Start the ranks in that order, or write "
-            "the run file again (ansible-playbook train.yml does)."
+            f"The hosts of the ranks differ from the run file. In rank order, the run file has "
+            f"{', '.join(named)}; the ranks are {', '.join(map(str, records))}. Start the ranks in the "
+            "order of the run file, or write it again: ansible-playbook train.yml"
         )
 
 
@@ -169,7 +169,10 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
 
 
 def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
-    """A sentence that names the differing fields and hosts, and a table with the value of each rank."""
+    """Explain differences between ranks: (a sentence with the fields and hosts, a table with all values).
+
+    differences: field -> its value on each rank, in rank order. records: of each rank.
+    """
     sentences = []
     for name, row in differences.items():
         usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0

@@ -101,7 +101,7 @@ class RunStatusRecord(RunFigures):
         return {name: getattr(self, name) for name in _IN_FILE}
 
     def message(self) -> dict[str, Any]:
-        """The fields that this rank sends to other ranks: those in IN_BOTH and FOR_PEERS."""
+        """The fields that this rank sends to other ranks: name -> value of those in IN_BOTH and FOR_PEERS."""
         return {name: getattr(self, name) for name in IN_BOTH + FOR_PEERS}
 
     @classmethod

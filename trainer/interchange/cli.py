@@ -119,7 +119,10 @@ def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 
     if not has_shards(args.from_nanochat):
         path = adopt_tokenizer(tokenizer, args.data_dir)
-        print(f"import: the tokenizer is {path}; there are no shards in {args.from_nanochat}")
+        print(
+            f"import: wrote the tokenizer to {path}. {args.from_nanochat} has no shards; to make some: "
+            "python -m trainer prepare"
+        )
         return
     done = adopt_shards(args.from_nanochat, tokenizer, args.data_dir)
     print(

@@ -92,7 +92,10 @@ def _tagged(checkpoints: Path, model_tag: str) -> Path:
     """
     tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
     if not tags:
-        raise ConfigError(f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt.")
+        raise ConfigError(
+            f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt. Give a base "
+            "directory of nanochat, or a folder of its checkpoints."
+        )
     if model_tag:
         if checkpoints / model_tag not in tags:
             names = ", ".join(sorted(folder.name for folder in tags))

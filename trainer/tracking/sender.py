@@ -333,8 +333,8 @@ def run(args: argparse.Namespace) -> int:
         except Exception as error:  # any failure of the server
             print(
                 f"The tracker at {shown_uri(uri)} {describe_failure(error)}; it received "
-                f"{counted(sent, 'figure')}. Nothing is lost: type this again when it answers, "
-                "or with another address.",
+                f"{counted(sent, 'figure')}. Nothing is lost: repeat the "
+                "command when the tracker answers, or with another --tracker-uri.",
                 file=sys.stderr,
             )
             return 1
