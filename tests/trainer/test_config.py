@@ -220,7 +220,3 @@ def test_place_comes_from_torchruns_environment(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("RANK", "one")
     with pytest.raises(ConfigError, match="takes a whole number"):
         RankEnv.from_environment()
-
-
-def test_durations_read_well() -> None:
-    assert [duration(s) for s in (0.4, 45, 154, 11_100, 190_000)] == ["0s", "45s", "2m34s", "3h05m", "2d04h"]
