@@ -1,0 +1,76 @@
+"""The processors on which the threads of this process run, and how fast each of them is at the moment.
+
+with pinned({0, 2, 4, 6}):          # four threads of torch, one on each of these processors
+    work()
+pin({0, 2, 4, 6})                   # for good
+rates = core_rates([0, 2, 4, 6])    # relative to the fastest: {0: 1.0, 2: 0.98, ...}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+PROBE_SECONDS = 0.2  # several time slices of the kernel's scheduler, and periods of a CPU quota
+PROBE_BYTES = bytes(2**16)  # hashing a longer text releases the GIL
+THREADS = Path("/proc/self/task")
+
+
+def can_pin() -> bool:
+    """Whether this system can bind threads to processors (Linux)."""
+    return hasattr(os, "sched_setaffinity") and THREADS.is_dir()
+
+
+def pin(cpus: Iterable[int], threads: int = 0) -> None:
+    """Bind all threads of this process to `cpus`, and let torch use `threads` of them (0: one on each).
+
+    Threads that start later inherit it. Raises OSError if a processor does not exist or is not allowed.
+    """
+    numbers = set(cpus)
+    for thread in THREADS.iterdir():
+        with contextlib.suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread.name), numbers)
+    torch.set_num_threads(threads or len(numbers))
+
+
+@contextlib.contextmanager
+def pinned(cpus: Iterable[int]) -> Iterator[None]:
+    """Context in which all threads of this process run on `cpus`; restores affinity and torch's threads."""
+    before, threads = os.sched_getaffinity(0), torch.get_num_threads()
+    pin(cpus)
+    try:
+        yield
+    finally:
+        pin(before, threads)
+
+
+def core_rates(cpus: Sequence[int], seconds: float = PROBE_SECONDS) -> dict[int, float]:
+    """The speed of each processor relative to the fastest one, measured on all of them at the same time.
+
+    Other load and CPU quotas count: a processor that another process keeps busy has about half its speed.
+    """
+    done = dict.fromkeys(cpus, 0)
+    barrier = threading.Barrier(len(cpus))
+
+    def work(cpu: int) -> None:
+        os.sched_setaffinity(threading.get_native_id(), {cpu})
+        barrier.wait()
+        ends = time.monotonic() + seconds
+        while time.monotonic() < ends:
+            hashlib.sha256(PROBE_BYTES)
+            done[cpu] += 1
+
+    workers = [threading.Thread(target=work, args=(cpu,)) for cpu in cpus]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    best = max(done.values(), default=0)
+    return {cpu: count / best if best else 1.0 for cpu, count in done.items()}
