@@ -1,7 +1,7 @@
-"""The topology of eight kinds of machines, from their files in /sys, and the sets of processors worth measuring.
+"""The topology of several kinds of machines, from their files in /sys, and the candidates there.
 
-The trees are written from the layout that Linux shows on these machines (numbers of CPUs, siblings, clocks); only
-`cloud VM` was recorded on the machine itself.
+The trees are written from the layout that Linux shows on these machines (numbers of CPUs, siblings,
+clocks); only `cloud VM` was recorded on the machine itself.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ EPYC_NPS4 = merged((cpu(n, n, str(n), khz=3_500_000) for n in range(32)), **{
     f"node{k}": f"{8 * k}-{8 * k + 7}" for k in range(4)
 })  # fmt: skip
 RK3588 = merged((cpu(n, n % 4, str(n), capacity=530 if n < 4 else 1024) for n in range(8)), node0="0-7")
-RASPBERRY_PI_5 = merged((cpu(n, n, str(n), khz=2_400_000) for n in range(4)))
+RASPBERRY_PI_5 = merged(cpu(n, n, str(n), khz=2_400_000) for n in range(4))
 VM_WITH_QUOTA = merged((cpu(n, n, str(n)) for n in range(4)), node0="0-3") | {
     "proc/self/cgroup": "0::/",
     "sys/fs/cgroup/cpu.max": "150000 100000",

@@ -6,8 +6,8 @@
 
 A hybrid processor has performance and efficiency cores, many cores run two threads (SMT), and a machine may
 have several sockets and NUMA nodes. Only the processors that this process may use are listed.
-Sources: Documentation/ABI/stable/sysfs-devices-system-cpu and Documentation/admin-guide/cputopology.rst of the
-Linux kernel; /sys/devices/cpu_core and cpu_atom are the performance-counter devices of Intel's hybrid
+Sources: Documentation/ABI/stable/sysfs-devices-system-cpu and Documentation/admin-guide/cputopology.rst of
+the Linux kernel; /sys/devices/cpu_core and cpu_atom are the performance-counter devices of Intel's hybrid
 processors.
 """
 

@@ -68,7 +68,7 @@ class ThreadChoice:
 
 
 def candidates_of(topology: Topology) -> list[Candidate]:
-    """The candidates of the topology, and the physical cores that no other process slows down, if some are."""
+    """The candidates of the topology; and, if load slows some physical cores, those that are not slowed."""
     found = topology.candidates()
     cores = [cpu.number for cpu in first_siblings(topology.cpus)]
     if len(cores) > 1:
@@ -92,7 +92,10 @@ def choose_threads(topology: Topology, work: Callable[[], object]) -> ThreadChoi
 
 
 def _seconds_of(work: Callable[[], object], hopeless: float) -> float:
-    """The mean seconds of `work`, without the first run, which starts threads. `hopeless`: stop after one run."""
+    """The mean seconds of `work`, without the first run, which starts threads.
+
+    If the second run takes longer than `hopeless` seconds, it is the only one that counts.
+    """
     times: list[float] = []
     while len(times) <= LEAST_TIMES or sum(times[1:]) < LEAST_SECONDS:
         started = time.perf_counter()
