@@ -4,6 +4,7 @@ python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer bench --depth 4 8
 python -m trainer plan --data-dir data --depth 4
+python -m trainer threads --depth 8
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
@@ -34,6 +35,7 @@ from trainer.data import DataError, prepare
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
 from trainer.interchange import cli as interchange
+from trainer.placement import threads_cli
 from trainer.tracking import sender
 
 if TYPE_CHECKING:
@@ -161,6 +163,7 @@ COMMANDS = {
     "prepare": Command("turn text into shards, a tokenizer and rows", prepare.add_arguments, prepare.run),
     "train": Command("train, as one process or under torchrun", add_train_arguments, train),
     "plan": Command("predict the seconds of a step in each sync mode", add_run_arguments, plan),
+    "threads": Command("choose processors and threads", threads_cli.add_arguments, threads_cli.run),
     "bench": Command("measure the seconds of a step and its parts", bench.add_arguments, bench.run),
     "track": Command("send the figures of a run to its tracker", sender.add_arguments, sender.run),
     "again": Command("decide whether to restart a run", restart_policy.add_arguments, restart_policy.run),

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from trainer.host import pinning
+from trainer.__main__ import main
+from trainer.host import pinning, topology
 from trainer.host.pinning import core_rates, pinned
 from trainer.host.topology import Cpu, Topology, read_topology
 from trainer.model.gpt import GPT, GPTConfig
@@ -44,7 +45,7 @@ def model() -> GPT:
     return GPT(GPTConfig.from_depth(4, 512, sequence_len=512))
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 @pytest.mark.parametrize("slowed", [0, 1])
 def test_a_processor_that_others_keep_busy_is_left_out(slowed: int, model: GPT) -> None:
@@ -56,7 +57,7 @@ def test_a_processor_that_others_keep_busy_is_left_out(slowed: int, model: GPT) 
     assert len(choice.measured) == 2
 
 
-@pytest.mark.processes
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 def test_the_measured_rate_of_a_busy_core_is_lower() -> None:
     first, second = sorted(os.sched_getaffinity(0))[:2]
@@ -140,3 +141,21 @@ def test_the_work_uses_every_matrix_of_the_layer(model: GPT) -> None:
     work = layer_work(model, torch.float32, rows=1)
     work()
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_the_command_prints_the_table_and_the_settings(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock.seconds = {frozenset({0}): 0.2, frozenset({0, 1}): 0.11}
+    monkeypatch.setattr(threads, "layer_work", lambda *_: clock.work)
+    monkeypatch.setattr(topology, "read_topology", lambda: TWO)
+    assert main(["threads", "--depth", "2", "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("This host has 2 cores, 2 logical CPUs.\n")
+    assert "> all logical CPUs" in shown
+    assert shown.endswith("  fleet_cpus: 0-1\n  fleet_threads: 2\n")
+
+
+def test_no_rows_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["threads", "--rows", "0"]) == 2
+    assert "must be at least 1" in capsys.readouterr().err

@@ -1,0 +1,58 @@
+"""python -m trainer threads: which processors, and how many threads, are the fastest for a rank here.
+
+python -m trainer threads                                  depth 8, 2 rows of 1,024 tokens, float32
+python -m trainer threads --depth 12 --dtype bfloat16
+
+It times the work of a layer on each set of processors that the topology of this host suggests, prints the
+table, and the settings that bind a run to the fastest set. Runs do not do this by themselves.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from trainer.config import ConfigError, RunConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `threads` to `parser`."""
+    default = RunConfig()
+    parser.add_argument("--depth", type=int, default=default.depth, metavar="N", help="layers (%(default)s)")
+    parser.add_argument(
+        "--rows",
+        type=int,
+        default=default.device_batch_size,
+        metavar="N",
+        help="rows of a micro-batch (%(default)s)",
+    )
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], default="float32", help="format of GEMMs (%(default)s)"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print the table and the settings; returns the exit code 0. Raises ConfigError."""
+    config = RunConfig(depth=args.depth, device_batch_size=args.rows)
+    from trainer.host.pinning import can_pin
+
+    if not can_pin():
+        raise ConfigError("This system cannot bind threads to processors: `threads` needs Linux.")
+    import torch
+
+    from trainer.host.topology import cpu_list, read_topology
+    from trainer.model.gpt import GPT, GPTConfig
+    from trainer.placement.threads import choose_threads, layer_work
+
+    torch.set_flush_denormal(True)
+    topology = read_topology()
+    shape = GPTConfig.from_depth(1, 64, config.sequence_len, config.n_embd, config.head_dim)
+    work = layer_work(GPT(shape), getattr(torch, args.dtype), args.rows)
+    print(f"This host has {topology.describe()}.")
+    choice = choose_threads(topology, work)
+    best = choice.best.candidate
+    print("\n".join(choice.table()))
+    print(
+        f"The fastest is {best.name}. For this host set in the inventory:\n"
+        f"  fleet_cpus: {cpu_list(best.cpus)}\n  fleet_threads: {len(best.cpus)}"
+    )
+    return 0
