@@ -111,7 +111,7 @@ def layer_work(model: GPT, compute_dtype: torch.dtype, rows: int) -> Callable[[]
 
     At most MOST_TOKENS tokens. compute_dtype: that of the GEMMs. The weights of the layer are overwritten.
     """
-    config, layer = model.config, model.transformer["h"][0]
+    config, layer = model.config, next(model.transformer["h"].children())
     length = min(config.sequence_len, max(1, MOST_TOKENS // rows))
     with torch.no_grad():
         for p in layer.parameters():
