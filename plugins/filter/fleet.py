@@ -22,7 +22,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     run_status,
     run_summary,
     runtime_environments,
-    systemd_quote,
     typed_commands,
     unit_settings,
 )
@@ -90,8 +89,8 @@ class FilterModule:
             "run_summary": run_summary.summary,
             "run_transfer": run_plan.transfer_plan,
             "runtime_kind": runtime_environments.runtime_kind,
-            "systemd_env": systemd_quote.systemd_env,
-            "systemd_line": systemd_quote.systemd_line,
-            "systemd_quote": systemd_quote.systemd_quote,
+            "systemd_env": unit_settings.systemd_env,
+            "systemd_line": unit_settings.systemd_line,
+            "systemd_quote": unit_settings.systemd_quote,
             "unit_addresses": unit_settings.allowed,
         }
