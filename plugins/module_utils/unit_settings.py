@@ -17,7 +17,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ansible.errors import AnsibleFilterError
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import is_loopback, resolved
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import is_loopback, resolved
 
 PLAIN = re.compile(r"[][A-Za-z0-9_@+=:,./-]+")
 
