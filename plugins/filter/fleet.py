@@ -10,7 +10,6 @@ from ansible.utils.display import Display
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     dataset_findings,
     doctor_measured,
-    fleet_id,
     lab_plan,
     network_interfaces,
     network_rules,
@@ -58,7 +57,7 @@ class FilterModule:
             "doctor_peers": doctor_measured.peers,
             "doctor_rehearsal": doctor_measured.rehearsal_part,
             "doctor_rounds": doctor_measured.rate_rounds,
-            "fleet_id": fleet_id.fleet_id,
+            "fleet_id": project_folder.fleet_id,
             "lab_burst": lab_plan.lab_burst,
             "lab_can_raise_limits": lab_plan.lab_can_raise_limits,
             "lab_containers": lab_plan.lab_containers,
