@@ -1,7 +1,4 @@
-"""Action plugin: select the benchmark cases that bench.yml measures.
-
-Options and result: plugins/modules/bench_plan.yml.
-"""
+"""Action plugin: select the benchmark cases that bench.yml measures."""
 
 from __future__ import annotations
 

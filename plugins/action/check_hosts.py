@@ -1,7 +1,4 @@
-"""Action plugin: check every host before anything is changed.
-
-Options and result: plugins/modules/check_hosts.yml.
-"""
+"""Action plugin: check every host before anything is changed."""
 
 from __future__ import annotations
 

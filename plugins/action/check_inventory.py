@@ -1,7 +1,4 @@
-"""Action plugin: check that the inventory describes a fleet.
-
-Options and result: plugins/modules/check_inventory.yml.
-"""
+"""Action plugin: check that the inventory describes a fleet."""
 
 from __future__ import annotations
 

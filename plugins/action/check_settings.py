@@ -1,7 +1,4 @@
-"""Action plugin: check the settings in the extra vars and in the inventory.
-
-Options and result: plugins/modules/check_settings.yml.
-"""
+"""Action plugin: check the settings in the extra vars and in the inventory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Action plugin: compare the environments that are installed on all hosts.
-
-Options and result: plugins/modules/compare_environments.yml.
-"""
+"""Action plugin: compare the environments that are installed on all hosts."""
 
 from __future__ import annotations
 

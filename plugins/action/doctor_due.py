@@ -1,7 +1,4 @@
-"""Action plugin: decide whether the doctor checks the fleet before a run.
-
-Options and result: plugins/modules/doctor_due.yml.
-"""
+"""Action plugin: decide whether the doctor checks the fleet before a run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Action plugin: make the doctor's report, and keep it if nothing prevents training.
-
-Options and result: plugins/modules/doctor_report.yml.
-"""
+"""Action plugin: make the doctor's report, and keep it if nothing prevents training."""
 
 from __future__ import annotations
 

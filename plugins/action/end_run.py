@@ -1,7 +1,4 @@
-"""Action plugin: end a run on a host and record the outcome, in one task.
-
-Options and result: plugins/modules/end_run.yml.
-"""
+"""Action plugin: end a run on a host and record the outcome, in one task."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Action plugin: print the log of a run on one host until the run has ended there.
-
-Options and result: plugins/modules/follow_log.yml.
-"""
+"""Action plugin: print the log of a run on one host until the run has ended there."""
 
 from __future__ import annotations
 

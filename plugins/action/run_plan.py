@@ -1,7 +1,4 @@
-"""Action plugin: decide whether train.yml starts or resumes a run, leaves it unchanged or refuses it.
-
-Options and result: plugins/modules/run_plan.yml.
-"""
+"""Action plugin: decide whether train.yml starts or resumes a run, leaves it unchanged or refuses it."""
 
 from __future__ import annotations
 
@@ -15,8 +12,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands imp
 
 
 class ActionModule(ControllerAction):
-    """Runs on the controller only."""
-
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         states: Mapping[str, Any] = asked["states"]
         manifests = {host: str(digest or "") for host, digest in asked["manifests"].items()}

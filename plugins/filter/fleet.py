@@ -10,7 +10,6 @@ from ansible.utils.display import Display
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     dataset_findings,
     doctor_measured,
-    fleet_id,
     lab_plan,
     network_interfaces,
     network_rules,
@@ -22,7 +21,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     run_status,
     run_summary,
     runtime_environments,
-    systemd_quote,
     typed_commands,
     unit_settings,
 )
@@ -59,7 +57,7 @@ class FilterModule:
             "doctor_peers": doctor_measured.peers,
             "doctor_rehearsal": doctor_measured.rehearsal_part,
             "doctor_rounds": doctor_measured.rate_rounds,
-            "fleet_id": fleet_id.fleet_id,
+            "fleet_id": project_folder.fleet_id,
             "lab_burst": lab_plan.lab_burst,
             "lab_can_raise_limits": lab_plan.lab_can_raise_limits,
             "lab_containers": lab_plan.lab_containers,
@@ -90,8 +88,8 @@ class FilterModule:
             "run_summary": run_summary.summary,
             "run_transfer": run_plan.transfer_plan,
             "runtime_kind": runtime_environments.runtime_kind,
-            "systemd_env": systemd_quote.systemd_env,
-            "systemd_line": systemd_quote.systemd_line,
-            "systemd_quote": systemd_quote.systemd_quote,
+            "systemd_env": unit_settings.systemd_env,
+            "systemd_line": unit_settings.systemd_line,
+            "systemd_quote": unit_settings.systemd_quote,
             "unit_addresses": unit_settings.allowed,
         }

@@ -10,7 +10,7 @@ from ansible.plugins.action import ActionBase
 
 
 class ControllerAction(ActionBase):
-    """Subclasses return the result of `decide`."""
+    """Subclasses return the result of `decide`. Options and result of action X: plugins/modules/X.yml."""
 
     _requires_connection = False
     _supports_check_mode = True

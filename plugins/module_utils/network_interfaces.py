@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import (
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import (
     is_link_local,
     is_loopback,
     parse_ip,

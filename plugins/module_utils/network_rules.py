@@ -9,7 +9,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import connection_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import is_loopback, parse_ip
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import is_loopback, parse_ip
 
 KERNELS_RANGE = "32768 60999"
 

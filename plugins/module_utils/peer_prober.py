@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import route_get
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import route_get
 from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
     drain,
     family_of,

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.become_root import may_become_root
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
     release,
@@ -22,6 +22,11 @@ MIN_SYSTEMD = 247
 SEVERAL = ("python", "missing", "busy", "active", "battery", "mains", "port")
 """Keys that may be on several lines: their facts are lists."""
 Facts = Mapping[str, Any]
+
+
+def may_become_root(variables: Mapping[str, Any]) -> bool:
+    """Whether plays may become root on a host: False only if its variables set ansible_become: false."""
+    return bool(boolean(variables.get("ansible_become", True), strict=False))
 
 
 def parse_probe(text: str) -> dict[str, Any]:

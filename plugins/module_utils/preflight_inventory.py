@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import resolved
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import resolved
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 SAMPLE = (

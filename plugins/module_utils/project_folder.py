@@ -1,4 +1,4 @@
-"""Folders on the controller that nanofleet uses, in a checkout and in an installed collection.
+"""Folders on the controller that nanofleet uses, and the default name of a fleet.
 
 Relative paths of settings and labs start at the checkout; with an installed collection, at the directory in
 which the command is typed. Wheelhouses and the doctor's reports are in the checkout; with an installed
@@ -8,9 +8,15 @@ collection, in the user's cache. Used on the controller only.
 from __future__ import annotations
 
 import os
+import re
 import stat
 import tempfile
 from pathlib import Path
+from typing import Any
+
+USUAL = {"hosts", "inventory", "inventories", "main", "all", "fleet"}
+"""Usual names of files and folders, which do not identify a fleet."""
+LONGEST = 40
 
 
 def checkout_of(path: str) -> Path | None:
@@ -56,3 +62,17 @@ def cache_folder(path: str) -> tuple[str, bool]:
             f"{folder} cannot be written, and {temporary} belongs to someone else. Set XDG_CACHE_HOME."
         )
     return str(temporary), False
+
+
+def fleet_id(inventory_file: Any) -> str:
+    """The default name of a fleet: the stem of its inventory file or the nearest folder with an unusual name.
+
+    inventory/home/hosts.yml and inventory/home.yml both give `home`; without such a name it is `fleet`.
+    """
+    path = Path(str(inventory_file or ""))
+    stem = path.name.split(".")[0] if path.suffix else path.name
+    for name in [stem, *(folder.name for folder in path.parents)]:
+        plain = re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-._")[:LONGEST]
+        if plain and plain.lower() not in USUAL | {"ssh"}:
+            return plain
+    return "fleet"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.become_root import may_become_root
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import may_become_root
 
 ROLES = ("run_remove", "tracker", "dataset", "network", "runtime", "claim")
 CONFIRM = "type the same with -e reset_confirm=true"

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Reads systemd and /proc: the state of a unit, its processes, the listeners on ports.
 
-Read-only, standard library only. Used on the hosts by the modules transient_unit and run_state.
+Read-only, standard library only. Used on the hosts by transient_unit, run_state and ephemeral_ports.
 """
 
 from __future__ import annotations
@@ -12,17 +12,46 @@ import re
 import subprocess
 import time
 from collections.abc import Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
-from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
 
 Unit = dict[str, Any]
 Process = dict[str, Any]
 PROPERTIES = (
     "Id,LoadState,ActiveState,SubState,Result,MainPID,ExecMainStatus,StateChangeTimestampMonotonic,NRestarts"
 )
+LISTEN = "0A"
+"""The state TCP_LISTEN in the fourth column of /proc/net/tcp."""
+LOOPBACK6 = "0" * 24 + "01000000"
+"""::1 as /proc/net/tcp6 prints it."""
+
+
+class Socket(NamedTuple):
+    """A listening TCP socket. loopback: whether it is bound to a loopback address."""
+
+    port: int
+    uid: int
+    inode: int
+    loopback: bool
+
+
+def tables() -> list[str]:
+    """The texts of /proc/net/tcp and tcp6; an empty text if the kernel has no such table."""
+    return [read_text(name) for name in ("/proc/net/tcp", "/proc/net/tcp6")]
+
+
+def listening(texts: list[str]) -> list[Socket]:
+    """The listening sockets in the texts of `tables`."""
+    found = []
+    for line in (line for text in texts for line in text.splitlines()[1:]):
+        fields = line.split()
+        if len(fields) > 9 and fields[3] == LISTEN:
+            address, _, port = fields[1].rpartition(":")
+            loopback = address == LOOPBACK6 or (len(address) == 8 and address.endswith("7F"))
+            found.append(Socket(int(port, 16), int(fields[7]), int(fields[9]), loopback))
+    return found
 
 
 def run(argv: list[str]) -> tuple[int, str, str]:

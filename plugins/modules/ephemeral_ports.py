@@ -11,7 +11,7 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
-from ansible_collections.nanofleet.fleet.plugins.module_utils.tcp_listeners import listening, tables
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import listening, tables
 
 KEY = "net.ipv4.ip_local_port_range"
 PROC = "/proc/sys/net/ipv4"
@@ -74,7 +74,7 @@ def usable(low: int, high: int, reserved: str) -> int:
 
 
 def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:
-    """(port, uid) of the listeners from low to high that are not on loopback. tables: see tcp_listeners."""
+    """(port, uid) of the listeners from low to high that are not on loopback. tables: see systemd_unit."""
     found = {(each.port, each.uid) for each in listening(tables) if not each.loopback}
     return sorted((port, uid) for port, uid in found if low <= port <= high)
 

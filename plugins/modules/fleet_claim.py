@@ -11,7 +11,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_addresses import parse_ip
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import parse_ip
 
 SCHEMA = 1
 

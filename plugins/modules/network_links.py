@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.kernel_links import (
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import (
     ask_ip,
     is_wireless,
     route_get,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils.fleet_id import fleet_id
+from ansible_collections.nanofleet.fleet.plugins.module_utils.project_folder import fleet_id
 from ansible_collections.nanofleet.fleet.plugins.modules import fleet_claim
 from role_files import call
 

@@ -149,7 +149,7 @@ def test_no_value_is_a_command_in_the_probe_as_root(value: str, tmp_path: Path) 
 
 @pytest.mark.parametrize("value", MEAN)
 def test_no_value_is_a_second_line_of_an_environment_file(value: str) -> None:
-    from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_quote import systemd_env as quote
+    from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import systemd_env as quote
 
     if "\n" in value:
         with pytest.raises(AnsibleError, match="line break"):

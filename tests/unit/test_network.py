@@ -5,7 +5,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import kernel_links
+from ansible_collections.nanofleet.fleet.plugins.module_utils import ip_network
 from ansible_collections.nanofleet.fleet.plugins.module_utils import network_interfaces as network
 from ansible_collections.nanofleet.fleet.plugins.modules import network_links as links_module
 
@@ -237,8 +237,8 @@ def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: 
 def test_wifi_is_detected_in_sysfs(tmp_path: Path) -> None:
     (tmp_path / "wlp2s0" / "phy80211").mkdir(parents=True)
     (tmp_path / "enp3s0").mkdir()
-    assert kernel_links.is_wireless("wlp2s0", str(tmp_path))
-    assert not kernel_links.is_wireless("enp3s0", str(tmp_path))
+    assert ip_network.is_wireless("wlp2s0", str(tmp_path))
+    assert not ip_network.is_wireless("enp3s0", str(tmp_path))
 
 
 def test_a_slow_lookup_is_waited_for_until_the_limit() -> None:
@@ -258,4 +258,4 @@ def test_ip_is_read_with_its_error(
     (tmp_path / "ip").write_text(f"#!/bin/sh\necho '{prints}'\necho unreachable >&2\nexit 2\n")
     (tmp_path / "ip").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert kernel_links.ask_ip("address") == (links, "unreachable")
+    assert ip_network.ask_ip("address") == (links, "unreachable")
