@@ -126,7 +126,8 @@ def layer_work(model: GPT, compute_dtype: torch.dtype, rows: int) -> Callable[[]
         layer(x.requires_grad_(), ve, rotary, config.windows()[0], None).sum().backward()
         with torch.no_grad():
             for p in layer.parameters():
-                orthogonalize(p.grad, compute_dtype)
+                if p.grad is not None:
+                    orthogonalize(p.grad, compute_dtype)
         layer.zero_grad(set_to_none=True)
 
     return work
