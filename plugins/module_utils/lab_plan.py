@@ -19,15 +19,11 @@ SYS_RESOURCE = 24
 OWN_MIRRORS = ("http://deb.debian.org/debian", "http://archive.ubuntu.com/ubuntu")
 
 
-class LabError(ValueError):
-    """An error whose text is a sentence for the person who runs lab.yml."""
-
-
 def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
     """The first free /24 for lab `name`. taken: networks that this machine routes or has configured.
 
     The search starts at a position derived from the name, so labs that start at the same time rarely choose
-    the same subnet; if they do, podman's lock decides. Raises LabError if no subnet is free.
+    the same subnet; if they do, podman's lock decides. Raises ValueError if no subnet is free.
     """
     used = []
     for text in taken:
@@ -43,7 +39,7 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
     for subnet in POOL[start:] + POOL[:start]:
         if not any(subnet.overlaps(other) for other in used):
             return str(subnet)
-    raise LabError(
+    raise ValueError(
         "no free subnet is left in 10.89.0.0/16 to 10.98.0.0/16: take labs down that are not needed"
     )
 
@@ -101,13 +97,13 @@ def lab_failures(results: list[dict[str, Any]]) -> str:
 def lab_burst(rate: str) -> str:
     """The burst of a tc token bucket that is large enough for `rate`, such as 256kb; 0 for the rate none.
 
-    256 kB carry 955 Mbit/s of a 1 gbit link, 64 kB only 700 to 900. Raises LabError for an invalid rate.
+    256 kB carry 955 Mbit/s of a 1 gbit link, 64 kB only 700 to 900. Raises ValueError for an invalid rate.
     """
     if rate == "none":
         return "0"
     match = LINK.fullmatch(rate)
     if not match:
-        raise LabError(f"lab_link={rate} is not a rate: use none, 100mbit, 1gbit, 2.5gbit ...")
+        raise ValueError(f"lab_link={rate} is not a rate: use none, 100mbit, 1gbit, 2.5gbit ...")
     gigabits = float(match["number"]) * BITS[match["unit"]] / 10**9
     return f"{max(32, min(256, int(2560 * gigabits)), int(256 * gigabits))}kb"
 

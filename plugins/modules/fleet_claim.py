@@ -16,12 +16,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import 
 SCHEMA = 1
 
 
-class ClaimError(ValueError):
-    """The claim cannot be read. The text of the error is a sentence for the person."""
-
-
 def parse(text: str, path: str, host: str) -> dict[str, Any]:
-    """The claim in the text of a file; {} if the text is empty. Raises ClaimError."""
+    """The claim in the text of a file; {} if the text is empty. Raises ValueError."""
     if not text:
         return {}
     try:
@@ -30,13 +26,13 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
         claim = None
     schema = claim.get("schema") if isinstance(claim, dict) else None
     if isinstance(schema, int) and schema > SCHEMA:
-        raise ClaimError(
+        raise ValueError(
             f"{host} was set up by a newer release of nanofleet ({path} has schema {schema}, this "
             f"release knows {SCHEMA}). Use that release."
         )
     names = {"fleet_id", "hosts", "by", "at"}
     if not isinstance(schema, int) or not names <= set(claim) or not isinstance(claim["hosts"], dict):
-        raise ClaimError(
+        raise ValueError(
             f"{path} on {host} names no fleet: it is damaged. Read it, and remove it if it is of no use: "
             f"sudo rm {path}  (on {host})"
         )
@@ -110,7 +106,7 @@ def main() -> None:
     try:
         before = Path(path).read_text(encoding="utf-8") if os.path.exists(path) else ""
         claim = parse(before, path, params["host"])
-    except (OSError, ClaimError) as error:
+    except (OSError, ValueError) as error:
         module.fail_json(msg=str(error))
     wanted = merge(claim, params)
     refused = refusal(claim, params["fleet_id"], wanted["hosts"], params["host"], params["partial"])

@@ -38,10 +38,6 @@ SCRIPTS = "../../../bin/"
 UNHASHED = ("INSTALLER", "REQUESTED", "direct_url.json", "uv_cache.json")
 
 
-class VenvError(ValueError):
-    """An error whose text is a sentence for the person who ran the playbook."""
-
-
 def installed_digest(venv: Path) -> str:
     """sha256 over all RECORD files, which hold the hash of every installed file; "" if nothing is installed.
 
@@ -102,9 +98,9 @@ def problems_of(venv: Path, digest: str, python: str) -> list[str]:
 
 
 def switch(link: Path, venv: Path) -> None:
-    """Make the link point at another environment, in one step. Raises VenvError if it is not a link."""
+    """Make the link point at another environment, in one step. Raises ValueError if it is not a link."""
     if link.exists() and not link.is_symlink():
-        raise VenvError(f"{link} is not a link: move it away and run the playbook again.")
+        raise ValueError(f"{link} is not a link: move it away and run the playbook again.")
     fresh = link.with_name(f".{link.name}.new")
     fresh.unlink(missing_ok=True)
     fresh.symlink_to(os.path.relpath(venv, link.parent))
@@ -124,7 +120,7 @@ def in_use(venv: Path) -> bool:
 
 
 def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
-    """Run a command in `folder`. Raises VenvError with `what` and the last lines of its output.
+    """Run a command in `folder`. Raises ValueError with `what` and the last lines of its output.
 
     The default folder could be the home of the login user.
     """
@@ -132,7 +128,7 @@ def command(arguments: list[str], what: str, folder: Path | str, **environment: 
     result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)
     if result.returncode != 0:
         lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit status {result.returncode}"]
-        raise VenvError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
+        raise ValueError(f"{what}: {' '.join(line.strip() for line in lines[-6:])}")
 
 
 def build(p: dict[str, Any], venv: Path) -> None:
@@ -142,7 +138,7 @@ def build(p: dict[str, Any], venv: Path) -> None:
     used.
     """
     if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
-        raise VenvError("The lock that was sent is not the one the controller made: run the playbook again.")
+        raise ValueError("The lock that was sent is not the one the controller made: run the playbook again.")
     wheelhouse, locked = Path(p["wheelhouse"]), parse_lock(p["requirements"], REQUIREMENTS)
     packages = [wheel for wheel in locked if wheel.name != TOOL]
     if venv.exists():
@@ -153,9 +149,8 @@ def build(p: dict[str, Any], venv: Path) -> None:
         wheels.mkdir()
         for wheel in locked:
             copy_wheel(wheelhouse / wheel.file, wheels / wheel.file)
-        broken = faults(wheels, locked)
-        if broken:
-            raise VenvError(f"{wheelhouse}: {'; '.join(broken)}. Remove it there and run the playbook again.")
+        if broken := "; ".join(faults(wheels, locked)):
+            raise ValueError(f"{wheelhouse}: {broken}. Remove it there and run the playbook again.")
         write_lock(lock, packages)
         with zipfile.ZipFile(next(wheels.glob(f"{TOOL}-*.whl"))) as archive:
             member = next(name for name in archive.namelist() if name.endswith(".data/scripts/uv"))

@@ -17,17 +17,13 @@ FOLDER_MODE = 0o750
 FILE_MODE = 0o640
 
 
-class RefusedError(Exception):
-    """The run directory cannot be used. The text of the error is the message for the person."""
-
-
 def prepare_folder(path: str, check: bool) -> bool:
     """Create the folder `path` for a run, or set the mode and group of an existing one.
 
-    Returns whether something was changed, or with `check` would be. Raises RefusedError for a symbolic link.
+    Returns whether something was changed, or with `check` would be. Raises ValueError for a symbolic link.
     """
     if os.path.islink(path):
-        raise RefusedError(
+        raise ValueError(
             f"{path} is a link to {os.readlink(path)}, and a run's files are written to real folders only. "
             f"Remove the link on this host: sudo rm {path}"
         )
@@ -100,7 +96,7 @@ def main() -> None:
     try:
         with acting_as(user):
             done = (make if params["state"] == "present" else remove)(params, module.check_mode)
-    except (OSError, RefusedError) as error:
+    except (OSError, ValueError) as error:
         module.fail_json(msg=f"The run's directory cannot be used: {error}")
     module.exit_json(**done)
 

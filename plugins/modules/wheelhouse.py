@@ -43,10 +43,6 @@ from packaging.version import Version
 PROJECT = "nanofleet"
 
 
-class WheelhouseError(ValueError):
-    """An error whose text is a sentence for the person who ran the playbook."""
-
-
 class Wheelhouse:
     """One wheelhouse folder, and the packages and sources that it is made from."""
 
@@ -71,20 +67,20 @@ class Wheelhouse:
         return {name: self.pins.get(name, version.public) for name, version in locked}
 
     def _check_requirements(self) -> None:
-        """Raise WheelhouseError if pyproject.toml needs a package or a version that is not locked."""
+        """Raise ValueError if pyproject.toml needs a package or a version that is not locked."""
         path = self.source / "pyproject.toml"
         project = tomllib.loads(path.read_text(encoding="utf-8"))["project"]
         extras, extra = project.get("optional-dependencies", {}), self.p["extra"]
         if extra and extra not in extras:
-            raise WheelhouseError(f"{path} has no extra {extra!r}; it has: {', '.join(sorted(extras))}.")
+            raise ValueError(f"{path} has no extra {extra!r}; it has: {', '.join(sorted(extras))}.")
         lines = [*extras.get(extra, []), *(project.get("dependencies", []) if self.p["project"] else [])]
         if not lines:
-            raise WheelhouseError("There is nothing to install: name an extra, or include the project.")
+            raise ValueError("There is nothing to install: name an extra, or include the project.")
         for name, needed in needs(lines, self.markers):
             version = self.wanted.get(name, "")
             if not allows(needed, version):
                 what = f"it is pinned to {version}" if version else f"{self.p['hashes']} does not have it"
-                raise WheelhouseError(
+                raise ValueError(
                     f"{path} needs {needed}, but {what}. Pin a version that fits in "
                     f"{self.p['constraints']}, then type: make lock"
                 )
@@ -99,7 +95,7 @@ class Wheelhouse:
         old = read_lock(lock) if lock.is_file() else []
         altered = [fault for fault in faults(self.dest, old) if not fault.endswith("is missing")]
         if altered:
-            raise WheelhouseError(
+            raise ValueError(
                 f"{self.dest}: {'; '.join(altered)}. Remove the named file there and run the playbook again: "
                 "it is downloaded again."
             )
@@ -148,7 +144,7 @@ class Wheelhouse:
             lacks = ", ".join(f"{name}=={self.wanted[name]}" for name in sorted(self._missing()))
             kind = f"-e wheelhouse_python={self.p['python_version']}"
             kind += f" -e wheelhouse_machine={self.p['architecture']} -e runtime_torch={self.p['torch']}"
-            raise WheelhouseError(
+            raise ValueError(
                 f"{self.dest} lacks {lacks}, and wheelhouse_offline forbids downloads. On a machine with a "
                 f"network, in the same checkout, type: ansible-playbook wheelhouse.yml {kind}  Then copy its "
                 "folder .wheelhouse to this controller."
@@ -170,7 +166,7 @@ class Wheelhouse:
     def _follow_torch(self, scratch: Path) -> None:
         """Take the CUDA packages that the wheel of torch names, if its CUDA version is not the locked one.
 
-        Such a build pins the packages that it needs. Raises WheelhouseError if it does not.
+        Such a build pins the packages that it needs. Raises ValueError if it does not.
         """
         wheel = next(scratch.glob("torch-*"), None) or self.dest / self.kept["torch"].file
         with zipfile.ZipFile(wheel) as archive:
@@ -184,7 +180,7 @@ class Wheelhouse:
             exact = [each.version for each in need.specifier if each.operator == "=="]
             self.wanted[name] = exact[0] if exact else self.pins.get(name, "")
             if need.extras or not allows(need, self.wanted[name]):
-                raise WheelhouseError(
+                raise ValueError(
                     f"{wheel.name} needs {need}, which {self.p['constraints']} does not pin. Set "
                     "runtime_torch_index to an index whose CUDA version is that of the pinned packages."
                 )
@@ -195,10 +191,10 @@ class Wheelhouse:
         result = subprocess.run(command, cwd=self.source, env=environment, capture_output=True, text=True)
         if result.returncode != 0:
             reason = (result.stderr.strip() or result.stdout.strip() or "no reason given").splitlines()[-1]
-            raise WheelhouseError(f"The project's wheel could not be built from {self.source}: {reason}")
+            raise ValueError(f"The project's wheel could not be built from {self.source}: {reason}")
 
     def _check(self, wheels: list[Wheel], old: list[Wheel]) -> None:
-        """Raise WheelhouseError for a wheel that is not the committed one, or not the one downloaded first.
+        """Raise ValueError for a wheel that is not the committed one, or not the one downloaded first.
 
         Collects the wheels without a committed hash in `unverified`.
         """
@@ -207,21 +203,21 @@ class Wheelhouse:
         altered = [wheel for wheel, hashes in known.items() if hashes and wheel.sha256 not in hashes]
         if altered:
             names = ", ".join(f"{wheel.file} (sha256 {wheel.sha256})" for wheel in altered)
-            raise WheelhouseError(
+            raise ValueError(
                 f"{names} in {self.dest} does not match {self.p['hashes']}. The index serves another "
                 "file, or the file was replaced. Remove it and find out which index pip took it from "
                 "(pip config list); if the new file is right, type: make lock"
             )
         self.unverified = [wheel.file for wheel, hashes in known.items() if not hashes]
         if self.unverified and self.p["require_hashes"]:
-            raise WheelhouseError(
+            raise ValueError(
                 f"{', '.join(self.unverified)} has no hash in {self.p['hashes']}, "
                 "and wheelhouse_require_hashes refuses such wheels. Where an index holds it, type: make lock"
             )
         first = {wheel.file: wheel.sha256 for wheel in old}
         other = [wheel.file for wheel in wheels if first.get(wheel.file, wheel.sha256) != wheel.sha256]
         if other:
-            raise WheelhouseError(
+            raise ValueError(
                 f"{', '.join(other)} is not the file that was first downloaded: its sha256 is not that in "
                 f"{self.dest / REQUIREMENTS}. If the new file is right, remove {self.dest} and run the "
                 "playbook again."

@@ -79,7 +79,7 @@ def test_upgrade_switches_the_link_and_takes_the_old_one_away(host: dict[str, An
 
 def test_a_wheel_that_is_not_the_locked_one_is_refused_by_name(host: dict[str, Any]) -> None:
     make_wheel(Path(host["wheelhouse"]), "beta", "2.0", body="import os\n")
-    with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl"):
+    with pytest.raises(ValueError, match=r"beta-2\.0-py3-none-any\.whl"):
         locked_venv.run(host, False)
     assert not Path(host["link"]).exists()
 
@@ -93,7 +93,7 @@ def test_a_program_and_a_lock_that_the_login_user_exchanged_are_not_run(
     with zipfile.ZipFile(tool, "w") as archive:
         archive.writestr("uv-0.1.data/scripts/uv", f"#!/bin/sh\ntouch {ran}\n")
     locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
-    with pytest.raises(locked_venv.VenvError, match=r"uv-0\.1-py3-none-any\.whl (has|was altered)"):
+    with pytest.raises(ValueError, match=r"uv-0\.1-py3-none-any\.whl (has|was altered)"):
         locked_venv.run(host, False)
     assert not ran.exists()
 
@@ -122,7 +122,7 @@ def test_a_staged_link_or_pipe_is_not_read(host: dict[str, Any], kind: str, tmp_
     wheel = next(Path(host["wheelhouse"]).glob("beta-*"))
     aside = wheel.rename(tmp_path / wheel.name)
     wheel.symlink_to(aside) if kind == "link" else os.mkfifo(wheel)
-    with pytest.raises(locked_venv.VenvError, match=r"beta-2\.0-py3-none-any\.whl is missing"):
+    with pytest.raises(ValueError, match=r"beta-2\.0-py3-none-any\.whl is missing"):
         locked_venv.run(host, False)
 
 
@@ -139,14 +139,12 @@ def test_modules_are_tried_from_the_environment_and_not_from_where_root_was_star
 
 
 def test_another_lock_than_the_controllers_is_refused(host: dict[str, Any]) -> None:
-    with pytest.raises(locked_venv.VenvError, match="not the one the controller made"):
+    with pytest.raises(ValueError, match="not the one the controller made"):
         locked_venv.run({**host, "digest": "0" * 64}, False)
 
 
 def test_a_module_that_does_not_work_is_a_sentence(host: dict[str, Any]) -> None:
-    with pytest.raises(
-        locked_venv.VenvError, match=r"gamma does not work on this host: .*No module named 'gamma'"
-    ):
+    with pytest.raises(ValueError, match=r"gamma does not work on this host: .*No module named 'gamma'"):
         locked_venv.run({**host, "imports": ["gamma"]}, False)
     assert not Path(host["link"]).exists()
 
@@ -238,6 +236,6 @@ def test_a_package_that_lacks_another_is_reported(host: dict[str, Any]) -> None:
     wheels = Path(host["wheelhouse"])
     make_wheel(wheels, "beta", "2.0", requires=("gamma>=3",))
     locks.write_lock(wheels / locks.REQUIREMENTS, [locks.wheel_of(path) for path in wheels.glob("*.whl")])
-    with pytest.raises(locked_venv.VenvError, match=r"do not fit together: .*beta.*gamma>=3"):
+    with pytest.raises(ValueError, match=r"do not fit together: .*beta.*gamma>=3"):
         locked_venv.run({**host, **sent(wheels)}, False)
     assert not Path(host["link"]).exists()

@@ -65,7 +65,7 @@ def test_a_bad_wheel_is_named_and_not_replaced(
     path = next(Path(house["dest"]).glob("beta-*"))
     content = path.read_bytes()
     path.write_bytes(bytes_ or content[:-1] + bytes([content[-1] ^ 1]))
-    with pytest.raises(wheelhouse.WheelhouseError, match=rf"beta-2\.0.*{phrase}"):
+    with pytest.raises(ValueError, match=rf"beta-2\.0.*{phrase}"):
         wheelhouse.run(house, False)
     path.unlink()
     assert wheelhouse.run(house, False)["changed"]
@@ -77,10 +77,10 @@ def test_a_failure_leaves_no_half_wheelhouse(house: dict[str, Any], monkeypatch:
     (Path(house["source"]) / "trainer" / "a.py").write_text("x = 3\n")
 
     def broken(self: Any, folder: Path) -> None:
-        raise wheelhouse.WheelhouseError("no")
+        raise ValueError("no")
 
     monkeypatch.setattr(wheelhouse.Wheelhouse, "_build", broken)
-    with pytest.raises(wheelhouse.WheelhouseError):
+    with pytest.raises(ValueError, match=r"^no$"):
         wheelhouse.run(house, False)
     dest = Path(house["dest"])
     assert locks.sha256_of(dest / locks.REQUIREMENTS) == first["digest"]
@@ -90,20 +90,18 @@ def test_a_failure_leaves_no_half_wheelhouse(house: dict[str, Any], monkeypatch:
 def test_a_requirement_that_is_not_locked_is_reported(house: dict[str, Any]) -> None:
     path = Path(house["source"]) / "pyproject.toml"
     path.write_text(path.read_text().replace('"alpha"', '"alpha", "gamma>=3"'))
-    with pytest.raises(
-        wheelhouse.WheelhouseError, match=r"needs gamma>=3, but .* does not have it.*make lock"
-    ):
+    with pytest.raises(ValueError, match=r"needs gamma>=3, but .* does not have it.*make lock"):
         wheelhouse.run(house, False)
 
 
 def test_an_unknown_extra_names_those_there_are(house: dict[str, Any]) -> None:
-    with pytest.raises(wheelhouse.WheelhouseError, match="no extra 'nope'; it has: train"):
+    with pytest.raises(ValueError, match="no extra 'nope'; it has: train"):
         wheelhouse.run({**house, "extra": "nope"}, False)
 
 
 def test_without_a_network_every_missing_wheel_is_named_with_how_to_make_it(house: dict[str, Any]) -> None:
     offline = {**house, "offline": True}
-    with pytest.raises(wheelhouse.WheelhouseError) as refused:
+    with pytest.raises(ValueError, match="lacks alpha") as refused:
         wheelhouse.run(offline, False)
     assert "lacks alpha==1.0, beta==2.0, old==0.1, speed==3.0, uv==0.1, and" in str(refused.value)
     assert (
@@ -120,14 +118,14 @@ def test_without_a_network_every_missing_wheel_is_named_with_how_to_make_it(hous
     # Sources that have changed need no index; a wheel that was lost on the way is named.
     (Path(house["source"]) / "trainer" / "a.py").write_text("x = 4\n")
     next(brought.glob("speed-*")).unlink()
-    with pytest.raises(wheelhouse.WheelhouseError, match=r"lacks speed==3\.0, and"):
+    with pytest.raises(ValueError, match=r"lacks speed==3\.0, and"):
         wheelhouse.run({**offline, "dest": str(brought)}, False)
 
 
 def test_a_pin_that_does_not_meet_a_requirement_is_a_sentence(house: dict[str, Any]) -> None:
     path = Path(house["constraints"])
     path.write_text(path.read_text().replace("beta==2.0", "beta==0.5"))
-    with pytest.raises(wheelhouse.WheelhouseError, match=r"needs beta>=1, but it is pinned to 0\.5"):
+    with pytest.raises(ValueError, match=r"needs beta>=1, but it is pinned to 0\.5"):
         wheelhouse.run(house, False)
 
 
