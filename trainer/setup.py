@@ -19,8 +19,7 @@ from torch import Tensor
 
 from trainer.checkpoint import compatibility, exchange, storage
 from trainer.checkpoint.rank_state import load_rank_state
-from trainer.checkpoint.storage import State
-from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.storage import State, TrainState
 from trainer.config import ConfigError, RunFile, code_digest
 from trainer.data import DataError
 from trainer.data.dataset import Dataset

@@ -62,10 +62,10 @@ def plant_misread(step: int) -> None:
     """Change a token of the batch of `step` in memory, to one that the batch does not have."""
     import numpy as np
 
-    import trainer.data.split
+    import trainer.data.loader
     import trainer.train
 
-    sound, reads = trainer.train.read_batch, trainer.data.split.Split.__getitem__
+    sound, reads = trainer.train.read_batch, trainer.data.loader.Split.__getitem__
 
     def read(self: Any, numbers: Any) -> Any:
         rows = reads(self, numbers)
@@ -73,7 +73,7 @@ def plant_misread(step: int) -> None:
         return rows
 
     def read_batch(data: Any, seed: int, at: int, rows_per_step: int) -> Any:
-        trainer.data.split.Split.__getitem__ = read if at + 1 == step else reads
+        trainer.data.loader.Split.__getitem__ = read if at + 1 == step else reads
         return sound(data, seed, at, rows_per_step)
 
     trainer.train.read_batch = read_batch

@@ -21,12 +21,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from trainer.bench import SCHEMA, WARM_STEPS
 from trainer.bench.limits import Rates, count_operations, measure
-from trainer.bench.synthetic import synthetic
 from trainer.config import RunFile
+from trainer.data import VOCAB_SIZE
+from trainer.data.dataset import Dataset
+from trainer.data.rows import RowsInfo, row_dtype
+from trainer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from trainer.distributed.process_group import CPU
 from trainer.health.attempt import Attempt
 from trainer.health.run_status import STEP_PHASES
@@ -40,6 +44,8 @@ from trainer.tracking.files import METRICS, read_lines
 from trainer.train import Trainer
 
 LINK_REPEATS = 3
+ROWS = 512  # of synthetic data
+SEED = 7
 
 Result = dict[str, Any]
 
@@ -207,6 +213,32 @@ def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) ->
         return statistics.mean(longest) / statistics.median(steps)
     pairs = itertools.pairwise(longest)
     return statistics.median((a + b) / 2 / step for (a, b), step in zip(pairs, steps, strict=True))
+
+
+def synthetic(sequence_len: int, vocab_size: int = VOCAB_SIZE) -> Dataset:
+    """Create a dataset of random rows in memory, with token ids distributed by Zipf's law, as words in text.
+
+    A row has about as many distinct ids as a row of text.
+    """
+    draw = np.random.default_rng(SEED)
+    weights = 1 / np.arange(1, vocab_size + 1)
+    ids = draw.choice(vocab_size, size=(ROWS, sequence_len + 1), p=weights / weights.sum())
+    rows = ids.astype(row_dtype(vocab_size))
+    merges = [number.to_bytes(1 if number < 256 else 3, "big") for number in range(vocab_size)]
+    tokenizer = Tokenizer(merges[: vocab_size - len(SPECIAL_TOKENS)])
+    info = RowsInfo(
+        path=Path(),
+        digest="synthetic",
+        sequence_len=sequence_len,
+        vocab_size=vocab_size,
+        train_rows=ROWS,
+        val_rows=ROWS,
+        train_sha256="synthetic",
+        val_sha256="synthetic",
+        packed=False,
+    )
+    hashes = dict.fromkeys(("manifest", "tokenizer", "rows"), "synthetic")
+    return Dataset(tokenizer, info, rows, rows, hashes)
 
 
 def run_bench(

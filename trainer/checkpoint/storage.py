@@ -44,6 +44,25 @@ FILES = (*MODEL_FILES, "optim.pt")
 DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 
+@dataclass
+class TrainState:
+    """Step, losses and newest checkpoint of a run between two steps; `step` counts the completed steps."""
+
+    step: int = 0
+    first_loss: float | None = None
+    loss: float | None = None
+    val_bpb: float | None = None
+    val_bpb_step: int | None = None
+    best_val_bpb: float | None = None
+    checkpoint: str | None = None
+
+    @classmethod
+    def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
+        """The progress in `meta`, the content of a checkpoint's meta.json; `checkpoint` is not in it."""
+        names = ("step", "first_loss", "loss", "val_bpb", "val_bpb_step", "best_val_bpb")
+        return cls(**{name: meta[name] for name in names if name in meta})
+
+
 class DamagedCheckpointError(ConfigError):
     """Raised for a damaged checkpoint; the message names the file."""
 

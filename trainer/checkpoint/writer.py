@@ -71,8 +71,8 @@ class CheckpointWriter:
     def save(self, state: State, last: bool = False) -> None:
         """Start to write `state`, after the previous write. Returns once `state` is copied.
 
-        With `last` it is not copied: the caller must not change it. A last checkpoint waits LAST_SECONDS for
-        room.
+        With `last` it is not copied, and the caller must not change it. If the disk is too full for it, the
+        thread tries again for LAST_SECONDS.
         """
         if not self.wait():
             return

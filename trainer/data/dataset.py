@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from trainer.data import DataError
 from trainer.data.corpus import MANIFEST
 from trainer.data.files import file_sha256
+from trainer.data.loader import Split
 from trainer.data.rows import SPLITS, RowsInfo, pack
-from trainer.data.split import Split
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 

@@ -3,7 +3,7 @@
     info = pack(data_dir, sequence_len); rows = info.open("train")
 
 packing.py fills the rows. The sha256 of each file is stored when it is packed and verified whenever `pack`
-finds the file. The same pass over the bytes computes the checksum of each row for split.py.
+finds the file. The same pass over the bytes computes the checksum of each row for loader.py.
 """
 
 import hashlib
@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 from trainer.data import DataError
 from trainer.data.corpus import SHARDS, read_manifest
 from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_json
+from trainer.data.loader import row_sums
 from trainer.data.packing import fill_rows
 from trainer.data.progress import Progress
 from trainer.data.sources import text_columns
-from trainer.data.split import row_sums
 from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 PACKING = 1  # version of the packing algorithm, part of the digest

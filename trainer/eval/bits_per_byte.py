@@ -11,8 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.loader import proportional_split, rank_rows
-from trainer.data.split import Split
+from trainer.data.loader import Split, proportional_split, rank_rows
 from trainer.distributed.process_group import Collectives
 from trainer.model.gpt import GPT
 

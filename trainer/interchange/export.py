@@ -56,7 +56,7 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
     if tokenizer.vocab_size != model.vocab_size:
         raise ConfigError(
             f"{step_dir} has a model for {model.vocab_size:,} tokens and a tokenizer of "
-            f"{tokenizer.vocab_size:,}."
+            f"{tokenizer.vocab_size:,}: they must be equal. Export another checkpoint."
         )
     pair = Pair(out / CHECKPOINTS / tag, meta["step"])
     description = upstream_meta(meta, RunConfig(**meta["config"]), model)

@@ -70,7 +70,10 @@ def read(path: Path) -> Tokenizer:
     try:
         size = path.stat().st_size
         if size > LARGEST:
-            raise DataError(f"{path} has {size:,} bytes: no tokenizer is larger than {LARGEST:,}.")
+            raise DataError(
+                f"{path} has {size:,} bytes, and a tokenizer at most {LARGEST:,}: it is another file. Give "
+                "nanochat's tokenizer.pkl."
+            )
         data = path.read_bytes()
     except OSError as error:
         raise DataError(f"The tokenizer {path} cannot be read: {error.strerror}.") from None
@@ -107,7 +110,7 @@ def _fields(data: bytes) -> dict[str, Any]:
     if isinstance(fields, str):
         raise DataError(f"it only names tiktoken's encoding {fields!r} and does not hold one")
     if not isinstance(fields, dict) or fields.keys() != FIELDS.keys():
-        raise DataError(f"its encoding does not have the fields {', '.join(FIELDS)} and no others")
+        raise DataError(f"the fields of its encoding are not exactly {', '.join(FIELDS)}")
     for name, kind in FIELDS.items():
         if type(fields[name]) is not kind:
             raise DataError(f"its {name} is a {type(fields[name]).__name__}, not a {kind.__name__}")

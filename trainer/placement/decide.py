@@ -49,7 +49,12 @@ COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: the active rows of a sy
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement that rank 0 has decided, equal on every rank. If `alone` is set, the run moves there."""
+    """The placement that rank 0 has decided; it is equal on every rank.
+
+    sync: the sync mode; shares: rows of a step by rank; owner_speeds: relative speed of each rank at Muon's
+    updates (empty: all equal); prediction: the expected step time; alone: the one host that is faster than all
+    together, to which the run then moves.
+    """
 
     sync: str
     shares: tuple[int, ...]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.train_state import TrainState
+from trainer.checkpoint.storage import TrainState
 from trainer.formatting import counted, duration
 from trainer.health.attempt import Attempt
 from trainer.health.run_status import STEP_PHASES, RunStatus
