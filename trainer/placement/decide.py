@@ -52,8 +52,8 @@ class Placement:
     """The placement that rank 0 has decided; it is equal on every rank.
 
     sync: the sync mode; shares: rows of a step by rank; owner_speeds: relative speed of each rank at the
-    updates of Muon (empty: all equal); prediction: the expected step time; alone: the one host that is faster than all
-    together, to which the run then moves.
+    updates of Muon (empty: all equal); prediction: the expected step time; alone: the one host that is faster
+    than all together, to which the run then moves.
     """
 
     sync: str
