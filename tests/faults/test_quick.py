@@ -59,7 +59,7 @@ def test_stop_with_a_dead_host_names_it_and_ends_the_rest(site: Site, run: str) 
         seconds = time.monotonic() - started
         assert site.unit(COORDINATOR, run)["ActiveState"] in ("inactive", "failed")
         assert f"{site.names[1]} did not answer" in " ".join(said.split())
-        assert "Start the host, then type: ansible-playbook" in " ".join(said.split())
+        assert "Fix: start the host, then ansible-playbook" in " ".join(said.split())
         site.nothing_is_left(hosts=(COORDINATOR,))
     finally:
         site.outside("podman start {name}", WORKER)
