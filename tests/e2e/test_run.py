@@ -169,7 +169,7 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     stopped = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/outcome.json"))
     assert (stopped["outcome"], stopped["step"] > 0) == ("stopped", True), stopped
     resumed = " ".join(fleet.play("train.yml", run_id="left").stdout.split())
-    assert f"Resuming the run left on {HOSTS[1]} alone (chosen by sync=auto)" in resumed
+    assert f"Resuming the run left on {HOSTS[1]} only (chosen by sync=auto)" in resumed
     assert f"checkpoint of step {stopped['step']:,}" in resumed
     fleet.play("stop.yml", run_id="left", stop_now=True)
 
