@@ -6,13 +6,10 @@ import getpass
 import shlex
 import signal
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
-try:
-    import ansible  # noqa: F401
-    import ansible_runner  # noqa: F401
-    import rich  # noqa: F401
-except ModuleNotFoundError:
+if any(find_spec(name) is None for name in ("ansible", "ansible_runner", "rich")):
     sys.exit(
         "fleet: this Python lacks the console's packages. Fix: make venv, then .venv/bin/python -m fleet"
     )
