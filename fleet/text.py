@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import numpy as np
+
 Point = tuple[int, float]
 """(step, loss)."""
 
@@ -22,15 +24,13 @@ def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str
     if len(points) < 2:
         return []
     columns, rows = width * 2, height * 4
-    first, last = points[0][0], points[-1][0]
-    losses = [loss for _, loss in points]
-    low, high = min(losses), max(losses)
-    span, steps = (high - low) or 1.0, (last - first) or 1
+    steps, losses = zip(*points, strict=True)
+    first, last, low, high = steps[0], steps[-1], min(losses), max(losses)
+    shown = np.interp(np.linspace(first, last, columns), steps, losses)
     cells = [[0] * width for _ in range(height)]
     previous: int | None = None
-    for column in range(columns):
-        loss = _at(points, first + steps * column / (columns - 1))
-        row = round((high - loss) / span * (rows - 1))
+    for column, loss in enumerate(shown.tolist()):
+        row = round((high - loss) / ((high - low) or 1.0) * (rows - 1))
         # Joins steep stretches, so that the curve has no holes.
         start = row if previous is None else previous + (row > previous) - (row < previous)
         for filled in range(min(start, row), max(start, row) + 1):
@@ -46,15 +46,3 @@ def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str
     end = f"step {last}"
     lines.append(" " * (left + 2) + f"{first:<{max(1, width - len(end))}}{end}")
     return lines
-
-
-def _at(points: Sequence[Point], step: float) -> float:
-    """The loss at `step`, interpolated linearly between the two nearest points."""
-    before = points[0]
-    for after in points[1:]:
-        if step <= after[0]:
-            gap = after[0] - before[0]
-            part = (step - before[0]) / gap if gap else 1.0
-            return before[1] + (after[1] - before[1]) * part
-        before = after
-    return before[1]
