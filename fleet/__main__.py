@@ -88,7 +88,7 @@ def _add_shared(command: argparse.ArgumentParser, run: str, settings: str) -> No
 def _demo(screen: Screen, args: argparse.Namespace) -> int:
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(demo.Demo)}
     what = demo.Demo(**{**given, "extra": _extra(args.extra)})
-    args.inventory = what.inventory if args.lab != "lab" else None
+    args.inventory = what.inventory if what.where else None
     return demo.run(screen, what, args.record)
 
 
@@ -132,13 +132,9 @@ def _extra(values: list[str]) -> tuple[str, ...]:
 
 
 def _positive(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        value = 0
-    if value < 1:
+    if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return value
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -43,21 +43,19 @@ class Demo:
     extra: tuple[str, ...] = ()
 
     @property
-    def inventory(self) -> str:
-        """The path of the inventory that lab.yml writes for the lab."""
-        return str(
-            ROOT / "inventory" / "lab" if self.lab == "lab" else ROOT / ".lab" / self.lab / "inventory"
-        )
+    def where(self) -> str:
+        """The inventory that lab.yml writes for the lab, below ROOT; empty for that of ansible.cfg."""
+        return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property
-    def option(self) -> str:
-        """The option `-i INVENTORY ` that a typed ansible-playbook needs; empty for the default inventory."""
-        return "" if self.lab == "lab" else f"-i .lab/{self.lab}/inventory "
+    def inventory(self) -> str:
+        """The path of the lab's inventory."""
+        return str(ROOT / (self.where or "inventory/lab"))
 
     @property
     def down(self) -> str:
         """The command that removes the lab."""
-        return "make lab-down" if self.lab == "lab" else f"make lab-down LAB={self.lab}"
+        return f"make lab-down LAB={self.lab}" if self.where else "make lab-down"
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
@@ -101,14 +99,14 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
     seconds.append(("train", time.monotonic() - before))
     if code == FINISHED:
         screen.say(done_line("train", seconds[-1][1]))
-    total = time.monotonic() - started
+    total, option = time.monotonic() - started, f"-i {demo.where} " if demo.where else ""
     took_what = "  ".join(f"{name} {duration(spent)}" for name, spent in seconds)
     close(
         screen,
         follower,
         [
             ("took", f"{duration(total)}  ({took_what})"),
-            ("next", f"The lab runs. Type: . .venv/bin/activate; ansible-playbook {demo.option}status.yml"),
+            ("next", f"The lab runs. Type: . .venv/bin/activate; ansible-playbook {option}status.yml"),
             ("stop", f"Remove the lab. Type: {demo.down}"),
         ],
         title="python -m fleet demo",
