@@ -151,6 +151,12 @@ class CancelledError(Exception):
     """Raised after Ctrl-C, once the playbook or command has ended."""
 
 
+def log_of(name: str) -> Path:
+    """The path of the log of the stage `name`, in a folder that is made if it is missing."""
+    (CACHE / "logs").mkdir(parents=True, exist_ok=True)
+    return CACHE / "logs" / f"{name}.log"
+
+
 @dataclass
 class Job:
     """One run of a playbook of the repository, or of one module on the hosts of ``pattern``.
@@ -176,7 +182,7 @@ class Job:
     @property
     def log(self) -> Path:
         """The path of the whole output of the last job of this name."""
-        return CACHE / "logs" / f"{self.name}.log"
+        return log_of(self.name)
 
     def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
         """Run to the end and call ``tick`` several times a second. Returns True if every host succeeded.
@@ -218,7 +224,7 @@ class Job:
                 host_pattern=self.pattern,
                 inventory=self.inventory,
                 cmdline=shlex.join(arguments) or None,
-                envvars=_environment(),
+                envvars=environment(),
                 passwords={r"BECOME password.*:\s*$": self.become_password} if self.become_password else None,
                 settings={"pexpect_timeout": 1},
                 suppress_env_files=True,  # a password never reaches the disk
@@ -238,7 +244,8 @@ class Job:
                 self._cancel(thread, kill)
                 raise
             finally:
-                self._keep_log(Path(runner.config.artifact_dir) / "stdout")
+                if (stdout := Path(runner.config.artifact_dir) / "stdout").exists():
+                    shutil.copyfile(stdout, self.log)
             self.rc = runner.rc if runner.rc is not None else 1
 
     def _cancel(self, thread: threading.Thread, kill: threading.Event) -> None:
@@ -257,18 +264,15 @@ class Job:
             if time.monotonic() > deadline:
                 kill.set()
 
-    def _keep_log(self, stdout: Path) -> None:
-        self.log.parent.mkdir(parents=True, exist_ok=True)
-        if stdout.exists():
-            shutil.copyfile(stdout, self.log)
 
-
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The environment of this process with ansible.cfg and the tools of this checkout, for a subprocess."""
     venv_bin = str(Path(sys.executable).parent)
     given = os.environ.get("ANSIBLE_INVENTORY", "")
     # A relative path would not be found: ansible-runner runs a module in a folder of its own.
     paths = [str(Path(each).absolute()) if Path(each).exists() else each for each in given.split(",")]
     return {
+        **os.environ,
         **({"ANSIBLE_INVENTORY": ",".join(paths)} if given else {}),
         "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
         "ANSIBLE_NOCOLOR": "1",
@@ -276,8 +280,3 @@ def _environment() -> dict[str, str]:
         "ANSIBLE_HOST_KEY_CHECKING": os.environ.get("ANSIBLE_HOST_KEY_CHECKING", "True"),
         "PATH": venv_bin + os.pathsep + os.environ.get("PATH", os.defpath),
     }
-
-
-def environment() -> dict[str, str]:
-    """The environment of this process with ansible.cfg and the tools of this checkout, for a subprocess."""
-    return os.environ | _environment()

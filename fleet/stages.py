@@ -3,13 +3,13 @@
 import subprocess
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from rich.text import Text
 
-from fleet import CACHE, ROOT
-from fleet.playbooks import CancelledError, Failure, Job, environment
+from fleet import ROOT
+from fleet.playbooks import CancelledError, Failure, Job, Stage, environment, log_of
 from fleet.progress import Screen, done_line, failure_lines, stage_line, stage_plain
-from trainer.formatting import duration
 
 _TAIL_LINES = 20
 
@@ -41,24 +41,18 @@ def run_playbook(screen: Screen, job: Job) -> bool:
 
 def failed(job: Job) -> Text:
     """The text about a job that has failed: its failures in full and the path of its log."""
-    return failure_lines(job.name, job.stage.failures, _tail(job.name), str(job.log))
+    return failure_lines(job.name, job.stage.failures, _tail(job.log), str(job.log))
 
 
 def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
     """Run a command and show its newest line of output, at first `doing`. Returns (success, seconds)."""
-    log = CACHE / "logs" / f"{name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    log.write_bytes(b"")
-    started = time.monotonic()
+    log, started = log_of(name), time.monotonic()
 
-    def line() -> Text:
-        last = (_tail(name) or [doing])[-1]
-        text = Text.assemble((name, "bold"), f"  {last}  ", (duration(time.monotonic() - started), "cyan"))
-        text.no_wrap, text.overflow = True, "ellipsis"
-        return text
+    def stage() -> Stage:
+        return Stage(name, play=(_tail(log) or [doing])[-1])
 
-    screen.show(line)
     with open(log, "wb") as output:
+        screen.show(lambda: stage_line(stage(), time.monotonic() - started))
         process = subprocess.Popen(
             command,
             cwd=ROOT,
@@ -69,7 +63,7 @@ def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -
         )
         try:
             while process.poll() is None:
-                screen.plain(lambda: f"{name}  {(_tail(name) or [doing])[-1]}", time.monotonic() - started)
+                screen.plain(lambda: stage_plain(stage()), time.monotonic() - started)
                 time.sleep(0.1)
         except KeyboardInterrupt:
             process.terminate()
@@ -78,13 +72,12 @@ def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -
         finally:
             screen.clear()
     if process.returncode:
-        failure = Failure("this machine", " ".join(command[1:4]), "\n".join(_tail(name)))
+        failure = Failure("this machine", " ".join(command[1:4]), "\n".join(_tail(log)))
         screen.say(failure_lines(name, [failure], [], str(log)))
     return process.returncode == 0, time.monotonic() - started
 
 
-def _tail(name: str) -> list[str]:
-    log = CACHE / "logs" / f"{name}.log"
+def _tail(log: Path) -> list[str]:
     if not log.exists():
         return []
     lines = log.read_text(encoding="utf-8", errors="replace").splitlines()

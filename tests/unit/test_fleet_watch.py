@@ -80,8 +80,7 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "long.yml").write_text(json.dumps([long]))
     for module in (playbooks, inventory):
         monkeypatch.setattr(module, "ROOT", tmp_path)
-    for module in (playbooks, stages):
-        monkeypatch.setattr(module, "CACHE", tmp_path / "cache")
+    monkeypatch.setattr(playbooks, "CACHE", tmp_path / "cache")
     monkeypatch.setattr(watch, "WATCH", "watch.yml")
     return tmp_path
 
