@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_installed import not_set_up, skew
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import plan_run, trainer_digest
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import plan_run
+from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import not_set_up, skew
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
+from ansible_collections.nanofleet.fleet.trainer.config import code_digest
 
 
 class ActionModule(ControllerAction):
@@ -30,7 +31,7 @@ class ActionModule(ControllerAction):
         if plan["action"] != "none" and environments and not self._task.check_mode:
             installed = {host: facts for host, facts in environments.items() if facts}
             with_data = {host: {**facts, "dataset": manifests[host]} for host, facts in installed.items()}
-            problem = problem or not_set_up(environments, manifests) or skew(with_data, trainer_digest())
+            problem = problem or not_set_up(environments, manifests) or skew(with_data, code_digest())
         if problem:
             return {"failed": True, "msg": as_typed(problem)}
         return {**plan, "message": as_typed(plan["message"])}

@@ -11,7 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
     holder,
     unreachable_finding,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_installed import by_kind
+from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import by_kind
 
 Measured = Mapping[str, Mapping[str, Any]]
 SETUP = "ansible-playbook setup.yml"

@@ -17,8 +17,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links impor
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import trainer_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import table
+from ansible_collections.nanofleet.fleet.trainer.config import code_digest
 
 SCHEMA = 2
 Measured = Mapping[str, Mapping[str, Any]]
@@ -37,7 +37,7 @@ def examined(
 
     options: those of host_findings, path_findings and link_findings. about: time, seconds, quick, forks.
     """
-    options = {**options, "trainer": trainer_digest()}
+    options = {**options, "trainer": code_digest()}
     findings = [
         *host_findings(measured, hostvars, options),
         *path_findings(measured, options),

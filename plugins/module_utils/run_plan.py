@@ -325,11 +325,6 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
             )
 
 
-def trainer_digest() -> str:
-    """The digest of this release's trainer, which hosts must have installed."""
-    return str(trainer.code_digest())
-
-
 def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[str, Any]:
     """`plan` for a run that is transferred to one host: run file, message, units to end, step_seconds.
 

@@ -10,10 +10,6 @@ from pathlib import Path
 OLDEST_GLIBC = 34  # every supported distribution has glibc 2.34 or newer
 
 
-class PipError(ValueError):
-    """An error whose text is a sentence for the person who ran the playbook."""
-
-
 def asked_at(index: str) -> list[str]:
     """The line of a requirements file that adds a folder of wheels or an index to pip; [] without one."""
     if not index:
@@ -22,7 +18,7 @@ def asked_at(index: str) -> list[str]:
 
 
 def download(wanted: list[str], folder: Path, python_version: str, machine: str, index: str = "") -> None:
-    """Download `wanted` (name==version) into a folder, as wheels for CPython on Linux. Raises PipError.
+    """Download `wanted` (name==version) into a folder, as wheels for CPython on Linux. Raises ValueError.
 
     machine: such as x86_64. index: a further index or folder of wheels, "" for none.
     """
@@ -36,23 +32,20 @@ def download(wanted: list[str], folder: Path, python_version: str, machine: str,
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as file:
         file.write("\n".join([*asked_at(index), *wanted]) + "\n")
         file.flush()
-        _run([*command, "--requirement", file.name], wanted, python_version, machine, index)
-
-
-def _run(command: list[str], wanted: list[str], python_version: str, machine: str, index: str) -> None:
-    result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        command += ["--requirement", file.name]
+        result = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     if result.returncode == 0:
         return
     if "No module named pip" in result.stderr:
-        raise PipError(f"{sys.executable} has no pip; on the controller run: make venv")
+        raise ValueError(f"{sys.executable} has no pip; on the controller run: make venv")
     errors = [line for line in result.stderr.splitlines() if line.startswith("ERROR:")]
     last = (errors or [result.stderr[-500:]])[-1]
     missing = last.removeprefix("ERROR: No matching distribution found for ")
     if missing != last:
         looked = " and runtime_torch_index" if index else ""
-        raise PipError(
+        raise ValueError(
             f"{missing} has no wheel for Python {python_version} on {machine} in pip's indexes{looked}. "
             "Use hosts whose Python has one, or give pip (or runtime_torch_index) an index that holds it; "
             "if there is no network here, bring a wheelhouse made elsewhere (roles/runtime/README.md)."
         )
-    raise PipError(f"pip could not fetch {', '.join(wanted)}: {last.removeprefix('ERROR: ')}")
+    raise ValueError(f"pip could not fetch {', '.join(wanted)}: {last.removeprefix('ERROR: ')}")

@@ -35,7 +35,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pins import 
     read_hashes,
     read_pins,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pip import PipError, download
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_pip import download
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
@@ -159,7 +159,7 @@ class Wheelhouse:
         for index in indexes:
             try:
                 return download(wanted, folder, self.p["python_version"], self.p["architecture"], index)
-            except PipError:
+            except ValueError:
                 if index == indexes[-1]:
                     raise
 

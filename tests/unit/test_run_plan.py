@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import run_installed as installed
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_plan as launch
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary as summary
+from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as installed
 from run_states import HOSTS, ROLE, ROOT, beat, plan, state, stored
 
 from trainer.config import SCHEMA, RunConfig, code_digest
