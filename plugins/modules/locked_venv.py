@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
     REQUIREMENTS,
     copy_wheel,
@@ -72,11 +73,7 @@ def damaged(venv: Path) -> list[str]:
 
 
 def read_marker(venv: Path) -> dict[str, Any]:
-    try:
-        marker = json.loads((venv / MARKER).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return marker if isinstance(marker, dict) else {}
+    return load_json(str(venv / MARKER)) or {}
 
 
 def problems_of(venv: Path, digest: str, python: str) -> list[str]:
@@ -177,9 +174,7 @@ def build(p: dict[str, Any], venv: Path) -> None:
         "versions": {wheel.name: wheel.version for wheel in packages},
         "project": "".join(wheel.sha256 for wheel in packages if wheel.name == PROJECT),
     }
-    partial = venv / f"{MARKER}.partial"
-    partial.write_text(json.dumps(marker, indent=1), encoding="utf-8")
-    os.replace(partial, venv / MARKER)
+    write_whole(str(venv / MARKER), json.dumps(marker, indent=1))
 
 
 def run(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
