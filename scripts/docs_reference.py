@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 from ansible.parsing.plugin_docs import read_docstring
-from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import known_names
+from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check import declared, known_names
 
 import fleet.__main__
 import trainer.__main__
@@ -86,16 +86,6 @@ def code(value: Any) -> str:
 # -- settings ----------------------------------------------------------------------------------------------
 
 
-def yaml_values(key: str) -> Any:
-    """The value of the top-level `key` in the first YAML file of playbooks/ or roles/*/vars that has it."""
-    for path in sorted([*ROOT.glob("playbooks/**/*.yml"), *ROOT.glob("roles/*/vars/*.yml")]):
-        if f"\n{key}:" in path.read_text(encoding="utf-8"):
-            values = yaml.safe_load(path.read_text(encoding="utf-8"))
-            if isinstance(values, Mapping) and key in values:
-                return values[key]
-    raise SystemExit(f"No YAML file of playbooks/ or roles/*/vars defines {key}.")
-
-
 def role_specs() -> Iterator[tuple[Path, Specs]]:
     """Yield (folder of a role, its argument specs by entry point) for each role."""
     for path in sorted(ROOT.glob("roles/*/meta/argument_specs.yml")):
@@ -148,7 +138,7 @@ def settings_page() -> str:
         ]
         lines += [f"### {section.capitalize()}", "", meaning, ""]
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
-    known = yaml_values("preflight_declared_settings")
+    known = declared()
     lines += ["## Settings of commands and hosts", "", *option_table("setting", {"": {"options": known}})]
     settable = known_names().keys() - known.keys()
     for role, specs in role_specs():

@@ -123,7 +123,7 @@ def known_settings() -> frozenset[str]:
     return frozenset(
         {
             *RunConfig.field_names(),
-            *docs_reference.yaml_values("preflight_declared_settings"),
+            *docs_reference.declared(),
             *known_names(),
             *(name for name in wiring if name.startswith("nanofleet_")),
         }
