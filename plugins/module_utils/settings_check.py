@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -185,17 +185,11 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
         findings.append(finding("NF005", label("steps", with_steps), problem, typed))
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():
-        of_host = {
-            name: value_problem(name, value, known[name]) for name, value in values.items() if name in known
-        }
-        for name, message in of_host.items():
+        of_run = {name: value for name, value in values.items() if name in fields}
+        others = {name: value_problem(name, values[name], known[name]) for name in values if name in known}
+        for name, message in [*others.items(), *_config_problems(of_run)]:
             if message:
                 problems.setdefault((name, message), []).append(host)
-    for host, values in by_host.items():
-        for name, message in _config_problems(
-            {name: value for name, value in values.items() if name in fields}
-        ):
-            problems.setdefault((name, message), []).append(host)
     for (name, message), hosts in problems.items():
         findings.append(finding("NF006", label(name, hosts), message, fix(name, message)))
     for name in names:
@@ -204,20 +198,13 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
     return findings
 
 
-def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
+def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> Iterator[Finding]:
     """A finding if the hosts have different values for a setting of the whole fleet."""
     values: dict[str, list[str]] = {}
     for host, variables in by_host.items():
         values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
-    if len(values) < 2:
-        return []
-    each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
-    problem = f"{name} differs between the hosts ({each}); all of them need the same value."
-    return [
-        finding(
-            "NF007",
-            f"inventory {name}",
-            problem,
-            f"set {name} once, in group_vars/fleet.yml of the inventory",
-        )
-    ]
+    if len(values) > 1:
+        each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
+        problem = f"{name} differs between the hosts ({each}); all of them need the same value."
+        once = f"set {name} once, in group_vars/fleet.yml of the inventory"
+        yield finding("NF007", f"inventory {name}", problem, once)
