@@ -14,10 +14,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import do
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import (
     FIREWALLS,
-    holds_address,
     lacking,
     matching,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import reaches
 
 Measured = Mapping[str, Mapping[str, Any]]
 Ports = Sequence[Mapping[str, Any]]
@@ -77,9 +77,7 @@ def _interfaces(measured: Measured) -> Iterator[Finding]:
             used = _used_interface(of_host, peer) or chosen
             # An address that is off the link proves nothing if the peer's own interface is not the right one.
             link = (of_host["facts"].get("links") or {}).get(used) or {}
-            is_on_link = any(
-                holds_address(net, measured[peer]["address"]) for net in link.get("addresses") or []
-            )
+            is_on_link = reaches(link.get("addresses") or [], measured[peer]["address"])
             is_proof = is_on_link or _uses_chosen_interface(measured[peer])
             if chosen and used not in (chosen, "lo") and is_proof:
                 problem = (

@@ -7,8 +7,6 @@ address.
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
 import re
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,6 +14,7 @@ from dataclasses import dataclass
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import firewall_listings as listings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule, Run
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import reaches
 
 Wanted = Sequence[Mapping[str, str]]
 """Connections to admit: dicts with source (an address) and port (PORT or LOW:HIGH)."""
@@ -150,11 +149,7 @@ def holds_address(written: str, address: str) -> bool:
         return True
     if written.startswith("!"):
         return not holds_address(written.lstrip("!= "), address)
-    for part in written.split(","):
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(address) in ipaddress.ip_network(part, strict=False):
-                return True
-    return False
+    return reaches(written.split(","), address)
 
 
 def holds_port(written: str, low: int, high: int) -> bool:

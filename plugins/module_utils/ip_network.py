@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import json
 import os
 import socket
 import subprocess
+from collections.abc import Iterable
 from typing import Any
 
 
@@ -39,6 +41,18 @@ def is_link_local(address: Any) -> bool:
     return parsed is not None and parsed.version == 6 and parsed.is_link_local
 
 
+def reaches(networks: Iterable[Any], target: str) -> bool:
+    """Whether the address `target` is in one of these networks, interface addresses or addresses.
+
+    A text that is none of these contains no address.
+    """
+    for each in networks:
+        with contextlib.suppress(ValueError):
+            if ipaddress.ip_address(target) in ipaddress.ip_interface(each).network:
+                return True
+    return False
+
+
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
     """(parsed output of `ip -json WORDS`, [] if it prints no JSON; its error output)."""
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -55,10 +69,10 @@ def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def route_get(address: str) -> dict[str, str]:
-    """The route to an address: dev (interface), prefsrc (own address) and error (what `ip` printed)."""
+    """The route to an address: interface, source (own address) and error (what `ip` printed)."""
     found, error = ask_ip("route", "get", address)
     route = found[0] if found else {}
-    return {"dev": route.get("dev", ""), "prefsrc": route.get("prefsrc", ""), "error": error}
+    return {"interface": route.get("dev", ""), "source": route.get("prefsrc", ""), "error": error}
 
 
 def is_wireless(name: str, root: str = "/sys/class/net") -> bool:

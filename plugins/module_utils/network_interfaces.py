@@ -14,7 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Fi
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import (
     is_link_local,
     is_loopback,
-    parse_ip,
+    reaches,
     resolved,
 )
 
@@ -72,12 +72,6 @@ def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
     return "bridge" if BRIDGE.match(name) else "cable"
 
 
-def reaches(networks: Iterable[Interface | str], target: str) -> bool:
-    """Whether the address `target` is in one of these networks. networks: interface addresses or networks."""
-    parsed = parse_ip(target)
-    return parsed is not None and any(parsed in ipaddress.ip_interface(each).network for each in networks)
-
-
 def choose(
     host: str, peers: Mapping[str, str], seen: Mapping[str, Any], override: str = ""
 ) -> dict[str, Any]:
@@ -121,7 +115,7 @@ def _route_to(
     for target, route in seen["routes"].items():
         name = names.get(target, target)
         peer = f"{name} ({target})" if target in names else target
-        device, source = route.get("dev", ""), route.get("prefsrc", "")
+        device, source = route.get("interface", ""), route.get("source", "")
         if is_loopback(target) or device == "lo":
             return "", "", (
                 f"{host} would reach {peer} through loopback: that is {host} itself. Set fleet_address of "
@@ -163,7 +157,7 @@ def _findings(
     links = {link["ifname"]: link for link in seen["links"]}
     kinds = {name: kind_of(link, seen.get("wireless", [])) for name, link in links.items()}
     for name, target in peers.items():
-        used = seen["routes"].get(target, {}).get("dev") or interface
+        used = seen["routes"].get(target, {}).get("interface") or interface
         kind, peer = kinds.get(used, ""), f"{name} ({target})"
         cables = [
             other

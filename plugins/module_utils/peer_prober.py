@@ -189,12 +189,6 @@ def options(connection: socket.socket) -> int:
     return 12 if struct.unpack("8B", info)[5] & 1 else 0
 
 
-def route_to(address: str) -> dict[str, Any]:
-    """The interface and source address that the kernel takes to reach an address."""
-    route = route_get(address)
-    return {"interface": route["dev"], "source": route["prefsrc"]}
-
-
 def is_up(address: str, port: int) -> bool:
     """Whether a host answers at this address: its SSH port accepts or refuses a connection."""
     try:
@@ -212,7 +206,7 @@ def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[st
     with ThreadPoolExecutor(max(1, len(ports))) as pool:
         probed = list(pool.map(lambda each: {**each, **path.reach(each["port"])}, ports))
     good = [each["port"] for each in probed if each["state"] == "open"]
-    found: dict[str, Any] = {"route": route_to(path.address), "ports": probed, "rtt_ms": None, "mtu": None}
+    found: dict[str, Any] = {"route": route_get(path.address), "ports": probed, "rtt_ms": None, "mtu": None}
     found["up"] = bool(good) or is_up(path.address, ssh_port)
     if not good:
         return found

@@ -40,7 +40,7 @@ def seen(
     """What network_links returns; a route is (target, interface, own address)."""
     return {
         "links": links,
-        "routes": {t: {"dev": d, "prefsrc": s, "error": ""} for t, d, s in routes},
+        "routes": {t: {"interface": d, "source": s, "error": ""} for t, d, s in routes},
         **more,
     }
 
