@@ -126,7 +126,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
             f"{', '.join(left)} on {host} belongs to a run that has ended on other hosts: it is ended."
         )
     own = {host: fleet[host] for host in run_file.hosts}
-    refuse_other_holders(own, unit, ends)
+    if problem := other_holder(own, unit, ends):
+        raise RefusedError(problem)
     outcome = next((s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name), None)
     steps_before = before.num_iterations or int((outcome or {}).get("num_iterations") or 0)
     steps = run_file.config.num_iterations
@@ -273,8 +274,8 @@ def _finished_message(run_id: str, outcome: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> None:
-    """Raise RefusedError if another run is active on a host, or the port of the rendezvous store is in use.
+def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
+    """A message if another run is active on a host, or the port of the rendezvous store is in use; else "".
 
     own: state by host, the coordinator first. unit: of the run. ends: units that are ended first, by host.
     """
@@ -283,7 +284,7 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
             if other in ends.get(host, []):
                 continue
             other_id = run_of_unit(other)
-            raise RefusedError(
+            return (
                 f"{host} is busy with another run, {other_id} (unit {other}). "
                 f"See it: ansible-playbook status.yml. End it: ansible-playbook stop.yml -e run_id={other_id}"
             )
@@ -293,23 +294,17 @@ def refuse_other_holders(own: Mapping[str, State], unit: str, ends: Ends) -> Non
         if held.get("unit") in (unit, *ends.get(first, [])):
             continue
         process, end = holder(held, held["port"])
-        raise RefusedError(
+        return (
             f"Port {held['port']} on {first} is held by {process}: the run's rendezvous store needs it. "
             f"End that process on {first} ({end}), or use another port: -e store_port=PORT"
         )
+    return ""
 
 
 def busy(state: State, host: str, run_id: str) -> str:
-    """Why a host cannot take the run, as a message; "" if it can.
-
-    Another run is active there, or a process holds the rendezvous store's port.
-    """
+    """Why a host cannot take the run, as a message (see other_holder); "" if it can."""
     unit = f"nanofleet-{run_id}.service"
-    try:
-        refuse_other_holders({host: state}, unit, {host: [unit]})
-    except RefusedError as error:
-        return str(error)
-    return ""
+    return other_holder({host: state}, unit, {host: [unit]})
 
 
 def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
