@@ -17,8 +17,10 @@ import contextlib
 import os
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import manager, own_scope, run
 
 PREFIX = "nanofleet-"
@@ -59,22 +61,15 @@ def _folders(scope: str) -> tuple[str, str]:
     return f"{home}/nanofleet", f"{home}/systemd/user"
 
 
-def _stem(name: str) -> str:
-    return name.removesuffix(".service").removeprefix(PREFIX)
-
-
 def instance(name: str) -> str:
     """Name of the enabled unit in the boot entry of the transient unit `name`: nanofleet@NAME.service."""
-    return TEMPLATE.replace("@", f"@{_stem(name)}")
+    return TEMPLATE.replace("@", f"@{run_of_unit(name)}")
 
 
 def entries(scope: str = "") -> list[str]:
     """Full names of the transient units that have a boot entry on this host. scope: "" for own_scope()."""
-    try:
-        names = os.listdir(_folders(scope or own_scope())[0])
-    except OSError:
-        return []
-    return sorted(f"{PREFIX}{name[:-3]}.service" for name in names if name.endswith(".sh"))
+    scripts = Path(_folders(scope or own_scope())[0]).glob("*.sh")
+    return sorted(f"{PREFIX}{each.stem}.service" for each in scripts)
 
 
 def script(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> str:
@@ -90,7 +85,7 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
         condition=shlex.join(command),
         start=shlex.join([start[0], "--no-block", *start[1:]]),
         disable=shlex.join(control),
-        script=shlex.quote(f"{folder}/{_stem(name)}.sh"),
+        script=shlex.quote(f"{folder}/{run_of_unit(name)}.sh"),
         folder=shlex.quote(folder),
         template=shlex.quote(f"{units}/{TEMPLATE}"),
     )
@@ -98,7 +93,7 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
 
 def stop_command(name: str, scope: str) -> str:
     """The ExecStopPost= of the transient unit: it runs the script of the boot entry with `end`."""
-    script = shlex.quote(f"{_folders(scope)[0]}/{_stem(name)}.sh")
+    script = shlex.quote(f"{_folders(scope)[0]}/{run_of_unit(name)}.sh")
     return f"+-/bin/sh {script} end"  # as root in the system's systemd; the unit does not fail if this does
 
 
@@ -106,7 +101,7 @@ def write(name: str, start: Sequence[str], condition: Sequence[str], user: str, 
     """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails."""
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
-    write_whole(f"{folder}/{_stem(name)}.sh", script(name, start, condition, user, scope), 0o700)
+    write_whole(f"{folder}/{run_of_unit(name)}.sh", script(name, start, condition, user, scope), 0o700)
     write_whole(f"{units}/{TEMPLATE}", UNIT.format(folder=folder, target=target))
     control = ["systemctl", *manager(scope)]
     run([*control, "daemon-reload"])
@@ -119,7 +114,7 @@ def remove(name: str, scope: str) -> None:
     """Disable and delete the boot entry of `name`, and with the last entry the template. Raises OSError."""
     folder, units = _folders(scope)
     run(["systemctl", *manager(scope), "disable", instance(name)])
-    os.unlink(f"{folder}/{_stem(name)}.sh")
+    os.unlink(f"{folder}/{run_of_unit(name)}.sh")
     if not os.listdir(folder):
         os.rmdir(folder)
         os.unlink(f"{units}/{TEMPLATE}")

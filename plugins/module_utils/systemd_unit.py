@@ -164,10 +164,6 @@ def booted(now: float) -> float | None:
         return None
 
 
-def _pids() -> list[int]:
-    return [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
-
-
 def unit_of(pid: int) -> str:
     """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
     groups = read_text(f"/proc/{pid}/cgroup").splitlines()
@@ -187,7 +183,8 @@ def processes_of(name: str, scope: str = "system") -> list[int]:
     In the scope `user` only processes of this user count: the systemd of another user may have a unit of the
     same name.
     """
-    pids = [pid for pid in _pids() if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
+    known = [int(entry) for entry in os.listdir("/proc") if entry.isdigit()]
+    pids = [pid for pid in known if unit_of(pid) == unit_name(name) and not _is_zombie(pid)]
     return pids if scope == "system" else [pid for pid in pids if _uid_of(pid) == os.geteuid()]
 
 

@@ -15,6 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
     known_runs,
     read_run,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     between_attempts,
@@ -27,13 +28,6 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 TRACKER_UNIT = PREFIX + "tracker.service"
 
 
-def choose(runs: list[dict[str, Any]], active: list[str]) -> str:
-    """The run to read if none is named: an active one, else the newest; "" without any."""
-    if active:
-        return active[0][len(PREFIX) : -len(".service")]
-    return runs[0]["run_id"] if runs else ""
-
-
 def read_state(params: dict[str, Any]) -> dict[str, Any]:
     """The result of the module for one reading."""
     runs_dir = os.path.join(params["state_dir"], "runs")
@@ -44,7 +38,9 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     with acting_as(params["user"]):
         runs = known_runs(runs_dir, active)
-    run_id = params["run_id"] or choose(runs, active)
+    # If none is named, an active run, else the newest.
+    names = [params["run_id"], *map(run_of_unit, active), *(run["run_id"] for run in runs)]
+    run_id = next(filter(None, names), "")
     run_dir = os.path.join(runs_dir, run_id)
     unit = find_unit(PREFIX + (run_id or "none"), now)
     with acting_as(params["user"]):
