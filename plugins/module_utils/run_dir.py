@@ -80,16 +80,17 @@ def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     return sorted(found, key=lambda status: status.get("rank") or 0)
 
 
-def newest_checkpoint(run_dir: str) -> str | None:
-    """The newest complete checkpoint, as a path relative to `run_dir`; None without one.
+def newest_checkpoint(run_dir: str) -> tuple[str | None, float | None]:
+    """(path of the newest complete checkpoint below `run_dir`, its Unix time); (None, None) without one.
 
     A complete checkpoint has meta.json, which is written last.
     """
     folder = os.path.join(run_dir, "checkpoints")
     for name in reversed(names_in(folder)):
-        if re.fullmatch(r"step_[0-9]+", name) and os.path.exists(os.path.join(folder, name, "meta.json")):
-            return "checkpoints/" + name
-    return None
+        if re.fullmatch(r"step_[0-9]+", name):
+            with contextlib.suppress(OSError):
+                return "checkpoints/" + name, os.stat(os.path.join(folder, name, "meta.json")).st_mtime
+    return None, None
 
 
 def rebooted_since(
@@ -112,14 +113,6 @@ def links(run_dir: str) -> dict[str, str]:
             with contextlib.suppress(OSError):
                 found[path] = os.readlink(path)
     return found
-
-
-def modified(path: str) -> float | None:
-    """Unix time of a file's last modification; None if the file does not exist."""
-    try:
-        return os.stat(path).st_mtime
-    except OSError:
-        return None
 
 
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
@@ -163,7 +156,7 @@ def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, 
     rebooted = rebooted_since(run_dir, unit, statuses, outcome or {}, now)
     lost = not is_up(unit) and outcome is None and not rebooted
     failed = found and (unit["active_state"] == "failed" or lost)
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint, checkpoint_time = newest_checkpoint(run_dir)
     unsuccessful = not is_up(unit) and (outcome or {}).get("outcome") in ("retryable", "final")
     has_error = ((failed or unsuccessful) and not rebooted) or between_attempts(unit)
     return {
@@ -180,7 +173,7 @@ def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, 
         "run_file": load_json(os.path.join(run_dir, "run.json")),
         "prediction": "\n".join(tail(os.path.join(run_dir, "prediction.txt"))),
         "checkpoint": checkpoint,
-        "checkpoint_time": modified(os.path.join(run_dir, checkpoint, "meta.json")) if checkpoint else None,
+        "checkpoint_time": checkpoint_time,
         "leftovers": [name for name in names_in(run_dir) if LEFTOVER.fullmatch(name)],
         "links": links(run_dir),
         "past_attempts": json_lines(os.path.join(run_dir, "attempts.jsonl"))[-ATTEMPTS:],

@@ -180,7 +180,7 @@ def test_only_names_that_a_run_can_have_are_runs_and_checkpoints(tmp_path: Path)
     for name in ("step_000001", "step_$(touch x)"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "meta.json").write_text("{}")
-    assert run_dir_facts.newest_checkpoint(str(tmp_path)) == "checkpoints/step_000001"
+    assert run_dir_facts.newest_checkpoint(str(tmp_path))[0] == "checkpoints/step_000001"
 
 
 # -- the roles' tasks ------------------------------------------------------------------------------------
