@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from scripts.generated import ROOT, write
+from scripts.generated import ROOT, table, write
 
 RECORD = ROOT / "docs" / "recorded" / "bench.json"
 TABLE = re.compile(r"<!-- figures -->\n.*?<!-- end -->", re.DOTALL)
@@ -70,9 +70,10 @@ def values(record: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def case_table(rows: list[dict[str, Any]]) -> str:
+    """The table of the benchmark cases `rows`, as in the record."""
     head = ("sync, format", "tokens a step", "step, s", "predicted, s", "single-host baseline, s", "factor")
-    lines = [f"| {' | '.join([*head, 'MB sent per rank'])} |", "|---" * 7 + "|"]
+    lines = []
     for row in rows:
         link = "" if row["link_mbit"] == 1000 else f", {row['link_mbit']} Mbit/s"
         other = row["baseline_tokens"] != row["tokens"]
@@ -85,8 +86,8 @@ def table(rows: list[dict[str, Any]]) -> str:
             f"{row['factor']:.2f}x" + (" by tokens" if other else ""),
             f"{row['payload_mb']:g}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return "\n".join(table((*head, "MB sent per rank"), lines))
 
 
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
@@ -114,7 +115,9 @@ def pages() -> dict[Path, str]:
         text = (ROOT / name).read_text(encoding="utf-8")
         for phrase in phrases:
             text = filled(text, phrase, shown)
-        texts[ROOT / name] = TABLE.sub(f"<!-- figures -->\n{table(record['two_hosts'])}\n<!-- end -->", text)
+        texts[ROOT / name] = TABLE.sub(
+            f"<!-- figures -->\n{case_table(record['two_hosts'])}\n<!-- end -->", text
+        )
     return texts
 
 

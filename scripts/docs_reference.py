@@ -26,7 +26,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check imp
 import fleet.__main__
 import trainer.__main__
 from scripts.docs_messages import messages
-from scripts.generated import ROOT, write
+from scripts.generated import ROOT, table, write
 from trainer.config import RunConfig
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES
 
@@ -60,13 +60,6 @@ def cell(text: Any) -> str:
     flat = " ".join(str(text).split())
     flat = re.sub(r"\b[CVO]\(([^)]*)\)", r"`\1`", flat)
     return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
-    """The lines of a Markdown table."""
-    columns = list(head)
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return [*lines, *("| " + " | ".join(row) + " |" for row in rows)]
 
 
 def page(title: str, introduction: str, body: Iterable[str]) -> str:

@@ -26,7 +26,7 @@ def test_other_figures_change_the_pages() -> None:
     record = json.loads(docs_figures.RECORD.read_text())
     shown = docs_figures.values(record)
     assert f"{shown['exact'].hours:.1f}" == f"{shown['exact'].step_seconds * 5000 / 3600:.1f}"
-    assert "| `exact`, float32 | 4,096 |" in docs_figures.table(record["two_hosts"])
+    assert "| `exact`, float32 | 4,096 |" in docs_figures.case_table(record["two_hosts"])
 
 
 def test_a_complete_benchmark_is_recorded_as_the_file_stands(
