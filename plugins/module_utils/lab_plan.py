@@ -15,8 +15,6 @@ from typing import Any
 POOL = [ipaddress.ip_network(f"10.{b}.{c}.0/24") for b in range(89, 99) for c in range(256)]
 LINK = re.compile(r"(?P<number>\d+(?:\.\d+)?)(?P<unit>kbit|mbit|gbit)")
 BITS = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9}
-SYS_RESOURCE = 24
-OWN_MIRRORS = ("http://deb.debian.org/debian", "http://archive.ubuntu.com/ubuntu")
 
 
 def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
@@ -106,25 +104,3 @@ def lab_burst(rate: str) -> str:
         raise ValueError(f"lab_link={rate} is not a rate: use none, 100mbit, 1gbit, 2.5gbit ...")
     gigabits = float(match["number"]) * BITS[match["unit"]] / 10**9
     return f"{max(32, min(256, int(2560 * gigabits)), int(256 * gigabits))}kb"
-
-
-def lab_can_raise_limits(status: str) -> bool:
-    """Whether root on this machine may raise resource limits (CAP_SYS_RESOURCE).
-
-    status: the text of /proc/self/status.
-    """
-    match = re.search(r"^CapBnd:\s*([0-9a-f]+)", status, re.MULTILINE)
-    return not match or bool(int(match[1], 16) >> SYS_RESOURCE & 1)
-
-
-def lab_mirror_of(targets: str, family: str) -> str:
-    """URL of the mirror of `family` (debian or ubuntu) that apt uses on this machine.
-
-    targets: the output of `apt-get indextargets`. "" for the distribution's own mirror: mmdebstrap uses it by
-    default, with its security updates.
-    """
-    for line in targets.splitlines():
-        uri = line.strip().rstrip("/")
-        if uri.endswith("/" + family) and uri not in OWN_MIRRORS:
-            return uri
-    return ""

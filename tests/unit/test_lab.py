@@ -97,8 +97,9 @@ def test_two_hundred_hosts_fit_the_subnet():
 
 def test_this_machines_rights_are_read_from_proc():
     status = "Name:\tx\nCapBnd:\t000001fffeffffff\nCpus_allowed_list:\t0-2,5\n"
-    assert not lab.lab_can_raise_limits(status)
-    assert lab.lab_can_raise_limits("CapBnd:\t000001ffffffffff\n")
+    assert rendered("__lab_can_raise_limits", __lab_process=status) is False
+    assert rendered("__lab_can_raise_limits", __lab_process="CapBnd:\t000001ffffffffff\n") is True
+    assert rendered("__lab_can_raise_limits", __lab_process="Name:\tx\n") is True
 
 
 # Whose containers they are
@@ -152,10 +153,16 @@ def test_a_rate_that_is_none_is_refused():
 
 
 def test_the_machines_own_mirror_is_taken_unless_it_is_the_usual():
-    local = "http://mirror.example/debian-security/\nhttp://mirror.example/debian/\n"
-    assert lab.lab_mirror_of(local, "debian") == "http://mirror.example/debian"
-    assert lab.lab_mirror_of(local, "ubuntu") == ""
-    assert lab.lab_mirror_of("http://deb.debian.org/debian/\n", "debian") == ""
+    def mirror(distribution: str, listed: str, asked: str = "") -> object:
+        given = {"lab_distribution": distribution, "__lab_list_mirrors": f"printf '{listed}'"}
+        return rendered("__lab_mirror", lab_mirror=asked, **given)
+
+    local = r"http://mirror.example/debian-security/\nhttp://mirror.example/debian/\n"
+    assert mirror("trixie", local) == "http://mirror.example/debian"
+    assert mirror("noble", local) == ""
+    assert mirror("trixie", r"http://deb.debian.org/debian/\n") == ""
+    assert mirror("trixie", "") == ""
+    assert mirror("trixie", local, "http://mine") == "http://mine"
 
 
 # The role's files
