@@ -21,6 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     run_status,
     run_summary,
     runtime_environments,
+    systemd_unit,
     typed_commands,
     unit_settings,
 )
@@ -47,7 +48,7 @@ class FilterModule:
         return {
             "as_typed": typed_commands.as_typed,
             "cache_folder": cache_folder,
-            "cpu_list": unit_settings.cpu_list,
+            "cpu_list": systemd_unit.numbers,
             "dataset_findings": dataset_findings.dataset_findings,
             "dataset_phrases": dataset_findings.dataset_phrases,
             "dataset_rows": dataset_findings.dataset_rows,

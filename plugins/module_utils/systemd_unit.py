@@ -54,6 +54,15 @@ def listening(texts: list[str]) -> list[Socket]:
     return found
 
 
+def numbers(text: str) -> list[int]:
+    """The numbers in a list as the kernel writes it, such as 0-3,6 for processors or ports, sorted."""
+    found: set[int] = set()
+    for part in filter(None, str(text).split(",")):
+        first, _, last = part.partition("-")
+        found.update(range(int(first), int(last or first) + 1))
+    return sorted(found)
+
+
 def run(argv: list[str]) -> tuple[int, str, str]:
     """Run a command in the C locale. Returns (exit status, stdout, stderr) as text."""
     environment = dict(os.environ, LC_ALL="C", SYSTEMD_PAGER="")

@@ -1,4 +1,4 @@
-"""Settings of systemd units: quoted values, the addresses that a run exchanges packets with, processors.
+"""Settings of systemd units: quoted values, the addresses that a run exchanges packets with.
 
 A quoted value stays one value in systemd's files and command lines (systemd.syntax(7)):
 
@@ -58,12 +58,3 @@ def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
     names = [*filter(None, addresses), *([tracker] if tracker else [])]
     found = [address.partition("%")[0] for name in names for address in resolved(str(name))]
     return ["localhost", *dict.fromkeys(address for address in found if not is_loopback(address))]
-
-
-def cpu_list(cpus: str) -> list[int]:
-    """The processors that a list such as 0-3,6 names."""
-    named: set[int] = set()
-    for part in filter(None, str(cpus).split(",")):
-        first, _, last = part.partition("-")
-        named.update(range(int(first), int(last or first) + 1))
-    return sorted(named)

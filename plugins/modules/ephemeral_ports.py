@@ -11,7 +11,11 @@ from pathlib import Path
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text, write_whole
 from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
-from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import listening, tables
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    listening,
+    numbers,
+    tables,
+)
 
 KEY = "net.ipv4.ip_local_port_range"
 PROC = "/proc/sys/net/ipv4"
@@ -66,11 +70,7 @@ def sysctl_files() -> dict[str, str]:
 
 def usable(low: int, high: int, reserved: str) -> int:
     """The number of ports from low to high that ip_local_reserved_ports (`8080,9000-9010`) leaves."""
-    ports = set(range(low, high + 1))
-    for part in filter(None, reserved.split(",")):
-        first, _, last = part.partition("-")
-        ports -= set(range(int(first), int(last or first) + 1))
-    return len(ports)
+    return len({*range(low, high + 1)} - {*numbers(reserved)})
 
 
 def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:

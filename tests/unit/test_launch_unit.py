@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
-from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed, cpu_list
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import numbers
+from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed
 from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 from trainer.health.attempt import SIGTERM_WRITE_SECONDS
@@ -83,7 +84,7 @@ def test_names_become_addresses_and_what_does_not_resolve_is_left_out() -> None:
 
 
 def test_a_list_of_processors_is_expanded() -> None:
-    assert (cpu_list("0-3,6"), cpu_list("")) == ([0, 1, 2, 3, 6], [])
+    assert (numbers("0-3,6"), numbers("")) == ([0, 1, 2, 3, 6], [])
 
 
 def test_torchrun_gets_its_place_its_time_out_and_the_run_alone() -> None:
