@@ -80,10 +80,6 @@ def torch_hashes(version: str, index: str, python: str, machine: str) -> list[st
     return re.findall(r"--hash=sha256:([0-9a-f]{64})", text)
 
 
-def torch_index() -> str:
-    return os.environ.get("TORCH_INDEX_URL") or os.environ.get("PIP_FIND_LINKS") or CPU_INDEX
-
-
 def entry(pin: str, conditions: list[str], hashes: list[str]) -> str:
     marker = f" ; {' or '.join(conditions)}" if conditions else ""
     return " \\\n".join([pin + marker, *(f"    --hash=sha256:{each}" for each in hashes)]) + "\n"
@@ -126,9 +122,9 @@ def main() -> int:
     entries = "".join(
         entry(f"{name}=={pins[name]}", conditions[name], hashes[name]) for name in sorted(hashes)
     )
-    note = ""
+    note, index = "", os.environ.get("TORCH_INDEX_URL") or os.environ.get("PIP_FIND_LINKS") or CPU_INDEX
     for python, machine in KINDS:
-        found = torch_hashes(pins["torch"], torch_index(), python, machine)
+        found = torch_hashes(pins["torch"], index, python, machine)
         if found:
             marker = f'python_version == "{python}" and platform_machine == "{machine}" and ({of_torch})'
             entries += entry(f"torch=={pins['torch']}+cpu", [marker], found)
