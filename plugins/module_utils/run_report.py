@@ -253,14 +253,6 @@ def stopped(
     return screen(lines)
 
 
-def starting(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """The message before a start: run, hosts, first step, expected duration.
-
-    plan: result of plan_run. states, threads: state and CPU threads of every host, in rank order.
-    """
-    return f"{begins(plan, states)} {expected(plan, states, threads)}"
-
-
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """A sentence on the run that is about to start: its name, its hosts and its first step.
 
@@ -278,7 +270,7 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """A sentence about the expected duration of the run.
+    """A sentence about the expected duration of the run. threads: CPU threads of every host, in rank order.
 
     It uses the ranks' prediction, else the measured rate of an equal run, else a rough estimate.
     """
