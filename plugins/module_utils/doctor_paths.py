@@ -160,10 +160,8 @@ class Path:
             return finding("NF525", peer, problem, see, host)
         verb, how = CLOSED[state]
         what = f"{host} {verb} {peer} on {words}{how.format(detail=ports[0]['detail'])}{also}."
-        wanted, has = (
-            [options["port_low"], options["port_high"]],
-            self.measured[peer]["facts"].get("port_range"),
-        )
+        wanted = [options["port_low"], options["port_high"]]
+        has = self.measured[peer]["facts"].get("port_range")
         outside = [
             each for each in ports if each.get("picked") and not wanted[0] <= each["port"] <= wanted[1]
         ]

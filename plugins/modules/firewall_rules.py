@@ -21,10 +21,10 @@ def main() -> None:
         """What a command prints; None if it fails or is not installed."""
         words = shlex.split(line)
         path = module.get_bin_path(words[0], opt_dirs=["/usr/sbin", "/sbin"])
+        if path is None:
+            return None
         locale = {"LC_ALL": "C", "LANG": "C"}
-        code, out, _error = (
-            module.run_command([path, *words[1:]], environ_update=locale) if path else (1, "", "")
-        )
+        code, out, _error = module.run_command([path, *words[1:]], environ_update=locale)
         return None if code else out
 
     def run(line: str) -> str:
