@@ -35,7 +35,7 @@ def a_port(port: int, role: str, state: str = "open", **more: Any) -> dict[str, 
 def a_link(**more: Any) -> dict[str, Any]:
     return {
         "addresses": [], "mtu": 1500, "speed_mbit": 1000, "duplex": "full", "wireless": False,
-        "physical": True, "carrier": True, **more,
+        "physical": True, "carrier": True, "made_as": "", **more,
     }  # fmt: skip
 
 

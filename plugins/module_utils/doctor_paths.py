@@ -9,6 +9,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_interfaces import (
+    interface_findings,
+    ports_of,
+)
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule
@@ -17,7 +21,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import (
     lacking,
     matching,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import reaches
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import hyperv_rule
 
 Measured = Mapping[str, Mapping[str, Any]]
 Ports = Sequence[Mapping[str, Any]]
@@ -35,8 +39,9 @@ CLOSED = {
 
 def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     """All findings about interfaces and paths. options: port_low, port_high, store_port, slow_rtt_ms."""
-    found = list(_interfaces(measured))
-    return found + connection_findings(measured, options, {each["host"] for each in found})
+    found = interface_findings(measured, options)
+    explained = {each["host"] for each in found if each["severity"] == "error"}
+    return found + connection_findings(measured, options, explained)
 
 
 def connection_findings(
@@ -60,44 +65,6 @@ def connection_findings(
     for key, paths in others.items():
         merged[key]["problem"] += f" The same: {', '.join(paths)}."
     return list(merged.values())
-
-
-# -- the interface -------------------------------------------------------------------------------------------
-
-
-def _interfaces(measured: Measured) -> Iterator[Finding]:
-    """Findings if no interface could be chosen, or if the kernel's routes to the peers use another one."""
-    for host, of_host in measured.items():
-        chosen = of_host["interface"]
-        if of_host["problem"]:
-            sentence, _dot, remedy = of_host["problem"].partition(". ")
-            yield finding("NF520", host, f"{sentence}.", f"{remedy or 'ip route'}  (on {host})")
-            continue
-        for peer in of_host["paths"]:
-            used = _used_interface(of_host, peer) or chosen
-            # An address that is off the link proves nothing if the peer's own interface is not the right one.
-            link = (of_host["facts"].get("links") or {}).get(used) or {}
-            is_on_link = reaches(link.get("addresses") or [], measured[peer]["address"])
-            is_proof = is_on_link or _uses_chosen_interface(measured[peer])
-            if chosen and used not in (chosen, "lo") and is_proof:
-                problem = (
-                    f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
-                    f"{peer} by {used}: Gloo would listen where no peer connects."
-                )
-                remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
-                yield finding("NF521", host, problem, remedy, peer)
-                break
-
-
-def _used_interface(of_host: Mapping[str, Any], peer: str) -> str:
-    """The interface of the kernel's route to a peer; "" if it is unknown."""
-    return str((of_host["paths"][peer].get("route") or {}).get("interface") or "")
-
-
-def _uses_chosen_interface(of_host: Mapping[str, Any]) -> bool:
-    """Whether a route of this host uses the interface that was chosen, as far as both are known."""
-    used = {_used_interface(of_host, peer) for peer in of_host["paths"]} - {""}
-    return not of_host["interface"] or not used or of_host["interface"] in used
 
 
 # -- one path ------------------------------------------------------------------------------------------------
@@ -129,7 +96,8 @@ class Path:
             yield finding("NF522", peer, problem, remedy, host)
             return
         is_closed = ports and all(port["state"] != "open" for port in ports)
-        if is_closed and not path.get("up") and not (self._dropping(ports) or self._dropping_answers()):
+        is_explained = self._is_mirrored() or self._dropping(ports) or self._dropping_answers()
+        if is_closed and not path.get("up") and not is_explained:
             problem = (
                 f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
                 f"controller reaches {peer}: they are on different networks, or a router isolates them."
@@ -173,6 +141,10 @@ class Path:
         other = host if where == peer else peer
         return finding("NF527" if is_store else "NF528", where, f"{what} {because}", remedy, other)
 
+    def _is_mirrored(self) -> bool:
+        """Whether the peer is a WSL2 at the address of Windows, whose firewall then decides."""
+        return bool(self.measured[self.peer]["facts"].get("wsl") == "mirrored")
+
     def _words(self, ports: Ports) -> str:
         """Names of ports of the peer in a sentence."""
         low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
@@ -197,7 +169,7 @@ class Path:
         host, peer = self.host, self.peer
         if rule := self._dropping(ports):
             return _by_rule(rule)
-        if self.measured[peer]["firewall"] is None:
+        if self.measured[peer]["firewall"] is None and not self._is_mirrored():
             return peer, f"Only root can read the firewall rules of {peer}.", AS_ROOT
         spans = [(port["port"], port["port"]) for port in ports]
         for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
@@ -207,6 +179,9 @@ class Path:
                 return where, because, self._permission(policy, where, address, ports)
         if rule := self._dropping_answers():
             return _by_rule(rule)
+        if self._is_mirrored():
+            because = f"{peer} is WSL2, and the Hyper-V firewall of Windows admits no connection by default."
+            return peer, because, f"in PowerShell as administrator: {hyperv_rule(ports_of(self.options))}"
         for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
             drops = matching(rules, "drop", chain, address, spans)
             if drops:

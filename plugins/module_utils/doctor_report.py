@@ -7,10 +7,11 @@ doctor_paths).
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_hosts import host_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_interfaces import made_interfaces
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links import (
     directed_rates,
     link_findings,
@@ -76,6 +77,8 @@ def _host(of_host: Mapping[str, Any]) -> dict[str, Any]:
         "interface": of_host["interface"],
         "address": of_host["address"],
         "link": {name: link.get(name) for name in ("mtu", "speed_mbit", "duplex", "wireless")},
+        "made_interfaces": made_interfaces(of_host),
+        "wsl": facts.get("wsl") or None,
         **{name: facts.get(name) for name in FACTS},
         "gemm_gflops": {name: gemm.get(name) for name in ("float32", "bfloat16")},
         "torch": (of_host["installed"] or {}).get("torch"),
@@ -143,7 +146,8 @@ def text(report: Mapping[str, Any]) -> str:
     errors = sum(each["severity"] == "error" for each in findings)
     warnings = len(findings) - errors
     missing = [f"Not measured: {each}." for each in report["not_measured"]]
-    lines = [*matrix(report), "", *missing, *([""] if missing else [])]
+    notes = [*missing, *_made_interfaces(report), *_wsl(report)]
+    lines = [*matrix(report), "", *notes, *([""] if notes else [])]
     for each in findings:
         label = "FAULT" if each["severity"] == "error" else "warning"
         lines.append(f"{label}  {each['code']}  {each['host']}: {each['problem']} Fix: {each['remedy']}")
@@ -151,6 +155,25 @@ def text(report: Mapping[str, Any]) -> str:
     also = f", {warnings} warning{'s' if warnings > 1 else ''}" if warnings else ""
     lines.append(f"{end} training{also}. The check took {report['seconds']:.0f} s and changed nothing.")
     return "\n".join(line.rstrip() for line in lines)
+
+
+def _made_interfaces(report: Mapping[str, Any]) -> Iterator[str]:
+    """A line for each host with interfaces of VPNs, containers or virtual machines, on the path or not."""
+    for host, of_host in report["hosts"].items():
+        made = of_host["made_interfaces"]
+        used = [f"{each['name']} ({each['program']}, MTU {each['mtu']})" for each in made if each["on_path"]]
+        others = [f"{each['name']} ({each['program']})" for each in made if not each["on_path"]]
+        sentences = [f"On the path of {host}: {', '.join(used)}."] if used else []
+        where = "it" if used else f"the path of {host}"
+        sentences += [f"Not on {where}: {', '.join(others)}."] if others else []
+        if sentences:
+            yield " ".join(sentences)
+
+
+def _wsl(report: Mapping[str, Any]) -> Iterator[str]:
+    for host, of_host in report["hosts"].items():
+        if of_host["wsl"]:
+            yield f"{host} is WSL2 on Windows; its networking mode is {of_host['wsl']}."
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:

@@ -17,14 +17,14 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import 
     reaches,
     resolved,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.virtual_interfaces import BRIDGE, program_of
 
 Interface = ipaddress.IPv4Interface | ipaddress.IPv6Interface
 Owned = Mapping[str, list[Interface]]
 """Addresses of this host by interface."""
 
-# Interfaces that programs make: no cable ends in them. A bridge of another name may be the LAN itself.
-BRIDGE = re.compile(r"^(docker|br-[0-9a-f]{12}$|virbr|podman|cni|lxcbr|lxdbr|vboxnet|vmnet|veth)")
-TUNNEL = re.compile(r"^(tun|tap|wg|tailscale|zt|ppp|utun|nordlynx)")
+# Tunnels of programs that virtual_interfaces does not name.
+TUNNEL = re.compile(r"^(tun|tap|ppp|utun|nordlynx)")
 TUNNEL_KINDS = {"tun", "wireguard", "ipip", "sit", "gre", "ip6tnl", "vti", "vxlan"}
 KINDS = {
     "wifi": "WiFi",
@@ -67,9 +67,10 @@ def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
     made_as = (link.get("linkinfo") or {}).get("info_kind", "")
     if name in wireless:
         return "wifi"
-    if TUNNEL.match(name) or made_as in TUNNEL_KINDS:
-        return "tunnel"
-    return "bridge" if BRIDGE.match(name) else "cable"
+    program = program_of(name, made_as, [str(address) for address in addresses_of(link)])
+    if program:
+        return "bridge" if program.kind == BRIDGE else "tunnel"
+    return "tunnel" if TUNNEL.match(name) or made_as in TUNNEL_KINDS else "cable"
 
 
 def choose(

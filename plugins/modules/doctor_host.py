@@ -4,17 +4,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import platform
 import socket
+import subprocess
 import time
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import ask_ip, is_wireless, resolved
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import is_wsl2, wsl_networking
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 """Flags of a CPU that decide the rate of a GEMM."""
@@ -22,9 +26,12 @@ COPY_SECONDS = 0.25
 
 
 def links() -> dict[str, dict[str, Any]]:
-    """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there."""
+    """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there.
+
+    made_as: the kernel's name of the link type, as "tun" or "bridge"; "" for a plain interface.
+    """
     found = {}
-    for entry in ask_ip("address")[0]:
+    for entry in ask_ip("-details", "address")[0]:
         name = entry.get("ifname")
         if not name or name == "lo":
             continue
@@ -37,6 +44,7 @@ def links() -> dict[str, dict[str, Any]]:
                 if each.get("scope") == "global" and each.get("local")
             ],
             "mtu": entry.get("mtu"),
+            "made_as": (entry.get("linkinfo") or {}).get("info_kind", ""),
             "speed_mbit": int(speed) or None if speed.isdigit() else None,
             "duplex": read_text(f"{folder}/duplex"),
             "wireless": is_wireless(name),
@@ -44,6 +52,20 @@ def links() -> dict[str, dict[str, Any]]:
             "carrier": read_text(f"{folder}/carrier") == "1",
         }
     return found
+
+
+def wsl(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The networking mode of WSL2, as in wsl_networking; "" on a host that is none. found: of `links`."""
+    release = platform.release()
+    if not is_wsl2(release):
+        return ""
+    printed = ""
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["wslinfo", "--networking-mode"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True)
+        printed = done.stdout.strip()
+    default = ask_ip("-4", "route", "show", "default")[0]
+    return wsl_networking(release, printed, found, default[0].get("dev", "") if default else "")
 
 
 def disk_of(path: str) -> dict[str, Any]:
@@ -122,6 +144,7 @@ def main() -> None:
     p = module.params
     now = time.time()
     model, flags = cpu()
+    interfaces = links()
     facts = {
         "sent": p["sent"],
         "time": now,
@@ -137,7 +160,8 @@ def main() -> None:
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "copy_gb_s": copy_rate(p["copy_mib"], max(1, p["threads"])) if p["copy_mib"] else None,
         "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
-        "links": links(),
+        "links": interfaces,
+        "wsl": wsl(interfaces),
         "disks": {path: disk_of(path) for path in p["paths"]},
     }
     marks = {path: mark(path) for path in p["marks"]} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}

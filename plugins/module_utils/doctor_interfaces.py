@@ -1,0 +1,172 @@
+"""Findings of the doctor about interfaces, made from the measurements (see doctor_measured)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import doctor_finding as finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import reaches
+from ansible_collections.nanofleet.fleet.plugins.module_utils.virtual_interfaces import (
+    BRIDGE,
+    Program,
+    program_of,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import hyperv_rule
+
+Measured = Mapping[str, Mapping[str, Any]]
+SSH_PORT = "22"
+
+
+def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
+    """Findings if no interface could be chosen, or if the one on the path cannot reach the peers.
+
+    options: store_port, port_low, port_high.
+    """
+    found = []
+    for host, of_host in measured.items():
+        if is_behind_windows(measured, host):
+            problem = (
+                f"It runs in WSL2 with NAT networking: its address {of_host['address']} exists only inside "
+                "Windows, so no other host can connect to it."
+            )
+            rule = hyperv_rule([SSH_PORT, *ports_of(options)])
+            remedy = (
+                "on Windows, write the two lines [wsl2] and networkingMode=mirrored to "
+                f"%UserProfile%\\.wslconfig, then type in PowerShell as administrator: wsl --shutdown; {rule}"
+            )
+            found.append(finding("NF529", host, problem, remedy))
+        elif of_host["problem"]:
+            sentence, _dot, fix = of_host["problem"].partition(". ")
+            found.append(finding("NF520", host, f"{sentence}.", f"{fix or 'ip route'}  (on {host})"))
+        else:
+            found += [*_unused(measured, host)][:1] or _bridges(measured, host)
+    return found
+
+
+def ports_of(options: Mapping[str, Any]) -> list[str]:
+    """The ports of a run as texts: the store's, and Gloo's range as in "20000-20999"."""
+    return [str(options["store_port"]), f"{options['port_low']}-{options['port_high']}"]
+
+
+def is_behind_windows(measured: Measured, host: str) -> bool:
+    """Whether a host is a WSL2 with NAT networking which no peer reaches on all ports."""
+    views = [of_peer["paths"][host] for of_peer in measured.values() if host in of_peer["paths"]]
+    is_nat = measured[host]["facts"].get("wsl") == "nat"
+    return is_nat and bool(views) and not any(_is_open(path) for path in views)
+
+
+def _is_open(path: Mapping[str, Any]) -> bool:
+    ports = path.get("ports") or []
+    return bool(ports) and all(port["state"] == "open" for port in ports)
+
+
+def _unused(measured: Measured, host: str) -> Iterator[Finding]:
+    """A finding for each peer that the kernel reaches by another interface than the chosen one."""
+    of_host = measured[host]
+    chosen = of_host["interface"]
+    for peer in of_host["paths"]:
+        used = used_interface(of_host, peer) or chosen
+        # An address that is off the link proves nothing if the peer's own interface is not the right one.
+        link = link_of(of_host, used)
+        is_on_link = reaches(link.get("addresses") or [], measured[peer]["address"])
+        is_proof = is_on_link or _uses_chosen_interface(measured[peer])
+        if chosen and used not in (chosen, "lo") and is_proof:
+            problem = (
+                f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
+                f"{peer} by {used}: Gloo would listen where no peer connects."
+            )
+            remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
+            yield finding("NF521", host, problem, remedy, peer)
+
+
+def _bridges(measured: Measured, host: str) -> list[Finding]:
+    """Findings about peers that a host reaches over a bridge of containers or virtual machines."""
+    of_host, found = measured[host], []
+    for peer, path in of_host["paths"].items():
+        used = used_interface(of_host, peer) or of_host["interface"]
+        program = program_on(of_host, used)
+        if not program or program.kind != BRIDGE or not measured[peer]["reachable"]:
+            continue
+        bridge = f"{used}, a bridge of {program.title}"
+        if _is_open(path):
+            problem = (
+                f"It reaches {peer} over {bridge}: {peer} is a container or a virtual machine on {host}, "
+                "and both compute on the same processor."
+            )
+            remedy = f"remove one of the two from the inventory, if {peer} is not limited to its own cores"
+            found.append(finding("NF536", host, problem, remedy, peer, "warning"))
+            continue
+        address = measured[peer]["address"]
+        problem = f"Its kernel sends packets to {peer} ({address}) over {bridge}. They do not leave {host}."
+        other = program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
+        remedy = (
+            f"set fleet_address of {peer} to its address on your network; if {address} is that address, the "
+            f"range of {used} covers it: {other}"
+        )
+        found.append(finding("NF535", host, problem, remedy, peer))
+    return found
+
+
+# -- what is known of an interface ---------------------------------------------------------------------------
+
+
+def link_of(of_host: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """The facts of an interface; {} if it is unknown."""
+    return (of_host["facts"].get("links") or {}).get(name) or {}
+
+
+def program_on(of_host: Mapping[str, Any], name: str) -> Program | None:
+    """The program that made an interface of a host; None for a plain or unknown one."""
+    link = link_of(of_host, name)
+    return program_of(name, link.get("made_as") or "", link.get("addresses") or []) if name else None
+
+
+def shown_interface(of_host: Mapping[str, Any], name: str) -> str:
+    """An interface with what it is: "eth0", "wlan0 (WiFi)" or "tailscale0 (Tailscale, MTU 1280)"."""
+    program, link = program_on(of_host, name), link_of(of_host, name)
+    if program:
+        return f"{name} ({program.title}, MTU {link.get('mtu')})"
+    return f"{name} (WiFi)" if link.get("wireless") else name
+
+
+def made_interfaces(of_host: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The interfaces of a host that programs made: {"name", "program", "mtu", "on_path"}.
+
+    on_path: whether the host reaches a peer over it. The ends of containers inside a bridge are left out.
+    """
+    used = {used_interface(of_host, peer) for peer in of_host["paths"]} | {of_host["interface"]}
+    found = []
+    for name, link in (of_host["facts"].get("links") or {}).items():
+        program = program_on(of_host, name)
+        if program and (link["addresses"] or name in used):
+            on_path = name in used
+            found.append({"name": name, "program": program.title, "mtu": link["mtu"], "on_path": on_path})
+    return found
+
+
+def used_interface(of_host: Mapping[str, Any], peer: str) -> str:
+    """The interface of the kernel's route to a peer; "" if it is unknown."""
+    return str((of_host["paths"][peer].get("route") or {}).get("interface") or "")
+
+
+def shared_network(measured: Measured, hosts: Sequence[str]) -> str:
+    """An address of hosts[1] on a wired or WiFi network that hosts[0] is on too; "" without one."""
+    here, there = (
+        [
+            address
+            for name, link in (measured[host]["facts"].get("links") or {}).items()
+            if link["physical"] and not program_on(measured[host], name)
+            for address in link["addresses"]
+        ]
+        for host in hosts
+    )
+    ends = (address.split("/")[0] for address in there)
+    return next((end for end in ends if reaches(here, end)), "")
+
+
+def _uses_chosen_interface(of_host: Mapping[str, Any]) -> bool:
+    """Whether a route of this host uses the interface that was chosen, as far as both are known."""
+    used = {used_interface(of_host, peer) for peer in of_host["paths"]} - {""}
+    return not of_host["interface"] or not used or of_host["interface"] in used
