@@ -9,11 +9,18 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_interfaces import (
+    program_on,
+    shared_network,
+    shown_interface,
+    used_interface,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import prediction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, doctor_finding
+from ansible_collections.nanofleet.fleet.plugins.module_utils.virtual_interfaces import VPN
 
 Measured = Mapping[str, Mapping[str, Any]]
-DENSE_MB = 503
-"""MB that a rank sends in one step at depth 8 in sync=dense."""
+GUIDE = "docs/how-to/slow-link.md"
 
 
 finding = partial(doctor_finding, severity="warning")
@@ -22,9 +29,12 @@ finding = partial(doctor_finding, severity="warning")
 def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     """Warnings about slow interfaces and slow paths. options: slow_mbit, the least good rate in Mbit/s.
 
-    A slow path is not reported if the interface at one of its ends has a warning that explains it.
+    A slow path is not reported if the interface at one of its ends has a warning that explains it. If a step
+    of the run was predicted, each warning has what it needs of the network.
     """
-    found = [each for host in measured for each in _link(measured, host)]
+    predicted = prediction(measured)
+    needs = network_needs(predicted) if predicted else ""
+    found = [each for host in measured for each in _link(measured, host, needs)]
     explained = {each["host"] for each in found}
     directed = directed_rates(measured)
     slow = {
@@ -38,18 +48,76 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
             # With two hosts both ends are alike: the sender is named, and the peer with it.
             if len(paths) > 1 and all(path in slow for path in paths):
                 best = max(slow.pop(path) for path in paths)
-                problem = f"It {verb} at {best:.0f} Mbit/s at most, whichever host is the peer."
-                found.append(finding("NF540", host, problem, _see_link(measured, host)))
+                over = shown_interface(measured[host], measured[host]["interface"])
+                problem = (
+                    f"It {verb} at {best:.0f} Mbit/s at most over {over}, whichever host is the peer.{needs}"
+                )
+                found.append(finding("NF540", host, problem, _remedy(measured, host)))
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
         other = f" ({back:.0f} in the other direction)" if back else ""
-        step = DENSE_MB * 8 / max(mbit, 0.1)
-        problem = (
-            f"It sends to {receiver} at {mbit:.0f} Mbit/s{other}: the gradients of one step at depth 8 "
-            f"({DENSE_MB} MB in sync=dense) take {step:.0f} s."
-        )
-        found.append(finding("NF541", sender, problem, _see_link(measured, sender), receiver))
+        over = shown_interface(measured[sender], _interface(measured, sender, receiver))
+        problem = f"It sends to {receiver} at {mbit:.0f} Mbit/s{other} over {over}.{needs}"
+        found.append(finding("NF541", sender, problem, _remedy(measured, sender, receiver), receiver))
+    named = {name for each in found for name in (each["host"], each["peer"])}
+    if predicted:
+        found += [each for host in measured if host not in named for each in _wifi(measured, host, needs)]
     return found
+
+
+# -- what a step needs of the network ------------------------------------------------------------------------
+
+
+def network_needs(predicted: Mapping[str, Any]) -> str:
+    """A sentence, with a space before it: the seconds of network in a step, in the modes worth knowing.
+
+    predicted: see trainer.bench.step_prediction, the owner of these figures.
+    """
+    advised = [each.partition("=")[2] for each in predicted["advice"] if each.startswith("sync=")]
+    modes = dict.fromkeys([predicted["sync"], *advised, "local"])
+    words: list[str] = []
+    for mode in modes:
+        network, step = (_seconds(predicted["modes"][mode][name]) for name in ("network_s", "step_s"))
+        of_network, here = ("", "") if words else (" of network", " step here")
+        words.append(f"sync={mode} needs {network}{of_network} per {step}{here}")
+    tokens = f"{predicted['total_batch_size']:,}"
+    return f" At depth {predicted['depth']} and {tokens} tokens a step, {'; '.join(words)}."
+
+
+def _seconds(value: float) -> str:
+    return "under 0.1 s" if value < 0.1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
+
+
+def _remedy(measured: Measured, host: str, peer: str = "") -> str:
+    """How to see why the link of a host is slow, and the settings that need less of it."""
+    interface = _interface(measured, host, peer)
+    link = (measured[host]["facts"].get("links") or {}).get(interface) or {}
+    program = program_on(measured[host], interface)
+    if program and program.kind == VPN:
+        address = measured[peer]["address"] if peer else "PEER"
+        see = program.see.format(interface=interface, address=address, host=host)
+        lan = shared_network(measured, [host, peer]) if peer else ""
+        if lan:
+            see = f"set fleet_address of {peer} to {lan}, if that is the LAN of both; else {see}"
+    elif link.get("wireless"):
+        see = (
+            f"iw dev {interface} link  (on {host}; a cable is faster, and so is 5 GHz near the access point)"
+        )
+    else:
+        see = f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
+        see += f"  (on {host}; then cable, port and switch)"
+    predicted = prediction(measured)
+    advice = [f"-e {each}" for each in predicted["advice"]] if predicted else []
+    return f"{see}, or ansible-playbook train.yml with {' or '.join(advice)} ({GUIDE})" if advice else see
+
+
+def _interface(measured: Measured, host: str, peer: str) -> str:
+    """The interface of a host on the path to a peer; without a peer, the one that was chosen."""
+    used = used_interface(measured[host], peer) if peer in measured[host]["paths"] else ""
+    return str(used or measured[host]["interface"])
+
+
+# -- interfaces ----------------------------------------------------------------------------------------------
 
 
 def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
@@ -63,13 +131,17 @@ def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
     return found
 
 
-def _see_link(measured: Measured, host: str) -> str:
-    interface = measured[host]["interface"]
-    see = f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
-    return f"{see}  (on {host}; then cable, port and switch)"
+def _wifi(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
+    """A warning about a host that has only WiFi, with the measured rate and what a step needs of it."""
+    name = measured[host]["interface"]
+    link = (measured[host]["facts"].get("links") or {}).get(name) or {}
+    rates = [mbit for path, mbit in directed_rates(measured).items() if host in path]
+    if link.get("wireless") and rates:
+        problem = f"It is on WiFi ({name}), at {min(rates):.0f} Mbit/s at the moment.{needs}"
+        yield finding("NF545", host, problem, _remedy(measured, host))
 
 
-def _link(measured: Measured, host: str) -> Iterator[Finding]:
+def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     """A warning about the chosen interface: WiFi beside a cable, at most 100 Mbit/s, or half duplex."""
     links, name = measured[host]["facts"].get("links") or {}, measured[host]["interface"]
     link = links.get(name)
@@ -82,12 +154,12 @@ def _link(measured: Measured, host: str) -> Iterator[Finding]:
     ]
     if link["wireless"] and cables:
         other, address = cables[0]
-        problem = f"It reaches its peers over WiFi ({name}), although {other} ({address}) has a cable."
+        problem = f"It reaches its peers over WiFi ({name}), although {other} ({address}) has a cable.{needs}"
         remedy = f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml"
         yield finding("NF542", host, problem, remedy)
     elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:
-        problem = f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port."
+        problem = f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port.{needs}"
         yield finding("NF543", host, problem, f"sudo ethtool {name}  (on {host}; try another cable and port)")
     elif link["duplex"] == "half":
-        problem = f"{name} runs at half duplex: it cannot send and receive at once."
+        problem = f"{name} runs at half duplex: it cannot send and receive at once.{needs}"
         yield finding("NF544", host, problem, f"sudo ethtool -s {name} autoneg on  (on {host})")

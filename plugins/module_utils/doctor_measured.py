@@ -140,11 +140,12 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
 
 
 def rehearsal_part(
-    hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int
+    hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int, config: Mapping[str, Any]
 ) -> dict[str, Any]:
     """The argument of trainer.bench.rehearsal on the host `me`: its hosts, rank, store address and port.
 
     If `me` cannot reach the others, it is the only host. forks: tasks that Ansible runs at the same time.
+    config: settings of the run whose steps are predicted.
     """
     together = can_rehearse(hosts, measured, forks)["hosts"]
     joined = together if me in together else [me]
@@ -154,6 +155,7 @@ def rehearsal_part(
         "master": measured[joined[0]]["address"],
         "port": port,
         "rounds": pairs_in_rounds(range(len(joined))),
+        "config": dict(config),
     }
 
 
@@ -192,9 +194,9 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rehearsal(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """What the command trainer.bench.rehearsal printed; {"error"} if it printed nothing; None if not run."""
+    """The last line that trainer.bench.rehearsal printed; {"error"} if it printed none; None if not run."""
     if result.get("stdout"):
-        return dict(json.loads(result["stdout"]))
+        return dict(json.loads(result["stdout"].splitlines()[-1]))
     if not result.get("rc") or "stderr" not in result:
         return None
     return {"error": (result["stderr"].strip().splitlines() or ["it did not end in time"])[-1][:300]}
@@ -217,6 +219,22 @@ def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict
     """Ports that doctor_listener could not open, with their holder's pid, user, command and unit if known."""
     who = {each["port"]: each for each in running.get("listeners") or []}
     return [{**who.get(held["port"], {}), **held} for held in listening.get("held") or []]
+
+
+def prediction(measured: Measured) -> dict[str, Any] | None:
+    """The prediction of a step (see trainer.bench.step_prediction); None if it was not made."""
+    found = ((of_host["rehearsal"] or {}).get("predicted") for of_host in measured.values())
+    return next(filter(None, found), None)
+
+
+def why_no_prediction(measured: Measured) -> str:
+    """Why hosts that rehearsed together made no prediction of a step; "" if they made one or none was due."""
+    for host, of_host in measured.items():
+        rehearsal = of_host["rehearsal"] or {}
+        first = (rehearsal.get("hosts") or [""])[0]
+        if first == host and rehearsal.get("allreduce_mbit") and not rehearsal.get("predicted", True):
+            return str(rehearsal.get("prediction_error") or f"{host} did not end in time")
+    return ""
 
 
 def fleet_state(

@@ -16,7 +16,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_links impor
     directed_rates,
     link_findings,
 )
-from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import can_rehearse
+from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import (
+    can_rehearse,
+    prediction,
+    why_no_prediction,
+)
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import table
 from ansible_collections.nanofleet.fleet.trainer.config import code_digest
@@ -61,6 +65,7 @@ def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, 
         "good": not errors,
         "active_runs": active,
         "allreduce_mbit": min(filter(None, all_reduce_rates), default=None),
+        "predicted": prediction(measured),
         "hosts": {host: _host(of_host) for host, of_host in measured.items()},
         "pairs": _pairs(measured),
         "findings": [dict(each) for each in sorted(findings, key=lambda each: each["severity"] != "error")],
@@ -129,6 +134,8 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
         has_gemm = any((each["rehearsal"] or {}).get("gemm_gflops") for each in measured.values())
         what = "the all-reduce" if has_gemm else "GEMM and the all-reduce"
         found.append(f"{what} with every host: {about['rehearsal']['why']}")
+    if why := why_no_prediction(measured):
+        found.append(f"the speed of a step: {why}")
     bare = [
         host for host, each in measured.items() if MISSING in ((each["data"] or {}).get("findings") or [])
     ]

@@ -51,8 +51,9 @@ def test_who_rehearses_with_whom() -> None:
     found = doctor.can_rehearse(names, measured, 16)
     assert found["hosts"] == ["tower", "laptop"]
     assert "attic" in found["why"]
-    assert doctor.rehearsal_part(names, measured, "attic", 16, 29500)["hosts"] == ["attic"]
-    part = doctor.rehearsal_part(names, measured, "laptop", 16, 29500)
+    assert doctor.rehearsal_part(names, measured, "attic", 16, 29500, {})["hosts"] == ["attic"]
+    part = doctor.rehearsal_part(names, measured, "laptop", 16, 29500, {"depth": 12})
+    assert part["config"] == {"depth": 12}
     assert (part["rank"], part["master"], part["rounds"]) == (1, "10.0.0.1", [[[0, 1]]])
     assert "add -f 3" in doctor.can_rehearse(names, fleet(*names), 2)["why"]
     without_store = doctor.can_rehearse(names[1:], fleet(*names), 16)
@@ -104,6 +105,12 @@ def test_what_was_registered_becomes_what_was_measured() -> None:
     assert (measured["laptop"]["reachable"], measured["laptop"]["why"]) == (False, "timed out")
     for result, rehearsal in (
         ({"rc": 0, "stdout": '{"error": ""}'}, {"error": ""}),
+        # It is killed while it measures the speed of a step, or not.
+        ({"rc": 137, "stdout": '{"predicted": null}\n'}, {"predicted": None}),
+        (
+            {"rc": 0, "stdout": '{"predicted": null}\n{"predicted": {"depth": 8}}'},
+            {"predicted": {"depth": 8}},
+        ),
         (
             {"rc": 1, "stdout": "", "stderr": "Traceback\nOSError: libtorch.so"},
             {"error": "OSError: libtorch.so"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from measured_fleet import DROP, a_link, all_findings, close_ports, fleet, only
+from measured_fleet import DROP, a_link, all_findings, close_ports, fleet, only, predict
 
 
 def test_a_wrong_interface_is_reported_without_its_consequences() -> None:
@@ -59,13 +59,59 @@ def test_another_source_address_and_a_long_round_trip_are_warnings() -> None:
     assert "192.168.7.7" in found["NF533"]["problem"]
 
 
-def test_a_slow_path_is_reported_with_its_sender_and_the_seconds_of_a_step() -> None:
+NEEDS = (
+    "At depth 8 and 4,096 tokens a step, sync=dense needs 42.4 s of network per 50.1 s step here; "
+    "sync=exact needs 14.9 s per 20.3 s; sync=local needs 0.2 s per 8.0 s."
+)
+
+
+def test_a_slow_path_is_reported_with_its_sender_and_what_a_step_needs_of_it() -> None:
     measured = fleet("tower", "laptop")
     measured["tower"]["rates"]["laptop"]["received_mbit"] = 95.0
     found = only(measured)
     assert (found["code"], found["host"], found["severity"]) == ("NF541", "laptop", "warning")
-    assert "95 Mbit/s (940 in the other direction)" in found["problem"]
-    assert "42 s" in found["problem"]
+    assert found["problem"] == "It sends to tower at 95 Mbit/s (940 in the other direction) over eth0."
+    assert found["remedy"].endswith("tc qdisc show dev eth0  (on laptop; then cable, port and switch)")
+    predict(measured)
+    found = only(measured)
+    assert found["problem"].endswith(f"over eth0. {NEEDS}")
+    assert "ansible-playbook train.yml with -e sync=exact or -e sync=local" in found["remedy"]
+    predict(measured, advice=())
+    assert "sync=exact" not in str(only(measured)), "it would not be faster"
+
+
+def test_the_network_of_a_step_is_not_shown_where_no_path_is_slow() -> None:
+    measured = fleet("tower", "laptop")
+    predict(measured)
+    assert all_findings(measured) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "made_as", "typed"),
+    [
+        ("tailscale0", "tun", "tailscale ping 10.0.0.2"),
+        ("wg0", "wireguard", "sudo wg show wg0"),
+        ("ztr2qmcn6n", "tun", "sudo zerotier-cli peers"),
+    ],
+)
+def test_a_slow_path_over_a_vpn_names_it_and_the_lan_that_both_may_be_on(
+    name: str, made_as: str, typed: str
+) -> None:
+    measured = fleet("tower", "laptop")
+    vpn = a_link(addresses=["100.64.0.1/32"], mtu=1280, made_as=made_as, physical=False)
+    measured["tower"]["facts"]["links"] |= {name: vpn, "eth0": a_link(addresses=["192.168.1.10/24"])}
+    measured["tower"]["interface"] = name
+    measured["tower"]["paths"]["laptop"]["route"] = {"interface": name, "source": "10.0.0.1"}
+    measured["laptop"]["facts"]["links"]["eth1"] = a_link(addresses=["192.168.1.11/24"])
+    measured["tower"]["rates"]["laptop"]["sent_mbit"] = 60.0
+    found = only(measured)
+    assert (found["code"], found["host"]) == ("NF541", "tower")
+    assert f"over {name} (" in found["problem"]
+    assert "MTU 1280" in found["problem"]
+    assert "set fleet_address of laptop to 192.168.1.11, if that is the LAN of both" in found["remedy"]
+    assert typed in found["remedy"]
+    measured["laptop"]["facts"]["links"]["eth1"]["addresses"] = ["192.168.7.11/24"]
+    assert "fleet_address" not in only(measured)["remedy"]
 
 
 def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
@@ -74,7 +120,9 @@ def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
     measured["laptop"]["rates"]["attic"]["sent_mbit"] = 80.0
     found = only(measured)
     assert found["host"] == "laptop"
-    assert "sends at 90 Mbit/s at most" in found["problem"]
+    assert "sends at 90 Mbit/s at most over eth0" in found["problem"]
+    predict(measured)
+    assert NEEDS in only(measured)["problem"]
 
 
 @pytest.mark.parametrize(
@@ -96,9 +144,25 @@ def test_a_slow_interface_explains_slow_rates(change: dict[str, Any], code: str,
     found = only(measured)
     assert (found["code"], found["host"], found["severity"]) == (code, "laptop", "warning")
     assert words in found["problem"]
+    predict(measured)
+    assert NEEDS in only(measured)["problem"]
 
 
-def test_wifi_without_a_cable_is_no_finding() -> None:
+def test_wifi_without_a_cable_gets_a_recommendation_once() -> None:
+    measured = fleet("tower", "laptop")
+    measured["laptop"]["facts"]["links"]["eth0"].update(wireless=True)
+    predict(measured)
+    found = only(measured)
+    assert (found["code"], found["host"], found["severity"]) == ("NF545", "laptop", "warning")
+    assert found["problem"] == f"It is on WiFi (eth0), at 930 Mbit/s at the moment. {NEEDS}"
+    assert "iw dev eth0 link  (on laptop" in found["remedy"]
+    measured["tower"]["rates"]["laptop"] = {"sent_mbit": 640.0, "received_mbit": 90.0}
+    found = only(measured)
+    assert (found["code"], found["host"]) == ("NF541", "laptop")
+    assert "over eth0 (WiFi)" in found["problem"]
+
+
+def test_wifi_without_a_cable_and_without_a_prediction_is_no_finding() -> None:
     measured = fleet("tower", "laptop")
     measured["laptop"]["facts"]["links"]["eth0"].update(wireless=True)
     measured["laptop"]["facts"]["links"]["eno1"] = a_link(addresses=[], carrier=False)

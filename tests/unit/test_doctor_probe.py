@@ -269,7 +269,7 @@ def test_links_have_addresses_and_a_kind() -> None:
 
 
 def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
-    """What trainer.bench.rehearsal prints for each part, all of them at the same time."""
+    """The last line of trainer.bench.rehearsal for each part, all of them at the same time."""
     running = [
         subprocess.Popen(
             [sys.executable, "-m", "trainer.bench.rehearsal", json.dumps(part)],
@@ -278,20 +278,40 @@ def rehearse(*parts: dict[str, Any]) -> list[dict[str, Any]]:
         )
         for part in parts
     ]  # fmt: skip
-    return [json.loads(process.communicate(timeout=60)[0]) for process in running]
+    return [json.loads(process.communicate(timeout=90)[0].splitlines()[-1]) for process in running]
 
 
-@pytest.mark.processes
-def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
+def rehearse_together(config: dict[str, Any]) -> list[dict[str, Any]]:
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         port = unused.getsockname()[1]
     common = {
         "hosts": ["tower", "laptop"], "master": "127.0.0.1", "port": port, "rounds": [[[0, 1]]],
+        "config": config,
     }  # fmt: skip
-    for said in rehearse({**common, "rank": 0}, {**common, "rank": 1}):
+    return rehearse({**common, "rank": 0}, {**common, "rank": 1})
+
+
+@pytest.mark.processes
+def test_two_ranks_rehearse_an_all_reduce_and_multiply() -> None:
+    tower, laptop = rehearse_together({"depth": 2, "sequence_len": 64, "total_batch_size": 128})
+    for said in (tower, laptop):
         assert said["error"] == ""
         assert said["allreduce_mbit"] > 1
         assert said["pairs"] == {"0-1": said["allreduce_mbit"]}
         assert said["gemm_gflops"]["float32"] > 0.5
         assert said["gemm_gflops"]["bfloat16"] > 0
+    assert (tower["prediction_error"], laptop["predicted"]) == ("", None)
+    predicted = tower["predicted"]
+    assert (predicted["depth"], predicted["total_batch_size"], predicted["sync"]) == (2, 128, "dense")
+    assert len(predicted["speeds"]) == 2
+    assert 0 < predicted["modes"]["dense"]["network_s"] < predicted["modes"]["dense"]["step_s"]
+
+
+@pytest.mark.processes
+def test_settings_that_do_not_fit_the_hosts_leave_the_other_measurements() -> None:
+    tower, laptop = rehearse_together({"sequence_len": 64, "total_batch_size": 64})
+    assert "too few for 2 ranks" in tower["prediction_error"]
+    assert tower["predicted"] is None
+    assert tower["error"] == laptop["error"] == ""
+    assert tower["allreduce_mbit"] > 1

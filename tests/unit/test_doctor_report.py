@@ -6,7 +6,7 @@ import json
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_report as report
-from measured_fleet import all_findings, close_ports, fleet
+from measured_fleet import all_findings, close_ports, fleet, predict
 
 ABOUT = {"time": 1.0, "seconds": 12.34, "quick": False, "rehearsal": {"hosts": [], "why": ""}}
 
@@ -72,6 +72,18 @@ def test_what_was_not_measured_is_listed() -> None:
     assert "setup.yml" in said
     assert "data of tower, laptop" in said
     assert "doctor.yml" in report.report(fleet("tower"), [], {**ABOUT, "quick": True})["not_measured"][0]
+
+
+def test_a_prediction_is_in_the_report_or_why_there_is_none() -> None:
+    measured = fleet("tower", "laptop")
+    predict(measured)
+    made = report.report(measured, [], ABOUT)
+    assert made["predicted"]["modes"]["dense"] == {"network_s": 42.4, "step_s": 50.1}
+    assert made["not_measured"] == []
+    for why, words in (("shares is 3", "shares is 3"), ("", "tower did not end in time")):
+        measured["tower"]["rehearsal"].update(predicted=None, prediction_error=why)
+        made = report.report(measured, [], ABOUT)
+        assert (made["predicted"], made["not_measured"]) == (None, [f"the speed of a step: {words}"])
 
 
 def test_a_host_that_does_not_answer_has_its_place_in_the_matrix() -> None:

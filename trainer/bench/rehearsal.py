@@ -1,6 +1,7 @@
-"""Measure GEMM rates and all-reduces over Gloo for a few seconds, before any run; prints one JSON object.
+"""Measure GEMM rates and all-reduces over Gloo for some seconds before any run, and predict a step of it.
 
-All hosts run it at the same time. GLOO_SOCKET_IFNAME and OMP_NUM_THREADS apply. Example:
+Prints one JSON object a line; the last line counts. All hosts run it at the same time. GLOO_SOCKET_IFNAME and
+OMP_NUM_THREADS apply. Example:
 
     python -m trainer.bench.rehearsal '{"hosts": ["tower", "laptop"], "rank": 0, "master": "10.0.0.1",
                                         "port": 29500, "rounds": [[[0, 1]]]}'
@@ -11,7 +12,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import astuple
 from datetime import timedelta
 from typing import Any
 
@@ -19,13 +21,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.bench.step_prediction import predict, sample_speed
+from trainer.config import RunConfig
+from trainer.data import VOCAB_SIZE
 from trainer.distributed.process_group import CPU, Collectives
 from trainer.host.gemm import gemm_rate, gemm_rates
-from trainer.placement.microbenchmark import measure_link
+from trainer.host.numerics import cpu_format, name_of
+from trainer.placement.microbenchmark import Link, Speed, measure_link
+from trainer.run_plan import make_plan
 
 JOIN_TIMEOUT = timedelta(seconds=20)
 CONNECT_TIMEOUT = timedelta(seconds=4)  # Gloo gives up connecting after five times this.
 REDUCE_TIMEOUT = timedelta(seconds=16)
+SPEEDS_TIMEOUT = timedelta(seconds=20)  # for the slowest host to measure its speed
 SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would take many seconds
 
 
@@ -44,57 +52,122 @@ class Ranks(Collectives):
         for tensor in tensors:
             dist.all_reduce(tensor, group=self._group)
 
-    def mbit(self) -> float:
-        """The effective bandwidth of an all-reduce in Mbit/s, the mean over ranks."""
+    def link(self) -> Link:
+        """The effective bandwidth of an all-reduce, the mean over ranks, and its latency."""
         link = measure_link(self, CPU)
-        return round(8e-6 * link.bandwidth, 1) if link else 0.0
+        assert link is not None, "measured with two ranks at least"
+        return link
 
 
-def gemm_gflops() -> dict[str, float]:
-    """GEMM rates with all threads in GFLOP/s, by dtype: float32 and bfloat16."""
-    rates = {}
-    for dtype, one_core in gemm_rates([torch.float32, torch.bfloat16]).items():
+def mbit(link: Link) -> float:
+    """The bandwidth of a link in Mbit/s."""
+    return round(8e-6 * link.bandwidth, 1)
+
+
+def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
+    """GEMM rates with all threads in GFLOP/s, by dtype. rates: of one core in FLOP/s."""
+    found = {}
+    for dtype, one_core in rates.items():
         rows = 2048 if one_core > SLOW else 64
-        rates[str(dtype).removeprefix("torch.")] = round(1e-9 * gemm_rate((rows, 512, 2048), dtype, CPU), 1)
-    return rates
+        found[name_of(dtype)] = round(1e-9 * gemm_rate((rows, 512, 2048), dtype, CPU), 1)
+    return found
 
 
-def all_reduces(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Effective bandwidths in Mbit/s: {"allreduce_mbit" (all hosts), "pairs" (by "A-B", two ranks)}."""
+def join(part: Mapping[str, Any]) -> dist.TCPStore:
+    """Connect to the rendezvous store and join the process group of all hosts."""
     rank, size = part["rank"], len(part["hosts"])
     store = dist.TCPStore(part["master"], part["port"], size, rank == 0, timeout=JOIN_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
-    all_mbit = Ranks(size).mbit()
-    pairs = {"0-1": all_mbit} if size == 2 else {}
+    return store
+
+
+def all_reduces(part: Mapping[str, Any]) -> tuple[Link, dict[str, float]]:
+    """The link of all hosts; and effective bandwidths in Mbit/s of pairs, by "A-B", two ranks."""
+    rank, size = part["rank"], len(part["hosts"])
+    link = Ranks(size).link()
+    pairs = {"0-1": mbit(link)} if size == 2 else {}
     for pairs_of_round in part["rounds"] if size > 2 else []:
         groups = [(pair, dist.new_group(pair, timeout=CONNECT_TIMEOUT)) for pair in pairs_of_round]
         for pair, group in groups:
             if rank in pair:
-                pairs["-".join(map(str, pair))] = Ranks(2, group).mbit()
+                pairs["-".join(map(str, pair))] = mbit(Ranks(2, group).link())
         dist.barrier()
     dist.barrier()
-    return {"allreduce_mbit": all_mbit, "pairs": pairs}
+    return link, pairs
 
 
-def rehearse(part: Mapping[str, Any]) -> dict[str, Any]:
-    """hosts, gemm_gflops, allreduce_mbit, pairs, error ("" if nothing failed).
+def predicted_step(
+    part: Mapping[str, Any],
+    store: dist.Store,
+    link: Link,
+    rates: Mapping[torch.dtype, float],
+    gflops: Mapping[str, float],
+) -> dict[str, Any] | None:
+    """The prediction of a step of the run on rank 0 (see step_prediction); None on other ranks.
 
-    part: hosts (in rank order), rank, master (address of the first host), port (of the rendezvous store),
-    rounds (lists of pairs of ranks that all-reduce at the same time).
+    All ranks call it. rates: GEMM rates of one core; gflops: of all threads, by dtype. Raises ConfigError if
+    the settings of the run do not fit these hosts, and RuntimeError if a rank publishes no speed in time.
+    """
+    hosts, config = part["hosts"], RunConfig.from_strings(part.get("config") or {})
+    plan = make_plan(config, VOCAB_SIZE, len(hosts))
+    dtype = cpu_format(config.dtype, rates)[0]
+    flops_rate = 1e9 * gflops.get(name_of(dtype), gflops["float32"])
+    speed = sample_speed(plan.model, dtype, flops_rate)
+    has_gpu = config.device != "cpu" and torch.cuda.is_available()
+    store.set(f"speed/{part['rank']}", json.dumps([astuple(speed), astuple(link), has_gpu]))
+    if part["rank"]:
+        return None
+    keys = {host: f"speed/{rank}" for rank, host in enumerate(hosts)}
+    try:
+        store.wait([*keys.values()], SPEEDS_TIMEOUT)
+    except RuntimeError:
+        missing = ", ".join(host for host, key in keys.items() if not store.check([key]))
+        limit = f"{SPEEDS_TIMEOUT.total_seconds():.0f} s"
+        raise RuntimeError(f"no speed was measured within {limit} on {missing}") from None
+    measured = [json.loads(store.get(key)) for key in keys.values()]
+    if all(has_gpu for _speed, _link, has_gpu in measured):
+        raise RuntimeError("the ranks would compute on GPUs, and only processors were measured")
+    links = [Link(*each) for _speed, each, _has_gpu in measured]
+    slowest = Link(min(each.bandwidth for each in links), max(each.latency for each in links))
+    return predict(config, plan, [Speed(*each) for each, _link, _has_gpu in measured], slowest, hosts)
+
+
+def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:
+    """Call `report` with what was found, once before and once after the prediction of a step.
+
+    Found are hosts, gemm_gflops, allreduce_mbit (all hosts), pairs, error ("" if nothing failed), predicted
+    (on rank 0, see step_prediction) and prediction_error. part: hosts (in rank order), rank, master (address
+    of the first host), port (of the rendezvous store), rounds (lists of pairs of ranks that all-reduce at the
+    same time), config (settings of the run by the names of RunConfig's fields).
     """
     found: dict[str, Any] = {
         "hosts": part["hosts"], "gemm_gflops": {}, "allreduce_mbit": None, "pairs": {}, "error": "",
+        "predicted": None, "prediction_error": "",
     }  # fmt: skip
     try:
         torch.set_flush_denormal(True)
-        found["gemm_gflops"] = gemm_gflops()
-        if len(part["hosts"]) > 1:
-            found.update(all_reduces(part))
+        rates = gemm_rates([torch.float32, torch.bfloat16])
+        found["gemm_gflops"] = gemm_gflops(rates)
+        if len(part["hosts"]) == 1:
+            return report(found)
+        store = join(part)
+        link, found["pairs"] = all_reduces(part)
+        found["allreduce_mbit"] = mbit(link)
     except Exception as error:
-        found["error"] = (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
-    return found
+        found["error"] = first_line(error)
+        return report(found)
+    report(found)  # a slow host may be killed while it measures its speed
+    try:
+        found["predicted"] = predicted_step(part, store, link, rates, found["gemm_gflops"])
+    except Exception as error:
+        found["prediction_error"] = first_line(error)
+    report(found)
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 
 if __name__ == "__main__":
-    print(json.dumps(rehearse(json.loads(sys.argv[1]))), flush=True)
+    rehearse(json.loads(sys.argv[1]), lambda found: print(json.dumps(found), flush=True))
     os._exit(0)  # threads of Gloo may wait for a lost peer

@@ -106,8 +106,7 @@ class CostModel:
         adamw = max(speed.adamw for speed in self.speeds)
         if self.link is None:
             return self.speeds[0].step_alone(rows)
-        sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
-        wire = sent / self.link.bandwidth + 4 * self.link.latency
+        wire = self.network(mode, rows)
         if mode == "local":
             return max(s.step_alone(r) for s, r in zip(self.speeds, shares, strict=True)) + wire
         muon = self._muon()
@@ -119,6 +118,17 @@ class CostModel:
         )
         hidden = OVERLAP * (2 / 3 * last + muon)
         return compute + max(0.0, wire - hidden) + muon + adamw
+
+    def network(self, mode: str, rows: int) -> float:
+        """Seconds that a rank sends and receives in a step of `rows` rows; 0 with one rank.
+
+        Computation may hide a part of them.
+        """
+        _check(mode)
+        if self.link is None:
+            return 0.0
+        sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
+        return sent / self.link.bandwidth + 4 * self.link.latency
 
     def _muon(self) -> float:
         """Seconds that the slowest owner rank takes for its Muon matrices."""

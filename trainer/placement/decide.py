@@ -15,7 +15,7 @@ import functools
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -127,8 +127,6 @@ def measure_all(
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
     """The sizes of a step of this run, for the cost model."""
-    counts = model.param_counts()
-    tables = counts["wte"] + counts["value_embeds"]
 
     @functools.cache
     def first_seen() -> NDArray[np.int64]:
@@ -142,13 +140,20 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
         """The number of different tokens in the first `rows` rows of the run: its active embedding rows."""
         return int(np.searchsorted(first_seen(), rows))
 
+    return step_work(model, optimizer, config.device_batch_size, active)
+
+
+def step_work(model: GPT, optimizer: MuonAdamW, micro_batch: int, active: Callable[[int], int]) -> StepWork:
+    """The sizes of a step of this model. micro_batch: in rows; active: see StepWork."""
+    counts = model.param_counts()
+    tables = counts["wte"] + counts["value_embeds"]
     return StepWork(
         tables=tables,
-        table_width=tables // plan.model.padded_vocab_size,
+        table_width=tables // model.config.padded_vocab_size,
         matrices=counts["transformer_matrices"],
         others=counts["lm_head"] + counts["scalars"],
         matrix_flops=tuple(float(matrix.flops) for matrix in optimizer.muon_parameters()),
-        micro_batch=config.device_batch_size,
+        micro_batch=micro_batch,
         active=active,
         value_bytes=next(model.parameters()).element_size(),
     )

@@ -1,0 +1,130 @@
+"""Predict a step of a run from a few seconds of measurement, before the run and without its data.
+
+    plan = make_plan(config, VOCAB_SIZE, len(hosts))
+    speed = sample_speed(plan.model, torch.float32, flops_rate=75e9)       # on every host at the same time
+    print(predict(config, plan, [speed, ...], link, hosts))
+
+A model of the run's width and vocabulary with fewer layers and shorter rows is timed, and its times are
+scaled by counted operations. The loss and lm_head are a larger part of the smaller model, so that the result
+is an estimate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+
+from trainer.config import EXACT_MODES, NEAR_MODES, SYNC_MODES, RunConfig
+from trainer.model.gpt import GPT, GPTConfig
+from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
+from trainer.placement.cost_model import BETTER, CostModel, choose_mode
+from trainer.placement.decide import step_work
+from trainer.placement.microbenchmark import Link, Speed, measure_speed
+from trainer.run_plan import Plan
+from trainer.sync.local import Outer
+
+SAMPLED_LAYERS = 2  # one with a value embedding, one without
+SAMPLED_SECONDS = 0.8  # the most that a sampled row may take at the GEMM rate of this host
+LEAST_TOKENS = 64  # of a sampled row
+
+
+@dataclass(frozen=True)
+class Operations:
+    """Operations of the three times of a Speed. row: FLOPs of one row; muon: FLOPs; adamw: parameters."""
+
+    row: int
+    muon: int
+    adamw: int
+
+    @classmethod
+    def of(cls, model: GPT, optimizer: MuonAdamW) -> Operations:
+        matrices = optimizer.muon_parameters()
+        by_muon = sum(matrix.parameter.numel() for matrix in matrices)
+        return cls(
+            row=model.flops_per_token() * model.config.sequence_len,
+            muon=sum(matrix.flops for matrix in matrices),
+            adamw=sum(parameter.numel() for parameter in model.parameters()) - by_muon,
+        )
+
+
+def _build(shape: GPTConfig, device: str) -> tuple[GPT, MuonAdamW]:
+    """A model of this shape with its optimizer, whose rates do not matter. On "meta" it takes no memory."""
+    with torch.device(device):
+        model = GPT(shape)
+        return model, build_optimizer(model, 0.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
+    """The shape that is timed in place of `shape`. flops_rate: the GEMM rate of this host in FLOP/s."""
+    sampled = replace(shape, n_layer=min(SAMPLED_LAYERS, shape.n_layer))
+    while sampled.sequence_len > LEAST_TOKENS:
+        if Operations.of(*_build(sampled, "meta")).row <= SAMPLED_SECONDS * flops_rate:
+            break
+        sampled = replace(sampled, sequence_len=max(LEAST_TOKENS, sampled.sequence_len // 2))
+    return sampled
+
+
+def sample_speed(shape: GPTConfig, compute_dtype: torch.dtype, flops_rate: float) -> Speed:
+    """The Speed of this host's processor for a model of this shape, from a smaller one."""
+    model, optimizer = _build(sampled_shape(shape, flops_rate), "cpu")
+    model.compute_dtype = optimizer.compute_dtype = compute_dtype
+    timed = measure_speed(model, optimizer, batch_size=1)
+    done, whole = Operations.of(model, optimizer), Operations.of(*_build(shape, "meta"))
+    return Speed(
+        row=timed.row * whole.row / done.row,
+        muon=timed.muon * whole.muon / done.muon,
+        adamw=timed.adamw * whole.adamw / done.adamw,
+    )
+
+
+def predict(
+    config: RunConfig, plan: Plan, speeds: Sequence[Speed], link: Link, hosts: Sequence[str]
+) -> dict[str, Any]:
+    """The prediction of the cost model as JSON values.
+
+    depth, total_batch_size (tokens); modes: by sync mode the `network_s` that a rank spends on the network in
+    a step, hidden by computation or not, and the `step_s`; sync: the mode that the run would use; alone: the
+    single-host baseline; advice: settings that make a step faster, the least change first. Bytes are those of
+    rows in which every token differs, the most that a step may send.
+    """
+    model, optimizer = _build(plan.model, "meta")
+    length, tokens = plan.model.sequence_len, plan.model.vocab_size
+    work = step_work(model, optimizer, config.device_batch_size, lambda rows: min(rows * length, tokens))
+    cost_model = CostModel(speeds, link, work, hosts, by_speed=False, outer=Outer.of(config))
+    rows = plan.rows_per_step
+    best = choose_mode(cost_model, rows, EXACT_MODES)
+    mode = best if config.sync == "auto" else config.sync
+    alone, rank = cost_model.single_host(rows)
+    return {
+        "depth": config.depth,
+        "total_batch_size": plan.total_batch_size,
+        "sync": mode,
+        "modes": {
+            each: {
+                "network_s": round(cost_model.network(each, rows), 3),
+                "step_s": round(cost_model.step(each, rows), 3),
+            }
+            for each in SYNC_MODES
+        },
+        "alone": {"host": hosts[rank], "step_s": round(alone, 3)},
+        "speeds": [asdict(speed) for speed in speeds],
+        "advice": _advice(cost_model, rows, length, mode, best),
+    }
+
+
+def _advice(cost_model: CostModel, rows: int, length: int, mode: str, best: str) -> list[str]:
+    """Settings that make a step faster than in `mode`, as in "sync=exact". best: the fastest exact mode."""
+    advice, fastest = [], mode
+    if cost_model.step(best, rows) < (1 - BETTER) * cost_model.step(mode, rows):
+        advice, fastest = [f"sync={best}"], best
+    if cost_model.step(fastest, rows) > cost_model.single_host(rows)[0]:
+        pays_from = cost_model.pays_from(fastest, rows)
+        advice += [f"total_batch_size={pays_from * length}"] if pays_from else []
+    for other in (*NEAR_MODES, "local"):
+        if cost_model.step(other, rows) < (1 - BETTER) * cost_model.step(fastest, rows):
+            advice.append(f"sync={other}")
+            fastest = other
+    return advice
