@@ -39,6 +39,7 @@ EXACT_MODES = ("dense", "exact")  # equal sums, in the number format of the run
 NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
+AUTO_IS_0 = ("total_batch_size", "threads")  # settings that take auto for 0
 
 
 class ConfigError(ValueError):
@@ -106,7 +107,7 @@ class RunConfig:
         "auto",
         f"number format of GEMMs: {' or '.join(DTYPES)} (auto: the faster one on this host)",
     )
-    threads: int = setting(0, "threads of a rank; 0: OMP_NUM_THREADS, else all usable cores", RUNTIME)
+    threads: int = setting(0, "threads of a rank; 0 or auto: OMP_NUM_THREADS, else measured", RUNTIME)
     sync: str = setting(
         "dense",
         f"sync mode: {' or '.join(SYNC_MODES)}; auto: the faster by prediction of "
@@ -262,14 +263,14 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
     if kind == "str" and value is not None and not isinstance(value, bool):
         return text
-    if name == "total_batch_size" and text.lower() == "auto":
+    if name in AUTO_IS_0 and text.lower() == "auto":
         return 0
     with contextlib.suppress(ValueError):
         if not isinstance(value, bool) and kind == "float" and math.isfinite(number := float(text)):
             return number
         if not isinstance(value, bool) and kind == "int":
             return int(text.replace("_", ""))
-    takes = _KINDS[kind] + (" or auto" if name == "total_batch_size" else "")
+    takes = _KINDS[kind] + (" or auto" if name in AUTO_IS_0 else "")
     raise ConfigError(f"{name} is {text!r}: it takes {takes}.")
 
 

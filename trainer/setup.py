@@ -39,6 +39,7 @@ from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
 from trainer.placement import decide
 from trainer.placement.decide import Placement
+from trainer.placement.rank_threads import bind_threads
 from trainer.placement.single_host import find_obstacles
 from trainer.run_plan import Plan, make_plan
 from trainer.sync.local import Outer
@@ -93,9 +94,13 @@ class RunSetup:
         config, env = self.config, self.env
         self.run_status.enter("load")
         options = explore(config.device, config.dtype, config.threads, env.local_rank, env.local_world_size)
+        if options.cuda is None:  # it will compute on the CPU
+            options = dataclasses.replace(options, cpu=self._bind_threads(options.cpu))
         records = self._load_and_check(options)
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
         self.numerics = options.on(kind)
+        if options.cuda and kind == "cpu":
+            self.numerics = self._bind_threads(self.numerics)
         peers = [record.peer for record in records]
         self.watchdog.set_peers(peers, {record.rank: record.endpoint for record in records})
         self.group = Collectives.open(env, peers, self.store, self.numerics.device)
@@ -128,6 +133,9 @@ class RunSetup:
         self.facts_by_rank = [record.facts | found for record, found in zip(records, facts, strict=True)]
         self.micro_batches = [int(record.shown["micro-batch"]) for record in records]
         self.config_digest = str(state.meta.get("config_digest") or config.digest())
+
+    def _bind_threads(self, numerics: Numerics) -> Numerics:
+        return bind_threads(numerics, self.config, self.env, self.run_dir, self.log)
 
     def _log_ranks(self, records: list[consistency.Record], kind: str, reason: str) -> None:
         """Log the device kind of the run, and the arithmetic, address and micro-batch of each rank."""
@@ -304,7 +312,10 @@ class RunSetup:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
         if self._same_hosts(meta):
-            self.numerics = restore_numerics(now, meta["numerics"][self.env.rank], self.config.threads)
+            saved = meta["numerics"][self.env.rank]
+            self.numerics = restore_numerics(now, saved, self.config.threads)
+            if changes := now.binding.changes(saved):
+                self.log.info(f"The threads of the checkpoint are not used: {changes}.")
         if self.numerics != now:
             self.log.info(f"As before: {self.numerics.describe()}")
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype

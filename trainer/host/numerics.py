@@ -25,6 +25,8 @@ from trainer.formatting import counted
 from trainer.host.cores import at_most_quota, usable_cores
 from trainer.host.gemm import gemm_rates
 from trainer.host.memory import keep_freed_memory
+from trainer.host.pinning import pin
+from trainer.host.topology import parse_cpu_list
 
 # bfloat16 is used where its GEMM rate is higher by this factor: a smaller gain does not justify the lost
 # digits, since other work does not get faster. At 2.1 times the GEMM rate (AVX512-BF16) a step is 1.5 times
@@ -43,10 +45,52 @@ class Gpu(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Binding:
+    """The processors to which the threads of this rank are bound, and those among which they were chosen.
+
+    Both are in the kernel's list format, such as "0-3,8"; empty where the threads were set by a person.
+    `cores` is their number, limited to the CPU quota. `reason` explains the choice, for the tracker.
+    """
+
+    cpus: str = ""
+    usable: str = ""
+    cores: int = 0
+    reason: str = ""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the threads may not run on all usable processors."""
+        return self.cpus != self.usable
+
+    def facts(self) -> dict[str, str]:
+        """Processors and reason as strings by name, for the tracker."""
+        return {"cpus": self.cpus, "threads reason": self.reason} if self.cpus else {}
+
+    def saved(self) -> dict[str, Any]:
+        """JSON values for a checkpoint."""
+        return {"cpus": self.cpus, **(self.host() if self.cpus else {})}
+
+    def host(self) -> dict[str, Any]:
+        """The usable processors and cores as JSON values: a host with others chooses again."""
+        return {"usable_cpus": self.usable, "cores": self.cores}
+
+    def changes(self, saved: Mapping[str, Any]) -> str:
+        """The differences of this host from that in `saved`, of a checkpoint, as text; "" if there are none.
+
+        Also "" where the threads are set by a person, now or at the checkpoint.
+        """
+        if not (self.cpus and saved.get("cpus")):
+            return ""
+        names = [name for name, value in self.host().items() if saved.get(name) != value]
+        return "; ".join(f"{name} was {saved.get(name)}, now {self.host()[name]}" for name in names)
+
+
+@dataclass(frozen=True)
 class Numerics:
     """Device, number formats and threads of a rank; `reason` explains the compute format.
 
     `rates` are the measured GEMM rates of a core in FLOP/s by format; empty if they were not measured.
+    `binding` is empty where nobody chose processors.
     """
 
     device: torch.device
@@ -57,13 +101,16 @@ class Numerics:
     denormals_flushed: bool
     processor: str
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
+    binding: Binding = field(default_factory=lambda: Binding())
 
     def describe(self) -> str:
         """One line for the log: compute format and its reason, processor, threads, denormals."""
+        on = f" on CPUs {self.binding.cpus}" if self.binding.is_partial else ""
         kept = "kept (this CPU cannot flush them: steps may slow down)"
         return (
             f"{name_of(self.compute_dtype)} ({self.reason}) on {self.processor}, "
-            f"{counted(self.threads, 'thread')}, denormals {'flushed' if self.denormals_flushed else kept}"
+            f"{counted(self.threads, 'thread')}{on}, "
+            f"denormals {'flushed' if self.denormals_flushed else kept}"
         )
 
     def facts(self) -> dict[str, str]:
@@ -76,15 +123,17 @@ class Numerics:
             "compute dtype reason": self.reason,
             **{f"{name_of(dtype)} GFLOP/s": f"{rate / 1e9:.1f}" for dtype, rate in self.rates.items()},
             "threads": str(self.threads),
+            **self.binding.facts(),
             "denormals": "flushed" if self.denormals_flushed else "kept",
         }
 
     def saved(self) -> dict[str, Any]:
-        """Device, compute format and threads as JSON values for a checkpoint, for `restore_numerics`."""
+        """Device, formats, threads and processors as JSON values for a checkpoint, for `restore_numerics`."""
         return {
             "device": self.device.type,
             "compute_dtype": name_of(self.compute_dtype),
             "threads": self.threads,
+            **self.binding.saved(),
         }
 
 
@@ -174,12 +223,15 @@ def thread_count(asked: int, local_world_size: int) -> int:
     A playbook or torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so
     it is limited to that quota here.
     """
-    if asked:
-        return asked
+    return threads_set(asked) or max(1, usable_cores() // local_world_size)
+
+
+def threads_set(asked: int) -> int:
+    """The threads that are set: `asked`, else OMP_NUM_THREADS up to the CPU quota; 0 if neither is set."""
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
-    if threads.isdigit() and int(threads):
+    if not asked and threads.isdigit() and int(threads):
         return at_most_quota(int(threads))
-    return max(1, usable_cores() // local_world_size)
+    return asked
 
 
 def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
@@ -255,9 +307,9 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
     """`numerics` with the compute format and threads of a checkpoint, so that a run resumes bitwise.
 
-    Sets torch's threads. `saved` is the result of `Numerics.saved`. It is ignored for another device; its
-    threads are ignored if `threads` or OMP_NUM_THREADS is set, and its bfloat16 if this host emulates
-    bfloat16.
+    Sets torch's threads and binds them as before. `saved` is the result of `Numerics.saved`.
+    It is ignored for another device; its bfloat16 if this host emulates bfloat16; its threads if a person sets
+    them now (`threads`, OMP_NUM_THREADS) or did so then and no longer, or if the processors have changed.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics
@@ -266,11 +318,20 @@ def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int 
     if compute == torch.bfloat16 and rates and rates[torch.bfloat16] < rates[torch.float32]:
         compute = numerics.compute_dtype
     reason = numerics.reason if compute == numerics.compute_dtype else f"as before; {numerics.reason}"
-    kept = numerics.threads
-    if not threads and not os.environ.get("OMP_NUM_THREADS"):
-        kept = int(saved.get("threads", kept))
-        torch.set_num_threads(kept)
-    return replace(numerics, compute_dtype=compute, reason=reason, threads=kept)
+    numerics = replace(numerics, compute_dtype=compute, reason=reason)
+    return numerics if threads_set(threads) else _restore_threads(numerics, saved)
+
+
+def _restore_threads(numerics: Numerics, saved: Mapping[str, Any]) -> Numerics:
+    now, count = numerics.binding, int(saved.get("threads", numerics.threads))
+    if now.changes(saved) or (now.cpus and saved.get("cpus") == ""):
+        return numerics  # the host has other processors now, or a person no longer sets the threads
+    cpus = str(saved.get("cpus", now.usable)) if now.cpus else ""
+    if cpus != now.cpus:
+        pin(parse_cpu_list(cpus), count)
+        now = replace(now, cpus=cpus, reason="as before")
+    torch.set_num_threads(count)
+    return replace(numerics, threads=count, binding=now)
 
 
 def name_of(dtype: torch.dtype) -> str:

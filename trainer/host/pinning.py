@@ -13,13 +13,13 @@ import hashlib
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 PROBE_SECONDS = 0.2  # several time slices of the kernel's scheduler, and periods of a CPU quota
-PROBE_BYTES = bytes(2**16)  # hashing a longer text releases the GIL
+PROBE_BYTES = 2**16  # hashing a longer text releases the GIL; times the processors, which take it in turn
 THREADS = Path("/proc/self/task")
 
 
@@ -51,12 +51,18 @@ def pinned(cpus: Iterable[int]) -> Iterator[None]:
         pin(before, threads)
 
 
+def bound_to(cpus: Iterable[int], work: Callable[..., object], *args: object) -> None:
+    """Bind the calling thread alone to `cpus`, then call `work(*args)`. Threads that it starts inherit it."""
+    os.sched_setaffinity(threading.get_native_id(), set(cpus))
+    work(*args)
+
+
 def core_rates(cpus: Sequence[int], seconds: float = PROBE_SECONDS) -> dict[int, float]:
     """The speed of each processor relative to the fastest one, measured on all of them at the same time.
 
     Other load and CPU quotas count: a processor that another process keeps busy has about half its speed.
     """
-    done = dict.fromkeys(cpus, 0)
+    done, text = dict.fromkeys(cpus, 0), bytes(PROBE_BYTES * len(cpus))
     barrier = threading.Barrier(len(cpus))
 
     def work(cpu: int) -> None:
@@ -64,7 +70,7 @@ def core_rates(cpus: Sequence[int], seconds: float = PROBE_SECONDS) -> dict[int,
         barrier.wait()
         ends = time.monotonic() + seconds
         while time.monotonic() < ends:
-            hashlib.sha256(PROBE_BYTES)
+            hashlib.sha256(text)
             done[cpu] += 1
 
     workers = [threading.Thread(target=work, args=(cpu,)) for cpu in cpus]

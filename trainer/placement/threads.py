@@ -11,6 +11,8 @@ efficiency core, an SMT sibling, or a core that another process keeps busy.
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,7 +20,8 @@ from typing import Any
 
 import torch
 
-from trainer.host.pinning import core_rates, pinned
+from trainer.host.cores import at_most_quota
+from trainer.host.pinning import bound_to, core_rates, pinned
 from trainer.host.topology import Candidate, Topology, cpu_list, first_siblings
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import orthogonalize
@@ -31,6 +34,10 @@ BUSY_BELOW = 0.75  # of the speed of the fastest core: the core is left out of o
 # repeated measurements differ by more.
 TIE = 1.02
 MOST_TOKENS = 2048  # of a measured layer: it is repeated on every candidate
+LEAST_TOKENS, LEAST_ROWS = 32, 64  # of it, and of a matrix of Muon
+WORK_SECONDS = 0.05  # of the work on the smallest candidate, at the full GEMM rate of each core
+MUON_PART = 0.25  # of the FLOPs of the work
+RANKS_PAY = 1.1  # a rank per NUMA node is proposed from this speed on: ranks also have to reduce gradients
 
 
 @dataclass(frozen=True)
@@ -73,16 +80,22 @@ def candidates_of(topology: Topology) -> list[Candidate]:
     cores = [cpu.number for cpu in first_siblings(topology.cpus)]
     if len(cores) > 1:
         rates = core_rates(cores)
-        free = frozenset(cpu for cpu, rate in rates.items() if rate >= BUSY_BELOW)
-        if len(free) < len(cores) and free not in {each.cpus for each in found}:
+        fast = sorted((cpu for cpu in cores if rates[cpu] >= BUSY_BELOW), key=lambda cpu: -rates[cpu])
+        free = frozenset(fast[: at_most_quota(len(fast))])
+        if len(fast) < len(cores) and free not in {each.cpus for each in found}:
             found.append(Candidate("fast cores at the moment", free))
     return sorted(found, key=lambda each: (len(each.cpus), sorted(each.cpus)))
 
 
-def choose_threads(topology: Topology, work: Callable[[], object]) -> ThreadChoice:
-    """Time `work` on each candidate, the smallest set first, and choose the fastest."""
+def choose_threads(
+    topology: Topology, work: Callable[[], object], candidates: Sequence[Candidate] = ()
+) -> ThreadChoice:
+    """Time `work` on each of `candidates`, the smallest set first, and choose the fastest.
+
+    candidates: by default those of `topology`.
+    """
     measured: list[Measured] = []
-    for candidate in candidates_of(topology):
+    for candidate in candidates or candidates_of(topology):
         best = min((each.seconds for each in measured), default=float("inf"))
         with pinned(candidate.cpus):
             measured.append(Measured(candidate, _seconds_of(work, HOPELESS * best)))
@@ -94,29 +107,39 @@ def choose_threads(topology: Topology, work: Callable[[], object]) -> ThreadChoi
 def _seconds_of(work: Callable[[], object], hopeless: float) -> float:
     """The mean seconds of `work`, without the first run, which starts threads.
 
-    If the second run takes longer than `hopeless` seconds, it is the only one that counts.
+    If the second run takes longer than `hopeless` seconds, or the first one twice that, it is the last one
+    and alone counts.
     """
     times: list[float] = []
     while len(times) <= LEAST_TIMES or sum(times[1:]) < LEAST_SECONDS:
         started = time.perf_counter()
         work()
         times.append(time.perf_counter() - started)
-        if len(times) == 2 and times[1] > hopeless:
-            break
+        if len(times) <= 2 and times[-1] > (hopeless if len(times) == 2 else 2 * hopeless):
+            return times[-1]
     return sum(times[1:]) / len(times[1:])
 
 
-def layer_work(model: GPT, compute_dtype: torch.dtype, rows: int) -> Callable[[], object]:
+def layer_work(
+    model: GPT, compute_dtype: torch.dtype, rows: int, flops: float = math.inf
+) -> Callable[[], object]:
     """Forward and backward of the first layer on `rows` rows, then Muon's GEMMs for each of its matrices.
 
-    At most MOST_TOKENS tokens. compute_dtype: that of the GEMMs. The weights of the layer are overwritten.
+    At most MOST_TOKENS tokens, and about `flops` FLOPs: with fewer tokens, and Muon on a part of the rows of
+    each matrix. compute_dtype: that of the GEMMs. The weights of the layer are overwritten.
     """
     config, layer = model.config, next(model.transformer["h"].children())
-    length = min(config.sequence_len, max(1, MOST_TOKENS // rows))
-    with torch.no_grad():
-        for p in layer.parameters():
-            p.normal_(0.0, 0.02)
-    x = torch.empty(rows, length, config.n_embd, dtype=model.resid_lambdas.dtype).normal_()
+    matrices = list(layer.parameters())
+    most = (1 - MUON_PART) * flops / (6 * sum(p.numel() for p in matrices))
+    tokens = int(max(LEAST_TOKENS, min(MOST_TOKENS, most)))
+    length = min(config.sequence_len, tokens)
+    rows = max(1, min(rows, tokens // length))
+    muon = sum(_muon_flops(min(p.shape), max(p.shape)) for p in matrices if p.ndim == 2)
+    part = min(1.0, (MUON_PART * flops / muon) ** 0.5) if muon else 1.0
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for p in matrices:
+            p.uniform_(-0.03, 0.03)
+        x = torch.empty(rows, length, config.n_embd, dtype=model.resid_lambdas.dtype).normal_()
     rotary = (model.cos[:length].to(compute_dtype), model.sin[:length].to(compute_dtype))
     ve = None
     if config.has_value_embedding(0):
@@ -125,9 +148,64 @@ def layer_work(model: GPT, compute_dtype: torch.dtype, rows: int) -> Callable[[]
     def work() -> None:
         layer(x.requires_grad_(), ve, rotary, config.windows()[0], None).sum().backward()
         with torch.no_grad():
-            for p in layer.parameters():
+            for p in matrices:
                 if p.grad is not None:
-                    orthogonalize(p.grad, compute_dtype)
+                    orthogonalize(_thinner(p.grad, part), compute_dtype)
         layer.zero_grad(set_to_none=True)
 
     return work
+
+
+def _muon_flops(short: int, long: int) -> float:
+    """FLOPs of Muon's five iterations on a matrix with sides `short` and `long`: three GEMMs each."""
+    return 5.0 * (4 * short * short * long + 2 * short**3)
+
+
+def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
+    """The first `part` of the shorter side of `matrix`, LEAST_ROWS at least."""
+    axis = 0 if matrix.size(0) <= matrix.size(1) else 1
+    size = matrix.size(axis)
+    return matrix.narrow(axis, 0, min(size, max(LEAST_ROWS, int(part * size))))
+
+
+def ranks_per_node(
+    topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]
+) -> tuple[int, float]:
+    """(number of NUMA nodes, speed) if a rank on each node is faster than one rank on `best`, else (1, 1.0).
+
+    speed: how many times as fast. It is measured: all nodes do a work of their own at the same time. The
+    nodes must have as many usable physical cores each, and the CPU quota must allow all of them.
+    """
+    cores = first_siblings(topology.cpus)
+    sets = [frozenset(cpu.number for cpu in cores if cpu.node == node) for node in topology.nodes]
+    if len(sets) < 2 or len({len(cpus) for cpus in sets}) > 1 or at_most_quota(len(cores)) < len(cores):
+        return 1, 1.0
+    speed = len(sets) * best.seconds / seconds_at_once(sets, make_work)
+    return (len(sets), speed) if speed >= RANKS_PAY else (1, 1.0)
+
+
+def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Callable[[], object]]) -> float:
+    """The seconds of a work while each of `sets` of processors, of equal size, does one: of the slowest.
+
+    Each set has a thread that calls torch, which has a team of threads of its own.
+    """
+    seconds = [0.0] * len(sets)
+    ready = threading.Barrier(len(sets))
+
+    def run(number: int) -> None:
+        work = make_work()  # its tensors are in the memory of this node
+        work()
+        ready.wait()
+        seconds[number] = _seconds_of(work, math.inf)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(len(sets[0]))
+    try:
+        teams = [threading.Thread(target=bound_to, args=(cpus, run, n)) for n, cpus in enumerate(sets)]
+        for team in teams:
+            team.start()
+        for team in teams:
+            team.join()
+    finally:
+        torch.set_num_threads(before)
+    return max(seconds)
