@@ -196,36 +196,31 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
 
 def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]:
     """A refusal if fleet_cpus names processors that the host lacks; a warning about too many threads."""
-    online, asked = set(cpu_list(facts.get("online", ""))), str(facts.get("cpus", ""))
-    chosen, has = set(cpu_list(asked)), facts.get("online", "")
+    listed, asked = str(facts.get("online", "")), str(facts.get("cpus", ""))
+    online, chosen = set(cpu_list(listed)), set(cpu_list(asked))
     if not online:
         return
     if asked and (missing := [part for part in asked.split(",") if not _is_within(part, online)]):
-        problem = f"fleet_cpus is {asked}, but {', '.join(missing)} is not among its processors {has}."
-        yield finding("NF424", host, problem, f"set fleet_cpus of {host} to a part of {has}, or remove it")
+        problem = f"fleet_cpus is {asked}, but {', '.join(missing)} is not among its processors {listed}."
+        yield finding("NF424", host, problem, f"set fleet_cpus of {host} to a part of {listed}, or remove it")
         return
     threads, name = int(facts.get("threads") or 0), "fleet_threads"
     if config.threads:  # of a rank; it is used instead
         threads, name = config.threads * ranks, "threads" if ranks == 1 else f"threads of {ranks} ranks"
     usable = len(chosen or online)
     if threads > usable:
-        may = "fleet_cpus allows" if chosen else "it has"
-        problem = (
-            f"{name} is {threads}, but {may} {usable} processor{'s' if usable > 1 else ''}: threads wait."
-        )
-        yield warning("NF425", host, problem, _fewer_threads(host, bool(config.threads), usable // ranks))
+        has = f"{'fleet_cpus allows' if chosen else 'it has'} {usable} processor{'s' if usable > 1 else ''}"
+        problem = f"{name} is {threads}, but {has}: threads would wait for each other in every step."
+        fix = f"remove fleet_threads of {host}, so that the fastest number is measured"
+        if config.threads:
+            fix = f"the same with -e threads=auto  (or -e threads={max(1, usable // ranks)})"
+        yield warning("NF425", host, problem, fix)
 
 
 def _is_within(part: str, online: set[int]) -> bool:
     """Whether a number or range of a CPU list names a processor and only processors of `online`."""
     named = set(cpu_list(part))
     return bool(named) and named <= online
-
-
-def _fewer_threads(host: str, of_run: bool, most: int) -> str:
-    if of_run:
-        return f"the same with -e threads=auto  (or -e threads={max(1, most)})"
-    return f"remove fleet_threads of {host}, so that the fastest number is measured"
 
 
 def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:

@@ -10,13 +10,14 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import main
 from trainer.host import pinning, topology
 from trainer.host.pinning import core_rates, pinned
 from trainer.host.topology import Cpu, Topology, read_topology
 from trainer.model.gpt import GPT, GPTConfig
-from trainer.placement import threads
+from trainer.placement import rank_threads, threads
 from trainer.placement.threads import choose_threads, layer_work
 
 TWO = Topology((Cpu(0, (0, 0)), Cpu(1, (0, 1))), {})
@@ -113,10 +114,12 @@ def test_the_fastest_set_is_chosen(one: float, both: float, chosen: set[int], cl
     )
 
 
-def test_a_hopeless_set_is_run_twice_only(clock: Clock) -> None:
-    clock.seconds = {frozenset({0}): 0.1, frozenset({0, 1}): 20.0}
-    choose_threads(TWO, clock.work)
-    assert clock.now < 45
+@pytest.mark.parametrize(("both", "runs"), [(0.3, 2), (20.0, 1)])
+def test_a_hopeless_set_is_run_twice_or_once(both: float, runs: int, clock: Clock) -> None:
+    clock.seconds = {frozenset({0}): 0.1, frozenset({0, 1}): both}
+    choice = choose_threads(TWO, clock.work)
+    assert clock.now == pytest.approx(0.1 * 4 + runs * both)
+    assert choice.saved()["ms"]["all logical CPUs"] == pytest.approx(1000 * both)
 
 
 def test_affinity_and_threads_are_restored_after_a_measurement() -> None:
@@ -143,11 +146,39 @@ def test_the_work_uses_every_matrix_of_the_layer(model: GPT) -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
+@pytest.mark.parametrize("depth", [2, 8, 20])
+def test_the_work_has_about_the_given_operations(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a start does not wait for it longer with a larger model."""
+    model, given = GPT(GPTConfig.from_depth(1, 64, 1024, aspect_ratio=64 * depth)), 4e9
+    shapes: list[torch.Size] = []
+    step = threads.orthogonalize
+
+    def orthogonalize(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        shapes.append(matrix.shape)
+        return step(matrix, dtype)
+
+    monkeypatch.setattr(threads, "orthogonalize", orthogonalize)
+    work = layer_work(model, torch.float32, 2, given)
+    with FlopCounterMode(display=False) as counter:
+        work()
+    assert 0.5 * given < counter.get_total_flops() < 2 * given
+    assert len(shapes) >= 6, "each matrix of attention and MLP takes part"
+    assert model.config.n_embd in {side for shape in shapes for side in shape}
+
+
+def test_the_work_leaves_the_random_numbers_of_the_run_alone(model: GPT) -> None:
+    torch.manual_seed(1)
+    expected = torch.rand(3)
+    torch.manual_seed(1)
+    layer_work(model, torch.float32, rows=1)
+    assert torch.equal(torch.rand(3), expected)
+
+
 def test_the_command_prints_the_table_and_the_settings(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     clock.seconds = {frozenset({0}): 0.2, frozenset({0, 1}): 0.11}
-    monkeypatch.setattr(threads, "layer_work", lambda *_: clock.work)
+    monkeypatch.setattr(rank_threads, "work_maker", lambda *_: lambda: clock.work)
     monkeypatch.setattr(topology, "read_topology", lambda: TWO)
     assert main(["threads", "--depth", "2", "--rows", "1"]) == 0
     shown = capsys.readouterr().out

@@ -308,8 +308,8 @@ def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int 
     """`numerics` with the compute format and threads of a checkpoint, so that a run resumes bitwise.
 
     Sets torch's threads and binds them as before. `saved` is the result of `Numerics.saved`.
-    It is ignored for another device; its bfloat16 if this host emulates bfloat16; its threads if a person sets
-    them now (`threads`, OMP_NUM_THREADS) or did so then and no longer, or if the processors have changed.
+    It is ignored for another device; its bfloat16 if this host emulates bfloat16; its threads if a person
+    sets them now (`threads`, OMP_NUM_THREADS) or did so then alone, or if the processors have changed.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics

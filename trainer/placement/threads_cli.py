@@ -4,7 +4,8 @@ python -m trainer threads                                  depth 8, 2 rows of 1,
 python -m trainer threads --depth 12 --dtype bfloat16
 
 It times the work of a layer on each set of processors that the topology of this host suggests, prints the
-table, and the settings that bind a run to the fastest set. Runs do not do this by themselves.
+table, and the settings that bind a run to the fastest set. A run with threads=auto does the same when it
+starts for the first time; the settings make the choice permanent.
 """
 
 from __future__ import annotations
@@ -40,19 +41,21 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from trainer.host.topology import cpu_list, read_topology
-    from trainer.model.gpt import GPT, GPTConfig
-    from trainer.placement.threads import choose_threads, layer_work
+    from trainer.placement.rank_threads import propose_ranks, work_maker
+    from trainer.placement.threads import candidates_of, choose_threads
 
     torch.set_flush_denormal(True)
     topology = read_topology()
-    shape = GPTConfig.from_depth(1, 64, config.sequence_len, config.n_embd, config.head_dim)
-    work = layer_work(GPT(shape), getattr(torch, args.dtype), args.rows)
     print(f"This host has {topology.describe()}.")
-    choice = choose_threads(topology, work)
+    candidates = candidates_of(topology)
+    make_work = work_maker(config, getattr(torch, args.dtype), len(candidates[0].cpus), {})
+    choice = choose_threads(topology, make_work(), candidates)
     best = choice.best.candidate
     print("\n".join(choice.table()))
     print(
         f"The fastest is {best.name}. For this host set in the inventory:\n"
         f"  fleet_cpus: {cpu_list(best.cpus)}\n  fleet_threads: {len(best.cpus)}"
     )
+    if proposal := propose_ranks(topology, choice.best, make_work):
+        print(proposal)
     return 0
