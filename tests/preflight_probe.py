@@ -30,6 +30,7 @@ available_kb=12000000
 limit=
 biggest=3355443 4711 ada firefox-esr
 cores=4
+online=0-3
 load=0.31
 flags=avx avx2 avx512f avx512_bf16
 chassis=10

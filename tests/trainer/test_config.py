@@ -21,8 +21,9 @@ from trainer.run_plan import describe_plan, make_plan
 
 def test_text_becomes_numbers() -> None:
     config = RunConfig.from_strings(
-        {"depth": "4", "matrix_lr": 1, "total_batch_size": "auto", "sync": "dense"}
+        {"depth": "4", "matrix_lr": 1, "total_batch_size": "auto", "threads": "auto", "sync": "dense"}
     )
+    assert config.threads == RunConfig().threads
     assert (config.depth, config.matrix_lr, config.total_batch_size) == (4, 1.0, 0)
     assert config == RunConfig.from_strings(config.to_dict())
 
@@ -41,6 +42,7 @@ def test_text_becomes_numbers() -> None:
         ({"matrix_lr": -1}, "it must be above 0"),
         ({"warmdown_ratio": 1.5}, "between 0 and 1"),
         ({"total_batch_size": "foo"}, "it takes a whole number or auto"),
+        ({"threads": "all"}, "threads is 'all': it takes a whole number or auto."),
         ({"total_batch_size": 5000}, "multiple of sequence_len (1024); use 4096 or 5120."),
         ({"head_dim": 33}, "must be even"),
         ({"n_kv_head": 3}, "must divide the number of heads, 4 here"),

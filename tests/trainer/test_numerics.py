@@ -191,7 +191,7 @@ def test_a_resumed_run_keeps_what_it_computed_in(start: Start) -> None:
     assert code == 0, said
     checkpoint = old.run_dir / old.outcome()["checkpoint"]
     saved = json.loads((checkpoint / "meta.json").read_text())["numerics"]
-    assert saved == [{"device": "cpu", "compute_dtype": "float32", "threads": 1}]
+    assert saved == [{"device": "cpu", "compute_dtype": "float32", "threads": 1, "cpus": ""}]
 
     (new,) = start(1, dtype="auto", num_iterations=400)
     new.reach_step(json.loads((checkpoint / "meta.json").read_text())["step"] + 1)

@@ -177,6 +177,19 @@ def test_the_environment_of_a_command_that_root_runs_is_no_file_of_the_service_u
     }  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("threads", "ranks", "given"),
+    [(0, 1, None), (6, 1, "6"), ("6", 2, "3"), (1, 2, "1"), (0, 2, "4"), (0, 16, "1")],
+)
+def test_the_only_rank_of_a_host_measures_its_threads_unless_they_are_set(
+    threads: Any, ranks: int, given: str | None
+) -> None:
+    words = command(launch_threads=threads, launch_nproc_per_node=ranks, launch_cores=8)
+    assert [word for word in words if "OMP_NUM_THREADS" in word] == (
+        [f"--setenv=OMP_NUM_THREADS={given}"] if given else []
+    )
+
+
 @pytest.mark.parametrize(("own", "given"), [(0, None), (1, "1"), ("2", "2")])
 def test_a_micro_batch_of_its_own_travels_in_the_units_environment(own: Any, given: str | None) -> None:
     words = command(launch_device_batch_size=own)

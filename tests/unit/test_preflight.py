@@ -9,7 +9,7 @@ import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
 from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check
 
-from trainer.config import RunConfig
+from trainer.config import AUTO_IS_0, RunConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
@@ -165,6 +165,7 @@ def test_the_sample_inventory_lists_the_runs_knobs_with_their_defaults() -> None
     text = (ROOT / "inventory" / "sample" / "group_vars" / "fleet.yml").read_text()
     lines = [line[2:] for line in text.splitlines() if line.startswith("# ") and ": " in line.split("#")[1]]
     sample = yaml.safe_load("\n".join(line for line in lines if line.split(":")[0].isidentifier()))
+    sample |= {name: 0 for name in AUTO_IS_0 if sample[name] == "auto"}
     defaults = RunConfig().to_dict()
     assert set(defaults) - {"num_iterations"} <= set(sample)
     assert {name: sample[name] for name in defaults if name in sample} == {

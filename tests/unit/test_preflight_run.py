@@ -126,6 +126,40 @@ def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     assert host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"}) == []
 
 
+@pytest.mark.parametrize(
+    ("cpus", "lacks"),
+    [("0-3", ""), ("1,3", ""), ("2-5", "2-5"), ("0,7-9,8", "7-9, 8"), ("3-1", "3-1")],
+)
+def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None:
+    found = told(put(GOOD, cpus=cpus), config={})
+    assert severity(found) == (["refusal"] if lacks else [])
+    if lacks:
+        assert found[0]["problem"] == f"fleet_cpus is {cpus}, but {lacks} is not among its processors 0-3."
+        assert found[0]["remedy"] == "set fleet_cpus of laptop to a part of 0-3, or remove it"
+
+
+@pytest.mark.parametrize(
+    ("probe", "config", "ranks", "problem", "remedy"),
+    [
+        ({"threads": "4"}, {}, 1, "", ""),
+        ({"threads": "0"}, {"threads": "auto"}, 1, "", ""),
+        ({"threads": "16"}, {}, 1, "fleet_threads is 16, but it has 4 processors: ", "remove fleet_threads of laptop"),
+        ({"threads": "2", "cpus": "3"}, {}, 1, "fleet_threads is 2, but fleet_cpus allows 1 processor: ", "remove"),
+        ({}, {"threads": 6}, 1, "threads is 6, but it has 4 processors: ", "-e threads=auto  (or -e threads=4)"),
+        ({}, {"threads": 3}, 2, "threads of 2 ranks is 6, but it has 4 ", "(or -e threads=2)"),
+        ({"threads": "16", "online": ""}, {}, 1, "", ""),  # not known
+    ],
+)  # fmt: skip
+def test_more_threads_than_processors_are_a_warning(
+    probe: dict[str, str], config: dict[str, object], ranks: int, problem: str, remedy: str
+) -> None:
+    found = told(put(GOOD, **probe), config=config, nproc_per_node=ranks)
+    assert severity(found) == (["warning"] if problem else [])
+    if problem:
+        assert found[0]["problem"].startswith(problem)
+        assert remedy in found[0]["remedy"]
+
+
 def test_a_processor_without_avx2_is_slow() -> None:
     [found] = told(put(GOOD, flags="avx"), config={})
     assert found["severity"] == "warning"

@@ -21,7 +21,7 @@ import torch
 from trainer.config import RunConfig
 from trainer.data.files import write_json
 from trainer.formatting import counted
-from trainer.host.cores import usable_cores
+from trainer.host.cores import at_most_quota
 from trainer.host.gemm import gemm_rates
 from trainer.host.logger import RunLogger, fields
 from trainer.host.numerics import Binding, Numerics, name_of, threads_set
@@ -77,7 +77,7 @@ def _bind_to_choice(
     numerics: Numerics, topology: Topology, config: RunConfig, run_dir: Path, log: RunLogger
 ) -> Numerics:
     usable = cpu_list(cpu.number for cpu in topology.cpus)
-    host = Binding(usable=usable, cores=usable_cores()).host()
+    host = Binding(usable=usable, cores=at_most_quota(len(topology.cpus))).host()
     key = {
         **{name: getattr(config, name) for name in SHAPE},
         "dtype": name_of(numerics.compute_dtype),
