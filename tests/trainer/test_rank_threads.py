@@ -194,10 +194,10 @@ def test_a_checkpoint_restores_threads_and_processors(machine: Machine, bind: Bi
 @needs_two
 def test_a_resumed_run_measures_nothing_and_is_the_same_to_the_bit(start: Start, tmp_path: Path) -> None:
     """The checkpoint decides, even if threads.json has another choice by then."""
-    auto: dict[str, Any] = {"threads": "auto", "num_iterations": 300, "save_every": 50, "digest_every": 0}
+    auto: dict[str, Any] = {"threads": "auto", "num_iterations": 60, "digest_every": 0}
     own = {"env": [{"OMP_NUM_THREADS": ""}], **auto}
     (first,) = start(1, name="first", **own)
-    first.reach_step(2)
+    first.reach_step(1)
     (first.run_dir / "stop").touch()
     code, said = first.wait()
     assert code == 0, said
