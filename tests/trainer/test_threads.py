@@ -13,6 +13,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.__main__ import main
+from trainer.config import RunConfig
 from trainer.host import pinning, topology
 from trainer.host.pinning import core_rates, pinned
 from trainer.host.topology import Cpu, Topology, read_topology
@@ -50,12 +51,18 @@ def model() -> GPT:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
 @pytest.mark.parametrize("slowed", [0, 1])
 def test_a_processor_that_others_keep_busy_is_left_out(slowed: int, model: GPT) -> None:
+    """Chosen with the short work of a run, and compared with longer work on the same sets."""
     allowed = sorted(os.sched_getaffinity(0))[:2]
     topology = read_topology(allowed=allowed)
+    short = rank_threads.work_maker(RunConfig(depth=4), torch.float32, 1, {})()
     with busy(allowed[slowed]):
-        choice = choose_threads(topology, layer_work(model, torch.float32, rows=2))
+        choice = choose_threads(topology, short)
+        sets = [each.candidate for each in choice.measured]
+        longer = choose_threads(topology, layer_work(model, torch.float32, rows=2), sets)
     assert choice.best.candidate.cpus == {allowed[1 - slowed]}, choice.table()
     assert len(choice.measured) == 2
+    [chosen] = [each for each in longer.measured if each.candidate == choice.best.candidate]
+    assert chosen.seconds <= 1.05 * min(each.seconds for each in longer.measured), longer.table()
 
 
 @pytest.mark.slow
