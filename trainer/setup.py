@@ -117,8 +117,7 @@ class RunSetup:
             state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
         )
         self.group.owner_speeds = list(self.placement.owner_speeds)
-        outer = Outer.of(config)
-        self.sync = make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
+        self.sync = self.make_sync()
         self._resume(state)
         if self.numerics.threads > usable_cores():
             self.log.info(
@@ -155,6 +154,10 @@ class RunSetup:
 
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
+
+    def make_sync(self) -> SyncMode:
+        outer = Outer.of(self.config)
+        return make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
     def _load_and_check(self, options: Options) -> list[consistency.Record]:
         """Open the data and compare this rank with all ranks; returns their records, by rank.

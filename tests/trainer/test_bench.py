@@ -14,12 +14,14 @@ import torch
 from conftest import RATES, TINY, flags, free_port
 
 from trainer.__main__ import main
-from trainer.bench import WARM_STEPS
+from trainer.bench import DDP, WARM_STEPS
 from trainer.bench.limits import Rates, StepOperations, count_operations, iterated_flops
 from trainer.bench.steps import share_of_limit
+from trainer.config import SYNC_MODES, ConfigError, RunConfig
 from trainer.formatting import markdown_table
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
+from trainer.tracking.files import METRICS
 
 KNOBS = {name: TINY[name] for name in ("aspect_ratio", "head_dim", "sequence_len", "dtype", "threads")}
 
@@ -112,6 +114,58 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
     assert sent < 1.1 * dense["ranks"][0]["counted"] / 4
     times = {len(rank["rates_all"]) for rank in round_of_three["ranks"]}
     assert times == {1}, "a fragment is on its way between any two of its steps"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("split", [("--rows", "3"), ("--shares", "5,1")])
+def test_plain_ddp_trains_as_exact_does(split: tuple[str, str], tmp_path: Path, data_dir: Path) -> None:
+    """Equal losses after steps of an optimizer that every rank takes as a whole, in several micro-batches."""
+    rates = {name: TINY[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr")}
+    settings = [*flags({**rates, "dtype": "float64", "device_batch_size": 2}), "--depth", "2", *split]
+    losses, results = {}, {}
+    for name, mode in {"exact": ["--sync", "exact"], "ddp": ["--ddp"]}.items():
+        run_dir = tmp_path / name
+        arguments = ["--data-dir", str(data_dir), "--run-dir", str(run_dir), *settings, *mode, "--steps", "6"]
+        results[name] = bench(tmp_path, *arguments, ranks=2)
+        lines = map(json.loads, (run_dir / METRICS).read_text().splitlines())
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+    assert losses["exact"][-1] < losses["exact"][0] - 0.3, "the weights change"
+    assert losses["ddp"] == pytest.approx(losses["exact"], rel=1e-10)
+    ddp, exact = results["ddp"], results["exact"]
+    assert (ddp["sync"], exact["sync"], ddp["predicted_seconds"]) == ("ddp", "exact", None)
+    assert ddp["split"]["sync"] > 0, "the wait within backward counts as sync"
+    for rank in ddp["ranks"]:
+        # Whole gradients of two ranks; the buffers and the step report are little beside them.
+        model = GPT(GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16))
+        assert rank["counted"] == pytest.approx(8 * model.param_counts()["total"], rel=0.1)
+        assert rank["work"]["muon_flops"] > 1.5 * exact["ranks"][0]["work"]["muon_flops"], "no owner ranks"
+
+
+@pytest.mark.processes
+def test_an_all_reduce_of_the_bytes_of_a_step_is_timed(tmp_path: Path) -> None:
+    for rank in bench(tmp_path, "--depth", "2", "--steps", "2", "--ddp", ranks=2)["ranks"]:
+        assert rank["reduce_measured"] > 0
+        assert rank["reduce_computed"] > 0.99 * rank["counted"] / rank["reduce_goodput"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ddp"], "torchrun --nproc-per-node 2"),
+        (["--ddp", "--sync", "exact"], "leave out --ddp or --sync"),
+    ],
+)
+def test_plain_ddp_needs_ranks_and_is_no_sync_mode(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_run_cannot_be_trained_with_plain_ddp() -> None:
+    assert DDP not in SYNC_MODES
+    with pytest.raises(ConfigError, match="sync is 'ddp': it must be dense"):
+        RunConfig.from_strings({"sync": DDP})
 
 
 @pytest.mark.processes

@@ -3,6 +3,7 @@
 python -m trainer bench                                        depth 8, 2 rows of 1,024 tokens
 python -m trainer bench --depth 4 8 --rows 1 2 4               a table
 torchrun --nproc-per-node 2 -m trainer bench --sync exact      several ranks, and their transfers
+torchrun --nproc-per-node 2 -m trainer bench --ddp             the same with plain DDP, to compare with
 
 Without --data-dir the rows are synthetic. Several measurements run one after the other, each in its own
 process, so that they do not share memory and threads.
@@ -47,6 +48,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--run-file", type=Path, metavar="FILE", help="run.json; its num_iterations are measured"
     )
     parser.add_argument("--shares", default="", metavar="N,N", help="rows of a step by rank")
+    parser.add_argument(
+        "--ddp",
+        action="store_true",
+        help="plain DistributedDataParallel and a replicated optimizer instead of a sync mode",
+    )
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the figures to FILE, as JSON")
     add_config_arguments(parser, SET_HERE)
@@ -65,6 +71,13 @@ def run(args: argparse.Namespace) -> int:
     if min(*args.depth, *args.rows, args.steps) < 1:
         raise ConfigError("--depth, --rows and --steps take whole numbers from 1.")
     env = RankEnv.from_environment()
+    if args.ddp and args.sync:
+        raise ConfigError("--ddp takes the place of a sync mode. Fix: leave out --ddp or --sync.")
+    if args.ddp and env.world_size == 1:
+        raise ConfigError(
+            "--ddp measures several ranks, and this is one. "
+            "Fix: torchrun --nproc-per-node 2 -m trainer bench --ddp"
+        )
     if len(args.depth) * len(args.rows) == 1:
         return _measure(args, env)
     if env.world_size > 1 or args.run_file:
@@ -84,9 +97,11 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
         log = RunLogger(env, args.json) if args.run_file else progress_logger(env)
 
         def start(run_file: RunFile, attempt: Any, log: RunLogger) -> str:
-            from trainer.bench.steps import run_bench
+            from trainer.bench.ddp import DDPTrainer
+            from trainer.bench.steps import BenchTrainer, run_bench
 
-            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log))
+            trainer = DDPTrainer if args.ddp else BenchTrainer
+            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log, trainer))
             if result:
                 write_json(args.run_dir / RESULT, result)
             return "Measured."

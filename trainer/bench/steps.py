@@ -39,11 +39,13 @@ from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import name_of
 from trainer.host.rank_env import RankEnv
-from trainer.placement.microbenchmark import measure_link
+from trainer.placement.cost_model import transfer_seconds
+from trainer.placement.microbenchmark import Link, measure_link
 from trainer.tracking.files import METRICS, read_lines
 from trainer.train import Trainer
 
 LINK_REPEATS = 3
+PIECE_BYTES = 128 * 2**20  # of the all-reduce that is measured, so that it needs little memory
 ROWS = 512  # of synthetic data
 SEED = 7
 
@@ -76,6 +78,11 @@ class BenchTrainer(Trainer):
         self.rates: list[Rates] = []
         self.result: Result = {}
 
+    @property
+    def sync_name(self) -> str:
+        """The sync mode of the case, "" with one rank."""
+        return self.setup.placement.sync if self.env.world_size > 1 else ""
+
     def train(self) -> bool:
         stopped = super().train()
         if stopped:
@@ -84,8 +91,7 @@ class BenchTrainer(Trainer):
         self.sync.finish()
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         self._measure()
-        goodput = self._goodput()
-        mine = json.dumps(self._of_this_rank(goodput, peak)).encode()
+        mine = json.dumps(self._of_this_rank(peak) | self._measure_transfers()).encode()
         ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
         if self.env.is_coordinator:
             self.result = self._of_all(ranks)
@@ -108,13 +114,39 @@ class BenchTrainer(Trainer):
             self.rates.append(measure(numerics.compute_dtype, numerics.device))
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
-    def _goodput(self) -> float | None:
-        """The effective bandwidth of an all-reduce in bytes per second, a median; None with one rank."""
+    def _measure_transfers(self) -> Result:
+        """Effective bandwidth of an all-reduce, and its seconds for the bytes of a step; None for one rank.
+
+        reduce_measured: of an all-reduce in which each rank sends as many bytes as the rank that sends most
+        in a step, while no rank computes. reduce_computed: by the cost model.
+        """
         if self.group.world_size == 1:
-            return None
+            return dict.fromkeys(("reduce_goodput", "reduce_measured", "reduce_computed"))
+        mean = statistics.mean if self.sync_name == "local" else statistics.median
+        mine = round(mean(end.counted - begin.counted for begin, end in self._spans()))
+        sent = int(self.group.gather_int64(torch.tensor([mine])).max())
         with self._long_phase("evaluate"):
-            links = [measure_link(self.group, CPU) for _ in range(LINK_REPEATS)]
-            return statistics.median(link.bandwidth for link in links if link)
+            links = [link for _ in range(LINK_REPEATS) if (link := measure_link(self.group, CPU))]
+            bandwidth, latency = (
+                statistics.median(getattr(link, name) for link in links) for name in ("bandwidth", "latency")
+            )
+            return {
+                "reduce_goodput": bandwidth,
+                "reduce_measured": self._seconds_of_all_reduce(sent),
+                "reduce_computed": transfer_seconds(sent, Link(bandwidth, latency)),
+            }
+
+    def _seconds_of_all_reduce(self, sent: int) -> float:
+        """Measure an all-reduce in which every rank sends `sent` bytes, in pieces of PIECE_BYTES at most."""
+        n = self.group.world_size
+        left = round(sent * n / (2 * (n - 1)) / 4)
+        buffer = torch.zeros(min(left, PIECE_BYTES // 4))
+        self.group.all_reduce([torch.zeros(1)])  # all ranks begin at the same time
+        began = time.monotonic()
+        while left > 0:
+            self.group.all_reduce([buffer[:left]])
+            left -= len(buffer)
+        return time.monotonic() - began
 
     # -- parts of a run that are not measured ------------------------------------------------------------
 
@@ -133,8 +165,8 @@ class BenchTrainer(Trainer):
         """(Begin, end) of each measured step, without the first WARM_STEPS."""
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
-    def _of_this_rank(self, goodput: float | None, peak: int) -> Result:
-        """The figures of this rank. goodput: effective bandwidth in bytes/s; peak: resident bytes."""
+    def _of_this_rank(self, peak: int) -> Result:
+        """The figures of this rank but those of transfers alone. peak: resident bytes."""
         rows = self.plan.shares[self.env.rank]
         names = [matrix.name for matrix in self.optimizer.muon_parameters()]
         owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}
@@ -166,7 +198,6 @@ class BenchTrainer(Trainer):
             "counted_mean": statistics.mean(counted),
             "sent": statistics.median(sent) if sent else None,
             "sent_mean": statistics.mean(sent) if sent else None,
-            "reduce_goodput": goodput,
         }
 
     def _of_all(self, ranks: list[Result]) -> Result:
@@ -184,7 +215,7 @@ class BenchTrainer(Trainer):
             "device_batch_size": config.device_batch_size,
             "tokens": self.plan.total_batch_size,
             "shares": list(self.plan.shares),
-            "sync": placement.sync if self.env.world_size > 1 else "",
+            "sync": self.sync_name,
             "predicted_seconds": placement.prediction.step_seconds if placement.prediction else None,
             "world_size": self.env.world_size,
             "hosts": [peer.host for peer in self.group.peers],
@@ -242,13 +273,19 @@ def synthetic(sequence_len: int, vocab_size: int = VOCAB_SIZE) -> Dataset:
 
 
 def run_bench(
-    run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, attempt: Attempt, log: RunLogger
+    run_file: RunFile,
+    data_dir: Path | None,
+    run_dir: Path,
+    env: RankEnv,
+    attempt: Attempt,
+    log: RunLogger,
+    trainer: type[BenchTrainer] = BenchTrainer,
 ) -> Result:
     """Measure the steps of a run; returns the result on rank 0, {} on the others. Raises RunEnd.
 
-    data_dir None: synthetic rows.
+    data_dir None: synthetic rows. trainer: the class that takes the steps.
     """
-    run = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
+    run = trainer(run_file, data_dir, run_dir, env, attempt, log)
     with run.report_failures():
         run.run()
     return run.result

@@ -274,9 +274,13 @@ class Collectives:
         except torch.OutOfMemoryError:  # of a GPU; not caused by a peer
             raise
         except RuntimeError as error:
-            raise PeerLost(self._name_peer(str(error))) from None
+            raise self.peer_lost(error) from None
         finally:
             self.is_waiting = before
+
+    def peer_lost(self, error: RuntimeError) -> PeerLost:
+        """The PeerLost for the `error` of a failed collective."""
+        return PeerLost(self._name_peer(str(error)))
 
     def _name_peer(self, message: str) -> str:
         """A sentence on a failed collective; Gloo's error `message` names a lost peer only by its address."""

@@ -70,6 +70,11 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
     return copies * values * (2 if mode == "fast" else work.value_bytes)
 
 
+def transfer_seconds(sent: float, link: Link) -> float:
+    """Predicted seconds in which a rank sends the `sent` bytes of a step, if nothing hides them."""
+    return sent / link.bandwidth + 4 * link.latency
+
+
 @dataclass(frozen=True)
 class CostModel:
     """Predicts seconds per step from the speeds of the ranks, the link between them, and the work of a step.
@@ -128,7 +133,7 @@ class CostModel:
         if self.link is None:
             return 0.0
         sent = payload(mode, self.work, rows, len(self.speeds), self.outer)
-        return sent / self.link.bandwidth + 4 * self.link.latency
+        return transfer_seconds(sent, self.link)
 
     def _muon(self) -> float:
         """Seconds that the slowest owner rank takes for its Muon matrices."""
