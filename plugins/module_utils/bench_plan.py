@@ -1,6 +1,7 @@
 """The benchmark cases that bench.yml measures, made from their names.
 
-A case is a dict: name, hosts, nproc (ranks on each host), config (settings of its run), shares (batch split).
+A case is a dict: name, hosts, nproc (ranks on each host), config (settings of its run), shares (batch split),
+arguments (more options of `trainer bench`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import Need
 from ansible_collections.nanofleet.fleet.trainer import bench
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 
 ONE_HOST = ("solo", "gpu", "ranks")
-RANKS_ON_A_HOST = 2
+SEVERAL_HOSTS = (bench.DDP, *trainer.SYNC_MODES)
+KINDS = (*ONE_HOST, *SEVERAL_HOSTS)
+PROCESSES = (2, 4)  # on one host, of the default cases; ranks-4096 is ranks2-4096
 NAME = re.compile(
-    r"(?P<kind>[a-z]+)-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
+    r"(?P<kind>[a-z]+)(?P<processes>\d+)?-(?P<tokens>\d+)(-(?P<format>float32|bfloat16))?(-(?P<shares>auto|\d+(\.\d+)+))?(-on-(?P<host>.+))?"
 )
 Case = dict[str, Any]
 
@@ -30,14 +34,19 @@ def bench_plan(
     config: Mapping[str, Any],
     tokens: int,
     steps: int,
+    threads: int = 0,
+    memory_gb: float = 0.0,
 ) -> list[Case]:
     """The benchmark cases that `asked` names, separated by commas; the default cases if it is empty.
 
+    threads, memory_gb: of the first host, 0 if unknown; they limit the default number of processes on it.
     Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
     problems, cases = [], []
-    for name in names or default_cases(hosts, gpu_hosts, tokens):
+    least, *more = PROCESSES
+    processes = [least, *(n for n in more if _has_room(n, config, tokens, threads, memory_gb))]
+    for name in names or default_cases(hosts, gpu_hosts, tokens, processes):
         try:
             cases.append(_case(name, hosts, config, steps))
         except ValueError as error:
@@ -47,20 +56,36 @@ def bench_plan(
     return cases
 
 
-def default_cases(hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int) -> list[str]:
+def _has_room(ranks: int, config: Mapping[str, Any], tokens: int, threads: int, memory_gb: float) -> bool:
+    """Whether a host has a thread, memory and a sequence of the step for each of `ranks` ranks.
+
+    On fewer threads, processes would only take turns. memory_gb 0: unknown, taken as enough.
+    """
+    try:
+        rows = tokens // trainer.RunConfig.from_strings(config).sequence_len
+        need = Need(config, ranks=ranks, world_size=ranks, coordinates=False)
+    except ValueError:  # the cases report it
+        return False
+    return min(threads, rows) >= ranks and (not memory_gb or need.memory_gb <= memory_gb)
+
+
+def default_cases(
+    hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int, processes: Sequence[int] = PROCESSES[:1]
+) -> list[str]:
     """Names of the default benchmark cases. tokens: tokens per step, of all ranks together.
 
-    These are each host alone, the GPU of each GPU host, two ranks on the first host, all hosts in every sync
-    mode. The coordinator alone with tokens / len(hosts) gives the least step time that the fleet can have. In
-    sync=local every rank has `tokens` per step.
+    These are each host alone, the GPU of each GPU host, several processes on the first host (each number in
+    `processes`), all hosts with plain DDP and in every sync mode. The coordinator alone with
+    tokens / len(hosts) gives the least step time that the fleet can have. In sync=local every rank has
+    `tokens` per step.
     """
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
     several = len(hosts) > 1
     names += [f"solo-{tokens // len(hosts)}-on-{hosts[0]}"] if several else []
-    names.append(f"ranks-{tokens}-on-{hosts[0]}")
-    modes = trainer.SYNC_MODES if several else ()
-    return names + [f"{mode}-{tokens * len(hosts) if mode == 'local' else tokens}" for mode in modes]
+    names += [f"ranks{number}-{tokens}-on-{hosts[0]}" for number in processes]
+    kinds = SEVERAL_HOSTS if several else ()
+    return names + [f"{kind}-{tokens * len(hosts) if kind == 'local' else tokens}" for kind in kinds]
 
 
 def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int) -> Case:
@@ -68,12 +93,18 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
     if not match:
         raise ValueError("a case is KIND-TOKENS[-FORMAT][-SHARES][-on-HOST], such as exact-4096-float32.")
     kind, shares = match["kind"], match["shares"]
-    if kind not in (*ONE_HOST, *trainer.SYNC_MODES):
-        raise ValueError(f"its kind is {' or '.join((*ONE_HOST, *trainer.SYNC_MODES))}.")
+    if kind not in KINDS:
+        raise ValueError(f"its kind is {' or '.join(KINDS)}.")
+    nproc = int(match["processes"] or PROCESSES[0]) if kind == "ranks" else 1
+    if (match["processes"] and kind != "ranks") or (kind == "ranks" and nproc < 2):
+        raise ValueError("only ranks takes a number of processes, 2 or more, such as ranks4-4096.")
+    if kind == bench.DDP and shares == trainer.BY_SPEED:
+        raise ValueError("plain DDP measures no speeds: leave out auto, or give rows by rank such as 3.1.")
     if match["host"] and match["host"] not in hosts:
         raise ValueError(f"there is no host {match['host']}, only {', '.join(hosts)}.")
     if kind not in ONE_HOST and (match["host"] or len(hosts) < 2):
-        raise ValueError("a sync mode is measured on all hosts of a fleet, two or more.")
+        raise ValueError(f"{kind} is measured on all hosts of a fleet, two or more.")
+    case_hosts = [match["host"] or hosts[0]] if kind in ONE_HOST else list(hosts)
     settings = {
         **config,
         "num_iterations": bench.WARM_STEPS + steps,
@@ -88,14 +119,19 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
         "solo": {"device": "cpu"},
         "gpu": {"device": "cuda"},
         "ranks": {"sync": "exact"},
+        bench.DDP: {"sync": "dense"},  # not used
     }.get(kind, {"sync": kind})
-    trainer.RunConfig.from_strings(settings)
+    run = trainer.RunConfig.from_strings(settings)
+    rows, ranks = run.total_batch_size // run.sequence_len, nproc * len(case_hosts)
+    if 0 < rows < ranks:
+        raise ValueError(f"{ranks} ranks need a sequence each, {ranks * run.sequence_len} tokens or more.")
     return {
         "name": name,
-        "hosts": [match["host"] or hosts[0]] if kind in ONE_HOST else list(hosts),
-        "nproc": RANKS_ON_A_HOST if kind == "ranks" else 1,
+        "hosts": case_hosts,
+        "nproc": nproc,
         "config": settings,
         "shares": shares.replace(".", ",") if shares else "equal",
+        "arguments": ["--ddp"] if kind == bench.DDP else [],
     }
 
 

@@ -33,19 +33,58 @@ def test_a_fleet_is_measured_alone_together_and_in_every_mode() -> None:
         "solo-4096-on-a",
         "solo-4096-on-b",
         "solo-2048-on-a",
-        "ranks-4096-on-a",
+        "ranks2-4096-on-a",
+        "ddp-4096",
         *modes,
     }
     assert stages["exact-4096"]["hosts"] == ["a", "b"]
     assert stages["exact-4096"]["config"]["sync"] == "exact"
     assert stages["solo-4096-on-b"]["hosts"] == ["b"]
-    assert (stages["ranks-4096-on-a"]["nproc"], stages["ranks-4096-on-a"]["hosts"]) == (2, ["a"])
+    assert (stages["ranks2-4096-on-a"]["nproc"], stages["ranks2-4096-on-a"]["hosts"]) == (2, ["a"])
+    assert {name for name, stage in stages.items() if stage["arguments"]} == {"ddp-4096"}
+    assert (stages["ddp-4096"]["arguments"], stages["ddp-4096"]["hosts"]) == (["--ddp"], ["a", "b"])
     assert all(stage["config"]["num_iterations"] == 7 for stage in stages.values())
 
 
 def test_one_host_has_no_sync_modes_and_a_gpu_is_measured_too() -> None:
     names = [stage["name"] for stage in filters.bench_plan("", ["a"], ["a"], {}, 4096, 5)]
-    assert names == ["solo-4096-on-a", "gpu-4096-on-a", "ranks-4096-on-a"]
+    assert names == ["solo-4096-on-a", "gpu-4096-on-a", "ranks2-4096-on-a"]
+
+
+@pytest.mark.parametrize(
+    ("threads", "memory_gb", "tokens", "config", "has_four"),
+    [
+        (4, 0.0, 4096, {}, True),
+        (8, 64.0, 4096, {}, True),
+        (3, 64.0, 4096, {}, False),
+        (0, 64.0, 4096, {}, False),
+        (8, 8.0, 4096, {"depth": "8"}, False),
+        (8, 8.0, 4096, {"depth": "2"}, True),
+        (8, 64.0, 2048, {}, False),
+        (8, 64.0, 2048, {"sequence_len": "512"}, True),
+    ],
+)
+def test_four_processes_are_measured_where_a_host_has_room_for_them(
+    threads: int, memory_gb: float, tokens: int, config: dict[str, Any], has_four: bool
+) -> None:
+    stages = filters.bench_plan("", ["a"], [], config, tokens, 5, threads, memory_gb)
+    assert [stage["nproc"] for stage in stages] == ([1, 2, 4] if has_four else [1, 2])
+    named = filters.bench_plan(f"ranks4-{4 * tokens}", ["a"], [], config, tokens, 5, threads, memory_gb)
+    assert named[0]["nproc"] == 4, "a case that is named is measured in any case"
+
+
+def test_the_kind_ranks_takes_a_number_of_processes_and_two_without_it() -> None:
+    names = "ranks-4096", "ranks2-4096", "ranks4-4096-float32-on-b", "ranks16-16384"
+    stages = plan(",".join(names))
+    assert [stage["nproc"] for stage in stages] == [2, 2, 4, 16]
+    assert [stage["hosts"] for stage in stages] == [["a"], ["a"], ["b"], ["a"]]
+    assert all(stage["config"]["sync"] == "exact" for stage in stages)
+
+
+def test_plain_ddp_is_a_kind_of_the_benchmark_and_no_sync_mode() -> None:
+    (stage,) = plan("ddp-4096-float32-3.1")
+    assert (stage["arguments"], stage["shares"], stage["config"]["dtype"]) == (["--ddp"], "3,1", "float32")
+    assert stage["config"]["sync"] in SYNC_MODES, "the run file of a case is one of a run"
 
 
 def test_only_what_was_measured_of_the_same_model_counts_as_measured(tmp_path: Path) -> None:
@@ -93,6 +132,12 @@ def test_a_stage_is_read_from_its_name() -> None:
         ("solo-4096-on-c", "there is no host c"),
         ("exact-5000", "multiple of sequence_len"),
         ("exact-4096-on-a", "on all hosts"),
+        ("ddp-4096-on-a", "ddp is measured on all hosts"),
+        ("ddp-4096-auto", "plain DDP measures no speeds"),
+        ("exact4-4096", "only ranks takes a number of processes"),
+        ("ranks1-4096", "2 or more"),
+        ("ranks8-4096", "8 ranks need a sequence each, 8192 tokens or more"),
+        ("exact-1024", "2 ranks need a sequence each, 2048 tokens or more"),
     ],
 )
 def test_a_stage_that_cannot_be_is_refused(asked: str, says: str) -> None:
