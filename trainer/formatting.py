@@ -44,5 +44,5 @@ def duration(seconds: float | None) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number with its noun in singular or plural: 1 head, 2 heads, 3 micro-batches."""
-    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith("ch") else "s")
+    """A number with its noun in singular or plural: 1 head, 2 heads, 3 micro-batches, 4 processes."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "es" if noun.endswith(("ch", "ss")) else "s")

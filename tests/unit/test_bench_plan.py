@@ -256,6 +256,59 @@ def test_ranks_of_one_host_meet_no_wire() -> None:
     assert (row["payload_by_interface"], row["link_seconds"]) == (None, None)
 
 
+def test_cases_are_compared_with_plain_ddp_of_the_same_work() -> None:
+    """Of all hosts, at the same tokens and number format: neither one host nor another batch has a factor."""
+    half = {"compute_dtype": "bfloat16"}
+    results = {
+        "ddp-4096-float32": measured(4096, 12.0, ranks=2, sync="ddp"),
+        "exact-4096-float32": measured(4096, 8.0, ranks=2, sync="exact"),
+        "dense-4096-float32": measured(4096, 15.0, ranks=2, sync="dense"),
+        "fast-4096-bfloat16": measured(4096, 5.0, ranks=2, sync="fast", of_rank=half),
+        "exact-16384-float32": measured(16384, 30.0, ranks=2, sync="exact"),
+        "ranks2-4096": measured(4096, 8.0, ranks=2, sync="exact") | {"hosts": ["a", "a"]},
+        "solo-4096": measured(4096, 16.0),
+    }
+    factors = {row["case"]: row["over_ddp"] for row in report.compare(results) if "over_ddp" in row}
+    assert factors == {"exact-4096-float32": 1.5, "dense-4096-float32": 0.8}
+    with_half = results | {"ddp-4096-bfloat16": measured(4096, 6.0, ranks=2, sync="ddp", of_rank=half)}
+    rows = {row["case"]: row for row in report.compare(with_half)}
+    assert rows["fast-4096-bfloat16"]["over_ddp"] == pytest.approx(1.2)
+    assert rows["ddp-4096-float32"]["ratio"] == pytest.approx(16 / 12)
+    without = {name: result for name, result in results.items() if not name.startswith("ddp")}
+    assert not any("over_ddp" in row for row in report.compare(without))
+
+
+def test_the_first_table_goes_from_one_process_to_all_hosts_and_gpus() -> None:
+    reduces = {"reduce_measured": 2.5, "reduce_computed": 1.9, "reduce_goodput": 100e6}
+    four = measured(4096, 9.0, ranks=2, sync="exact") | {"hosts": ["a"] * 4, "world_size": 4}
+    results = {
+        "gpu-4096-on-a": measured(4096, 0.5, of_rank={"device": "cuda"}),
+        "exact-4096": measured(4096, 8.0, ranks=2, sync="exact", of_rank=reduces),
+        "ddp-4096": measured(4096, 12.0, ranks=2, sync="ddp", of_rank=reduces),
+        "ranks4-4096": four,
+        "ranks2-4096": measured(4096, 8.5, ranks=2, sync="exact") | {"hosts": ["a", "a"]},
+        "solo-4096": measured(4096, 16.0),
+    }
+    text = report.as_markdown(results, report.compare(results))
+    lines = text.split("\n\n")[1].splitlines()
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert [row[0] for row in table[2:]] == [
+        "1 process on a",
+        "2 processes on a",
+        "4 processes on a",
+        "exact on a, b",
+        "plain DDP on a, b",
+        "GPU of a",
+    ]
+    exact = dict(zip(table[0], table[5], strict=True))
+    assert (exact["to baseline"], exact["over plain DDP"]) == ("2.00x", "1.50x")
+    assert (exact["all-reduce measured, s"], exact["computed, s"]) == ("2.50", "1.90")
+    alone = dict(zip(table[0], table[2], strict=True))
+    assert (alone["over plain DDP"], alone["all-reduce measured, s"], alone["computed, s"]) == ("", "", "")
+    before = dict(zip(table[0], table[4], strict=True))
+    assert (before["all-reduce measured, s"], before["computed, s"]) == ("", "1.80"), "of an older result"
+
+
 def test_the_report_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     stages = tmp_path / "stages"
     stages.mkdir()

@@ -5,6 +5,9 @@ python -m trainer.bench.report FOLDER --out OUT [--link-mbit 1000] [--tracker-ur
 FOLDER has CASE.json for each benchmark case, as `python -m trainer bench` writes it. OUT gets bench.md,
 bench.json and bench.png.
 
+The first table has a line for each case: 1 process, several on one host, all hosts, a GPU. The factor over
+plain DDP compares a case of all hosts with the case `ddp` of the same hosts, tokens and number format.
+
 The baseline has the same tokens per step as all ranks together; for `local` it has those of one rank. The
 bound of the ratio is baseline step / max(baseline step with the rows of one rank, bytes sent / bandwidth of
 an all-reduce).
@@ -20,14 +23,25 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.bench import SCHEMA
+from trainer.bench import DDP, SCHEMA
 from trainer.bench.text import Columns, Result, percent, table
 from trainer.config import number_from_zero
 from trainer.data.files import write_json, write_whole
 from trainer.formatting import counted
 
 Row = dict[str, Any]
-LOGGED = ("tok_per_s", "step_seconds", "ratio", "bound", "share_of_bound", "payload", "reduce_seconds")
+COPIED = ("depth", "sequence_len", "tokens", "shares", "sync", "steps", "split")  # from result to row
+LOGGED = (
+    "tok_per_s",
+    "step_seconds",
+    "ratio",
+    "over_ddp",
+    "bound",
+    "share_of_bound",
+    "payload",
+    "reduce_seconds",
+    "reduce_measured",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -77,7 +91,9 @@ def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """One row per benchmark case, with ratio and bound if the single-host baseline was measured too.
+    """One row per benchmark case, with what it is compared with if that was measured too.
+
+    ratio and bound need the single-host baseline, over_ddp the case with plain DDP.
 
     link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
     """
@@ -89,7 +105,17 @@ def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
             singles = [one for one in results.values() if one["world_size"] == 1 and _comparable(one, result)]
             row |= _against_baseline(row, result, singles)
         rows.append(row)
+    for row in rows:
+        ddp = [one for one in rows if one["sync"] == DDP and _same_work(one, row)]
+        if ddp and row["sync"] != DDP:
+            row["over_ddp"] = ddp[0]["step_seconds"] / row["step_seconds"]
     return rows
+
+
+def _same_work(one: Row, other: Row) -> bool:
+    """Whether two cases differ in the sync mode or the batch split only."""
+    names = ("depth", "sequence_len", "tokens", "ranks", "hosts", "format", "device")
+    return all(one[name] == other[name] for name in names)
 
 
 def _row(name: str, result: Result) -> Row:
@@ -97,7 +123,7 @@ def _row(name: str, result: Result) -> Row:
     # A sync round of local occurs once in many steps, so the time of a step is a mean.
     seconds = result["step_seconds_mean" if result["sync"] == "local" else "step_seconds"]
     return {
-        **{key: result[key] for key in ("tokens", "shares", "sync", "steps", "split")},
+        **{key: result[key] for key in COPIED},
         "case": name,
         "ranks": result["world_size"],
         "hosts": sorted(set(result["hosts"])),
@@ -114,7 +140,11 @@ def _row(name: str, result: Result) -> Row:
 
 
 def _transfers(result: Result, link_mbit: float) -> Row:
-    """The bytes that the slowest rank sends in a step, and the seconds that they take."""
+    """The bytes that the slowest rank sends in a step, and the seconds that they take.
+
+    reduce_measured: of an all-reduce of so many bytes, None in results of before it was measured.
+    reduce_seconds: computed for them from the effective bandwidth, link_seconds from the rate of the link.
+    """
     ranks, suffix = result["ranks"], "_mean" if result["sync"] == "local" else ""
     payload = max(rank[f"counted{suffix}"] for rank in ranks)
     goodput = min(rank["reduce_goodput"] for rank in ranks)
@@ -126,7 +156,8 @@ def _transfers(result: Result, link_mbit: float) -> Row:
         "payload": payload,
         "payload_by_interface": max(sent, default=None),
         "goodput": goodput,
-        "reduce_seconds": payload / goodput,
+        "reduce_seconds": max(rank.get("reduce_computed") or payload / goodput for rank in ranks),
+        "reduce_measured": max(rank.get("reduce_measured") or 0.0 for rank in ranks) or None,
         "link_seconds": payload * 8 / (link * 1e6) if link else None,
     }
 
@@ -191,17 +222,38 @@ def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
 
 
 def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
-    """The report as Markdown: facts of the hosts, a table of throughput and one of transfers."""
+    """The report as Markdown: facts of the hosts, one table of all cases, others in detail."""
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
     for rank in (rank for result in results.values() for rank in result["ranks"]):
         cpu, threads = rank["cpu"] or rank["processor"], counted(rank["threads"], "thread")
         facts.setdefault(rank["host"], f"{rank['host']}: {cpu}, {threads}")
     head = f"Depth {first['depth']}, rows of {first['sequence_len']:,} tokens, torch {first['torch']}. "
-    parts = [f"{head}{'; '.join(facts.values())}.", table(rows, THROUGHPUT)]
+    parts = [f"{head}{'; '.join(facts.values())}.", table(sorted(rows, key=_rung), CASES)]
+    parts.append(table(rows, THROUGHPUT))
     if together := [row for row in rows if row["ranks"] > 1]:
         parts.append(table(together, TRANSFERS))
     return "\n\n".join(parts)
+
+
+def _rung(row: Row) -> tuple[bool, int, int]:
+    """The order of the first table: CPUs before GPUs, one host before several, few processes before many."""
+    return row["device"] != "cpu", len(row["hosts"]), row["ranks"]
+
+
+def _what(row: Row) -> str:
+    """What takes the steps: "2 processes on tower", "plain DDP on tower, laptop", "GPU of tower"."""
+    hosts = ", ".join(row["hosts"])
+    if len(row["hosts"]) > 1:
+        how = "plain DDP" if row["sync"] == DDP else row["sync"]
+        return f"{how} on {'the GPUs of ' if row['device'] != 'cpu' else ''}{hosts}"
+    if row["device"] != "cpu":
+        return f"GPU of {hosts}"
+    return f"{counted(row['ranks'], 'process')} on {hosts}"
+
+
+def _seconds(value: float | None) -> str:
+    return f"{value:.2f}" if value is not None else ""
 
 
 def _predicted(row: Row) -> str:
@@ -218,6 +270,17 @@ def _times(value: float | None) -> str:
     return f"{value:.2f}x" if value is not None else ""
 
 
+CASES: Columns = {
+    "what": _what,
+    "tokens a step": lambda row: f"{row['tokens']:,}",
+    "format": lambda row: row["format"],
+    "step, s": lambda row: f"{row['step_seconds']:.2f}",
+    "tok/s": lambda row: f"{row['tok_per_s']:,.0f}",
+    "to baseline": lambda row: _times(row.get("ratio")),
+    "over plain DDP": lambda row: _times(row.get("over_ddp")),
+    "all-reduce measured, s": lambda row: _seconds(row.get("reduce_measured")),
+    "computed, s": lambda row: _seconds(row.get("reduce_seconds")),
+}
 THROUGHPUT: Columns = {
     "case": lambda row: row["case"],
     "hosts": lambda row: ", ".join(row["hosts"]),
@@ -241,8 +304,9 @@ TRANSFERS: Columns = {
     "sent a step, MB": lambda row: _megabytes(row["payload"]),
     "by the interface, MB": lambda row: _megabytes(row["payload_by_interface"]),
     "all-reduce, MB/s": lambda row: _megabytes(row["goodput"]),
-    "takes, s": lambda row: f"{row['reduce_seconds']:.2f}",
-    "by bytes and link, s": lambda row: f"{row['link_seconds']:.2f}" if row["link_seconds"] else "",
+    "measured, s": lambda row: _seconds(row["reduce_measured"]),
+    "computed, s": lambda row: _seconds(row["reduce_seconds"]),
+    "by bytes and link, s": lambda row: _seconds(row["link_seconds"]),
     "waited for, s": lambda row: f"{row['split']['sync']:.2f}",
 }
 
