@@ -74,6 +74,10 @@ lock: venv ## the packages of every extra and their hashes, to requirements/hash
 bench: lab-tools venv ## how fast one host and two are, on a lab of its own (ARGS="--quick", "--only exact-4096", "--list", "--record")
 	@python -m benchmarks.lab $(ARGS)
 
+.PHONY: replay
+replay: venv ## plain DDP and nanofleet on the hosts of your inventory, beside an effort by hand (ARGS="--report", "--record")
+	@python -m benchmarks.replay $(ARGS)
+
 .PHONY: docs
 docs: venv ## the documentation as a site, in build/site (needs no network once built)
 	@python -m mkdocs --version >/dev/null 2>&1 || python -m pip install -q -c constraints.txt -e '.[docs]'

@@ -43,6 +43,7 @@ GROUPS = (
             "solo-4096-float32",
             "exact-4096-float32",
             "dense-4096-float32",
+            "ddp-4096-float32",
             "fast-4096-float32",
             "solo-2048-bfloat16",
             "solo-4096-bfloat16",
@@ -116,7 +117,8 @@ def expected(case: str, rate: float) -> float:
     speed = 0.75 * rate * (2 if "bfloat16" in case else 1) * (A_THIRD if "-on-" in case else 1)
     if case.endswith("8.8"):
         speed *= 2 / 3
-    step = (273.7e6 * tokens + 322e9) / (cores * speed)
+    muon = 322e9 * (cores if case.startswith("ddp") else 1)  # plain DDP has no owner ranks
+    step = (273.7e6 * tokens + muon) / (cores * speed)
     if "4096" in case and cores == 2 and not case.startswith("exact"):
         step += 3  # seconds for the transfers
     return CASE_SECONDS + step * (steps_of(case) + WARM_STEPS)

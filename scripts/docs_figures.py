@@ -1,10 +1,12 @@
-"""Write the measured figures into the pages, from docs/recorded/bench.json.
+"""Write the measured figures into the pages, from docs/recorded/bench.json and replay.json.
 
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
+    make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A page shows the table
-of all cases between `<!-- figures -->` and `<!-- end -->`.
+of all cases between `<!-- figures -->` and `<!-- end -->`; docs/how-to/replay.md has its own, after
+`<!-- replay -->`.
 """
 
 from __future__ import annotations
@@ -16,10 +18,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from benchmarks import replay
 from scripts.generated import ROOT, table, write
 
 RECORD = ROOT / "docs" / "recorded" / "bench.json"
-TABLE = re.compile(r"<!-- figures -->\n.*?<!-- end -->", re.DOTALL)
+REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 STEPS = 5000
 PHRASES = {
     "README.md": (
@@ -107,6 +110,12 @@ def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
     return page
 
 
+def marked(page: str, mark: str, block: str) -> str:
+    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`; a page without the mark is unchanged."""
+    pattern = rf"<!-- {mark} -->\n.*?<!-- end -->"
+    return re.sub(pattern, lambda _: f"<!-- {mark} -->\n{block}\n<!-- end -->", page, flags=re.DOTALL)
+
+
 def pages() -> dict[Path, str]:
     """The path and text of each page in PHRASES, with the recorded figures."""
     record = json.loads(RECORD.read_text(encoding="utf-8"))
@@ -115,10 +124,29 @@ def pages() -> dict[Path, str]:
         text = (ROOT / name).read_text(encoding="utf-8")
         for phrase in phrases:
             text = filled(text, phrase, shown)
-        texts[ROOT / name] = TABLE.sub(
-            f"<!-- figures -->\n{case_table(record['two_hosts'])}\n<!-- end -->", text
-        )
+        texts[ROOT / name] = marked(text, "figures", case_table(record["two_hosts"]))
+    texts[REPLAY_PAGE] = marked(REPLAY_PAGE.read_text(encoding="utf-8"), "replay", replay_block())
     return texts
+
+
+def replay_block() -> str:
+    """The recorded comparison with an effort by hand; without replay.json a sentence that it is missing."""
+    by_hand = json.loads(replay.BY_HAND.read_text(encoding="utf-8"))
+    if not replay.REPLAY.exists():
+        two, one = by_hand["two_hosts"], by_hand["one_host"]
+        return (
+            f"By hand, as recorded: {by_hand['hardware']}. At depth {by_hand['depth']} and "
+            f"{by_hand['tokens']:,} tokens a step the two hosts reached {two['tok_per_s']} tokens/s, "
+            f"{two['step_seconds']} s a step; one of them alone {one['tok_per_s']} tokens/s.\n\n"
+            "No measurement of plain DDP and nanofleet is recorded yet, so there is no table here."
+        )
+    measured = json.loads(replay.REPLAY.read_text(encoding="utf-8"))
+    source = f"`{measured['command']}`, recorded on {measured['date']} (commit `{measured['commit']}`)"
+    return (
+        f"{replay.table(by_hand, measured)}\n\n"
+        f"The lines below those by hand are from one run of {source}, at depth {measured['depth']} and "
+        f"{measured['tokens']:,} tokens a step."
+    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,0 +1,135 @@
+"""Compares an effort by hand, as it was recorded, with plain DDP and nanofleet on the hosts of the inventory.
+
+    make replay                       measures with bench.yml, and prints the table
+    make replay ARGS="--record"       also writes docs/recorded/replay.json, for docs/how-to/replay.md
+
+Depth 8 and 4,096 tokens a step, as by hand. `bench.yml` measures the cases one after the other; the same
+command by hand is `ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.cases import DEPTH, LENGTH
+from trainer.bench.report import compare, load
+from trainer.formatting import counted, markdown_table
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDED = ROOT / "docs" / "recorded"
+BY_HAND = RECORDED / "by-hand.json"
+REPLAY = RECORDED / "replay.json"
+TOKENS = 4096
+CASES = ("ddp-4096", "exact-4096", "fast-4096")
+NAMES = {
+    "ddp": "plain DDP with a replicated optimizer",
+    "exact": "nanofleet, `exact`",
+    "fast": "nanofleet, `fast`",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.replay", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--record", action="store_true", help="also write docs/recorded/replay.json")
+    parser.add_argument("--hardware", default="", metavar="TEXT", help="what the hosts are, for --record")
+    parser.add_argument("--report", action="store_true", help="measure nothing, use existing results")
+    out = ROOT / "artifacts/replay"
+    parser.add_argument("--out", type=Path, default=out, metavar="DIR", help="(%(default)s)")
+    args = parser.parse_args(argv)
+    if not args.report:
+        measure(args.out.resolve())
+    results, _ = load(args.out / "stages")
+    missing = [name for name in CASES if name not in results]
+    if missing:
+        print(f"Not measured: {', '.join(missing)}. Fix: make replay", file=sys.stderr)
+        return 1
+    found = record(results, args.hardware)
+    print(table(json.loads(BY_HAND.read_text(encoding="utf-8")), found))
+    if args.record:
+        write(found)
+        print("Written: docs/recorded/replay.json. Fill the page: python -m scripts.docs_figures")
+    return 0
+
+
+def measure(out: Path) -> None:
+    """Measure CASES with bench.yml, all of them in one run. Raises SystemExit if it fails."""
+    settings = {"depth": DEPTH, "sequence_len": LENGTH, "bench_stages": ",".join(CASES), "bench_out": out}
+    command = ["ansible-playbook", "bench.yml", "-e", "bench_again=true"]
+    command += [text for name, value in settings.items() for text in ("-e", f"{name}={value}")]
+    if code := subprocess.run(command, cwd=ROOT, check=False).returncode:
+        raise SystemExit(code)
+
+
+def record(results: Mapping[str, Mapping[str, Any]], hardware: str = "") -> dict[str, Any]:
+    """The content of replay.json from the results of CASES. hardware: text, by default as hosts report it."""
+    rows = {row["case"]: row for row in compare({name: dict(results[name]) for name in CASES})}
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    first = results[CASES[0]]
+    return {
+        "command": "make replay",
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+        "hardware": hardware or hosts_of(first),
+        "tokens": TOKENS,
+        "depth": first["depth"],
+        "cases": [_case(rows[name]) for name in CASES],
+    }
+
+
+def hosts_of(result: Mapping[str, Any]) -> str:
+    """The hosts of a result as text: "tower: a CPU, 8 threads; laptop: ..."."""
+    return "; ".join(
+        f"{rank['host']}: {rank['cpu'] or rank['processor']}, {counted(rank['threads'], 'thread')}"
+        for rank in result["ranks"]
+    )
+
+
+def _case(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "sync": row["sync"],
+        "format": row["format"],
+        "step_seconds": round(row["step_seconds"], 2),
+        "tok_per_s": round(row["tok_per_s"]),
+        "over_ddp": round(row["over_ddp"], 2) if "over_ddp" in row else None,
+        "payload_mb": round(row["payload"] / 1e6),
+    }
+
+
+def write(content: Mapping[str, Any]) -> None:
+    """Write replay.json with one line for each case, so that a diff is readable."""
+    head = [f'"{key}": {json.dumps(value)}' for key, value in content.items() if key != "cases"]
+    cases = ",\n".join(f"  {json.dumps(case)}" for case in content["cases"])
+    REPLAY.write_text("{\n" + ",\n".join([*head, f'"cases": [\n{cases}\n]']) + "\n}\n", encoding="utf-8")
+
+
+def table(by_hand: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
+    """The table of the page: by hand as recorded, and the measured cases, each with its hardware.
+
+    by_hand, measured: the contents of by-hand.json and replay.json. The factor compares cases of one run, so
+    the lines of other hardware have none.
+    """
+    head = ["", "step, s", "tok/s", "over plain DDP", "MB sent per rank", "hardware"]
+    lines = [head]
+    for name, figures in (("by hand, two hosts", "two_hosts"), ("by hand, one of them alone", "one_host")):
+        one = by_hand[figures]
+        seconds = f"{one['step_seconds']:g}" if one.get("step_seconds") else ""
+        lines.append([f"{name} (as recorded)", seconds, f"{one['tok_per_s']:g}", "", "", by_hand["hardware"]])
+    for case in measured["cases"]:
+        over = f"{case['over_ddp']:.2f}x" if case["over_ddp"] else ""
+        what = f"{NAMES[case['sync']]}, {case['format']}"
+        rate, sent = f"{case['tok_per_s']:,}", f"{case['payload_mb']:,}"
+        lines.append([what, f"{case['step_seconds']:.2f}", rate, over, sent, measured["hardware"]])
+    return markdown_table(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
