@@ -111,9 +111,10 @@ def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
 
 
 def marked(page: str, mark: str, block: str) -> str:
-    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`; a page without the mark is unchanged."""
-    pattern = rf"<!-- {mark} -->\n.*?<!-- end -->"
-    return re.sub(pattern, lambda _: f"<!-- {mark} -->\n{block}\n<!-- end -->", page, flags=re.DOTALL)
+    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`, if it has them."""
+    before, begin, rest = page.partition(f"<!-- {mark} -->\n")
+    _old, end, after = rest.partition("\n<!-- end -->")
+    return before + begin + block + end + after if begin else page
 
 
 def pages() -> dict[Path, str]:

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
-from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import cpu_list
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import numbers
 from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 GIB = 2**30
@@ -197,7 +197,7 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
 def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]:
     """A refusal if fleet_cpus names processors that the host lacks; a warning about too many threads."""
     listed, asked = str(facts.get("online", "")), str(facts.get("cpus", ""))
-    online, chosen = set(cpu_list(listed)), set(cpu_list(asked))
+    online, chosen = set(numbers(listed)), set(numbers(asked))
     if not online:
         return
     if asked and (missing := [part for part in asked.split(",") if not _is_within(part, online)]):
@@ -219,7 +219,7 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
 
 def _is_within(part: str, online: set[int]) -> bool:
     """Whether a number or range of a CPU list names a processor and only processors of `online`."""
-    named = set(cpu_list(part))
+    named = set(numbers(part))
     return bool(named) and named <= online
 
 
