@@ -128,9 +128,10 @@ def train(args: argparse.Namespace) -> int:
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
             log.info("Importing torch; after a reboot this may take a minute.")
-        from trainer.train import train as train_run
+        from trainer.train import Trainer
 
-        return train_run(run_file, args.data_dir, args.run_dir, env, attempt, log, args.tracker_uri)
+        trainer = Trainer(run_file, args.data_dir, args.run_dir, env, attempt, log)
+        return trainer.run(args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
 

@@ -76,7 +76,7 @@ class Trainer:
         )
         attempt.before_end = self._complete
 
-    def run(self, tracker_uri: str = "") -> str:
+    def _run(self, tracker_uri: str) -> str:
         """Set up this rank, train, close; returns the closing sentence. Raises RunEnd, Stopped included."""
         self.attempt.update(run_id=self.run_file.run_id)
         self.run_status.start()
@@ -392,16 +392,16 @@ class Trainer:
             f"is {state.checkpoint or 'on rank 0'}."
         )
 
-    @contextmanager
-    def report_failures(self) -> Iterator[None]:
-        """Context that announces an exception to the other ranks as the end of this rank, with its cause.
+    def run(self, tracker_uri: str = "") -> str:
+        """Run the attempt; returns the closing sentence. Raises RunEnd, ConfigError or DataError.
 
-        PeerLost is replaced by the end that explains it. At the end, a checkpoint in progress is completed
-        and the watchdog is stopped.
+        An exception is announced to the other ranks as the end of this rank, with its cause. PeerLost is
+        replaced by the end that explains it. At the end, a checkpoint in progress is completed and the
+        watchdog is stopped.
         """
         try:
             try:
-                yield
+                return self._run(tracker_uri)
             except PeerLost as error:
                 position = self.run_status.record().position
                 end = self.watchdog.explain(error)
@@ -433,18 +433,3 @@ class Trainer:
 def _due(step: int, every: int) -> bool:
     """Whether an action with the period `every` (in steps; 0: never) is due after `step`, counted from 1."""
     return bool(every) and step % every == 0
-
-
-def train(
-    run_file: RunFile,
-    data_dir: Path,
-    run_dir: Path,
-    env: RankEnv,
-    attempt: Attempt,
-    log: RunLogger,
-    tracker_uri: str = "",
-) -> str:
-    """Run one attempt on this rank; returns the closing sentence. Raises RunEnd, ConfigError or DataError."""
-    trainer = Trainer(run_file, data_dir, run_dir, env, attempt, log)
-    with trainer.report_failures():
-        return trainer.run(tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))

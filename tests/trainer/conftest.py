@@ -167,13 +167,13 @@ def train_here(data_dir: Path, run_dir: Path, **knobs: Any) -> Attempt:
     """Train as one rank in this process, where torch is already imported."""
     import torch
 
-    from trainer.train import train
+    from trainer.train import Trainer
 
     attempt = Attempt(run_dir, RankEnv())
     attempt.begin()
     run_file = RunFile("here", RunConfig.from_strings({**TINY, **knobs}))
     try:
-        reason = train(run_file, data_dir, run_dir, RankEnv(), attempt, RunLogger(RankEnv()))
+        reason = Trainer(run_file, data_dir, run_dir, RankEnv(), attempt, RunLogger(RankEnv())).run()
         attempt.end("finished", reason)
     except Exception as error:
         attempt.end("final", str(error))  # which releases the run directory

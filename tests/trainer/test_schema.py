@@ -65,7 +65,7 @@ def change_meta(run_dir: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str]]:
     """Resume the dense run in this process; returns its attempt and what it said."""
-    from trainer.train import train
+    from trainer.train import Trainer
 
     saved = json.loads((SCHEMA_1 / "dense" / "run.json").read_text())
     run_file = RunFile("dense", RunConfig.resumed(saved["config"], changes), ("host-1",))
@@ -76,7 +76,7 @@ def resume(data: Path, run_dir: Path, **changes: Any) -> tuple[Attempt, list[str
     attempt = Attempt(run_dir, env)
     attempt.begin()
     try:
-        attempt.end("finished", train(run_file, data, run_dir, env, attempt, log))
+        attempt.end("finished", Trainer(run_file, data, run_dir, env, attempt, log).run())
     finally:
         torch.set_flush_denormal(False)  # it belongs to the thread, and the other tests run in it too
     return attempt, said

@@ -98,10 +98,12 @@ def _measure(args: argparse.Namespace, env: RankEnv) -> int:
 
         def start(run_file: RunFile, attempt: Any, log: RunLogger) -> str:
             from trainer.bench.ddp import DDPTrainer
-            from trainer.bench.steps import BenchTrainer, run_bench
+            from trainer.bench.steps import BenchTrainer
 
-            trainer = DDPTrainer if args.ddp else BenchTrainer
-            result.update(run_bench(run_file, args.data_dir, args.run_dir, env, attempt, log, trainer))
+            kind = DDPTrainer if args.ddp else BenchTrainer
+            trainer = kind(run_file, args.data_dir, args.run_dir, env, attempt, log)
+            trainer.run()
+            result.update(trainer.result)
             if result:
                 write_json(args.run_dir / RESULT, result)
             return "Measured."

@@ -1,6 +1,8 @@
 """Measures training steps: the same training loop, without evaluation, checkpoints and tracker.
 
-    result = run_bench(run_file, data_dir, run_dir, env, attempt, log)       # on rank 0, else {}
+    trainer = BenchTrainer(run_file, data_dir, run_dir, env, attempt, log)
+    trainer.run()
+    trainer.result                                                          # on rank 0, else {}
 
 The first WARM_STEPS steps are not measured. GEMM rate and copy bandwidth are measured in the same
 process before, between and after the steps, since the speed of a host changes within a minute. Ranks measure
@@ -32,10 +34,8 @@ from trainer.data.dataset import Dataset
 from trainer.data.rows import RowsInfo, row_dtype
 from trainer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from trainer.distributed.process_group import CPU
-from trainer.health.attempt import Attempt
 from trainer.health.run_status import STEP_PHASES
 from trainer.host.facts import host_facts
-from trainer.host.logger import RunLogger
 from trainer.host.network_interface import NetworkInterface
 from trainer.host.numerics import name_of
 from trainer.host.rank_env import RankEnv
@@ -63,7 +63,10 @@ class Mark:
 
 
 class BenchTrainer(Trainer):
-    """A trainer that measures its steps. After `run`, `result` is set on rank 0."""
+    """A trainer that measures its steps. After `run`, `result` is set on rank 0.
+
+    `data_dir` None: synthetic rows.
+    """
 
     def __init__(
         self, run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, *more: Any
@@ -270,22 +273,3 @@ def synthetic(sequence_len: int, vocab_size: int = VOCAB_SIZE) -> Dataset:
     )
     hashes = dict.fromkeys(("manifest", "tokenizer", "rows"), "synthetic")
     return Dataset(tokenizer, info, rows, rows, hashes)
-
-
-def run_bench(
-    run_file: RunFile,
-    data_dir: Path | None,
-    run_dir: Path,
-    env: RankEnv,
-    attempt: Attempt,
-    log: RunLogger,
-    trainer: type[BenchTrainer] = BenchTrainer,
-) -> Result:
-    """Measure the steps of a run; returns the result on rank 0, {} on the others. Raises RunEnd.
-
-    data_dir None: synthetic rows. trainer: the class that takes the steps.
-    """
-    run = trainer(run_file, data_dir, run_dir, env, attempt, log)
-    with run.report_failures():
-        run.run()
-    return run.result
