@@ -3,7 +3,7 @@
 python -m trainer prepare --source FOLDER --out data
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer bench --depth 4 8
-python -m trainer plan --data-dir data --depth 4
+python -m trainer plan --data-dir data --depth 4              # under torchrun on every host, as for train
 python -m trainer threads --depth 8
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
@@ -18,6 +18,7 @@ import argparse
 import difflib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -137,13 +138,32 @@ def train(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
+    """`plan`: set up this rank in a temporary directory; log plan and prediction. Returns the exit code."""
+    from trainer.health.attempt import Attempt
     from trainer.host.logger import RunLogger, set_up_streams
     from trainer.host.rank_env import RankEnv
-    from trainer.plan import preview
+    from trainer.outcome import RunEnd
+    from trainer.train import Trainer
 
     set_up_streams()
-    env = RankEnv.from_environment()
-    return preview(run_file_from(args), args.data_dir, env, RunLogger(env, False))
+    env, run_file = RankEnv.from_environment(), run_file_from(args)
+    with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
+        run_dir = Path(folder)
+        trainer = Trainer(run_file, args.data_dir, run_dir, env, Attempt(run_dir, env), RunLogger(env))
+        setup = trainer.setup
+        setup.predicts, setup.trains = True, False
+        trainer.watchdog.start()
+        try:
+            setup.run()
+            if env.is_coordinator:
+                trainer.log.info(setup.describe())
+            setup.group.close()
+        except RunEnd as end:
+            print(end, file=sys.stderr)
+            return 1
+        finally:
+            trainer.watchdog.stop()
+    return 0
 
 
 def sample(args: argparse.Namespace) -> int:

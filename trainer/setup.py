@@ -41,7 +41,7 @@ from trainer.placement import decide
 from trainer.placement.decide import Placement
 from trainer.placement.rank_threads import bind_threads
 from trainer.placement.single_host import find_obstacles
-from trainer.run_plan import Plan, make_plan
+from trainer.run_plan import Plan, describe_plan, make_plan
 from trainer.sync.local import Outer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
@@ -324,6 +324,11 @@ class RunSetup:
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
 
     # -- what the training loop asks for ------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """The text about the run that rank 0 logs before the first step of an attempt."""
+        rows, sizes = self.data.info.train_rows, self.micro_batches
+        return describe_plan(self.plan, self.config, self.model, rows, sizes)
 
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
         """The dict that is written to meta.json. `plan` has the current batch split, `state` the progress."""

@@ -40,7 +40,6 @@ from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
 from trainer.placement.batch_split import Balancer
 from trainer.placement.decide import rank_names
-from trainer.run_plan import describe_plan
 from trainer.setup import RunSetup
 from trainer.tracking.reporter import Reporter
 
@@ -89,9 +88,7 @@ class Trainer:
             self.attempt.update(alone=end.alone)
             raise
         if self.env.is_coordinator:
-            rows, sizes = self.data.info.train_rows, self.setup.micro_batches
-            text = describe_plan(self.plan, self.config, self.model, rows, sizes)
-            self.log.info(text, extra=fields("plan"))
+            self.log.info(self.setup.describe(), extra=fields("plan"))
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.tracker = self.setup.open_tracker(tracker_uri)

@@ -23,7 +23,7 @@ LEVELS = (
     ("eval", "tracking"),
     ("setup",),
     ("train",),
-    ("bench", "interchange", "plan"),
+    ("bench", "interchange"),
     ("__main__",),
 )
 WITHOUT_COLLECTIVES = ("data", "model", "optim")
