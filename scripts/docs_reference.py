@@ -29,6 +29,7 @@ from scripts.docs_messages import messages
 from scripts.generated import ROOT, table, write
 from trainer.config import RunConfig
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES
+from trainer.presets import PRESETS
 
 PAGES = ROOT / "docs" / "reference"
 MARK = "<!-- Written by scripts/docs_reference.py. Edit the sources, then run it again. -->"
@@ -38,6 +39,11 @@ SECTIONS = {
     "horizon": "Define the length of the run. They may become longer on resume.",
     "runtime": "May change at every start of the run.",
 }
+PRESETS_TEXT = (
+    "`train.yml -e preset=NAME` and `python -m trainer train --preset NAME` set several settings of a run. "
+    "They replace those of the inventory. A setting that is given beside the preset, with `-e` or as an "
+    "option, replaces that of the preset."
+)
 Options = Mapping[str, Mapping[str, Any]]
 Specs = Mapping[str, Mapping[str, Any]]  # of a role, by entry point
 MESSAGE_AREAS = {
@@ -131,6 +137,10 @@ def settings_page() -> str:
         ]
         lines += [f"### {section.capitalize()}", "", meaning, ""]
         lines += [*table(("setting", "type", "default", "meaning"), rows), ""]
+    lines += ["## Presets", "", PRESETS_TEXT, ""]
+    for name, preset in PRESETS.items():
+        lines += [f"### {name}", "", f"{preset.help.capitalize()}.", ""]
+        lines += [*table(("setting", "value"), ((f"`{k}`", code(v)) for k, v in preset.settings.items())), ""]
     known = declared()
     lines += ["## Settings of commands and hosts", "", *option_table("setting", {"": {"options": known}})]
     settable = known_names().keys() - known.keys()

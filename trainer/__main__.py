@@ -28,15 +28,15 @@ from trainer.config import (
     ConfigError,
     RunConfig,
     RunFile,
-    add_config_arguments,
-    number_from_zero,
     parse_shares,
 )
 from trainer.data import DataError, prepare
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
 from trainer.interchange import cli as interchange
+from trainer.options import add_config_arguments, number_from_zero
 from trainer.placement import threads_cli
+from trainer.presets import PRESETS, PresetError, apply_preset
 from trainer.tracking import sender
 
 if TYPE_CHECKING:
@@ -81,6 +81,12 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         metavar="N,N",
         help="rows per rank; auto: by measured speed (default: equal)",
     )
+    command.add_argument(
+        "--preset",
+        default="",
+        metavar="NAME",
+        help=f"settings by name, which the options below replace: {' or '.join(PRESETS)}",
+    )
     add_config_arguments(command)
 
 
@@ -108,13 +114,16 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
     """Load the file of --run-file; without it, build a RunFile from the options. Raises ConfigError."""
     given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
     if args.run_file:
-        if given or args.run_id or args.shares:
+        if given or args.run_id or args.shares or args.preset:
             raise ConfigError(
-                "--run-file already contains all settings. Remove --run-file, or remove --run-id, --shares "
-                "and the options of settings."
+                "--run-file already contains all settings. Remove --run-file, or remove --run-id, --shares, "
+                "--preset and the options of settings."
             )
         return RunFile.load(args.run_file)
-    config = RunConfig.from_strings(given)
+    try:
+        config = RunConfig.from_strings(apply_preset(args.preset, given))
+    except PresetError as error:
+        raise ConfigError(str(error)) from None
     return RunFile(args.run_id or config.default_run_id(), config, shares=parse_shares(args.shares))
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
 from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
+from ansible_collections.nanofleet.fleet.trainer.presets import PRESETS, apply_preset
 
 COLLECTION = Path(__file__).resolve().parents[2]
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false"}
@@ -26,7 +27,7 @@ BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
-EXAMPLES = {"run_id": "evening-1", "stop_now": "true"}
+EXAMPLES = {"run_id": "evening-1", "stop_now": "true", "preset": next(iter(PRESETS))}
 SAMPLE = ("inventory/sample/group_vars/fleet.yml", "inventory/sample/hosts.yml")
 SETTINGS_PAGE = f"{SAMPLE[0]} lists the settings"
 Spec = Mapping[str, Any]
@@ -46,7 +47,8 @@ def _of_roles(file: str) -> list[dict[str, Any]]:
 
 def declared() -> dict[str, Spec]:
     """{name: spec} of the settings that belong to no role."""
-    return dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
+    specs = dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
+    return specs | {"preset": {**specs["preset"], "choices": list(PRESETS)}}
 
 
 def wired() -> set[str]:
@@ -135,10 +137,18 @@ def _config_problems(values: Mapping[str, Any]) -> list[tuple[str, str]]:
             return problems
         except ValueError as error:
             name = str(error).split()[0]
+            if name in dict(problems):  # its default conflicts with a given value too
+                return problems
             problems.append((name, str(error)))
             # A default that conflicts with a given value cannot be left out.
             if left.pop(name, None) is None:
                 return problems
+
+
+def _of_host(variables: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a host: its inventory variables, those of a preset, extra vars (`asked`)."""
+    preset = str(asked.get("preset", variables.get("preset", ""))).strip()
+    return apply_preset(preset if preset in PRESETS else "", asked, variables)
 
 
 def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
@@ -158,7 +168,7 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
     by_host = {
         host: {
             name: value
-            for name, value in {**variables, **plain}.items()
+            for name, value in _of_host(variables, plain).items()
             if name in names and value is not None
         }
         for host, variables in (inventory or {"": {}}).items()
@@ -167,6 +177,9 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
     def label(name: str, hosts: list[str]) -> str:
         if name in asked:
             return f"-e {name}={asked[name]}"
+        presets = {str(by_host[host].get("preset", "")).strip() for host in hosts} & PRESETS.keys()
+        if any(name in PRESETS[preset].settings for preset in presets):
+            return label("preset", hosts)
         if not any(name in by_host[host] for host in hosts):
             return "-e"
         return f"inventory {name}" + ("" if len(hosts) == len(by_host) else f" of {', '.join(hosts)}")

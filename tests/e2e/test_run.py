@@ -102,6 +102,25 @@ def test_a_finished_run_is_extended(fleet: Fleet) -> None:
     assert [entry["step"] for entry in metrics(fleet, "e2e")] == list(range(1, 31))
 
 
+def test_the_preset_smoke_trains_on_both_hosts(fleet: Fleet) -> None:
+    """Its 2,048 tokens are 4 rows, two for each host. A setting beside it replaces that of the preset."""
+    fleet.play("train.yml", preset="smoke", run_id="smoke", depth=2)
+    fleet.play("playbooks/watch.yml", run_id="smoke")
+    assert [entry["step"] for entry in metrics(fleet, "smoke")] == list(range(1, 11))
+    lines = map(json.loads, fleet.on(HOSTS[0], f"cat {RUN}/smoke/metrics.jsonl").splitlines())
+    assert [line["step"] for line in lines if "val_bpb" in line] == [5, 10]
+    assert fleet.on(HOSTS[0], f"ls {RUN}/smoke/samples").split() == ["step_000010.txt"]
+    config = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/smoke/run.json"))["config"]
+    assert (config["depth"], config["head_dim"], config["sequence_len"]) == (2, 64, 512)
+    assert config["tracker"] == "none"
+
+
+def test_an_unknown_preset_is_refused_before_a_host_is_asked(fleet: Fleet) -> None:
+    refused = fleet.play("train.yml", fails=True, preset="smok", run_id="smok")
+    assert "preset is 'smok': it takes smoke." in " ".join(refused.stdout.split())
+    assert fleet.on(HOSTS[0], f"ls {RUN}").split().count("smok") == 0
+
+
 def test_start_twice_stop_and_resume(fleet: Fleet) -> None:
     fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)
     twice = fleet.play("train.yml", run_id="long", steps=4000, eval_every=0, **TINY)

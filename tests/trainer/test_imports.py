@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest level first: a package imports only from levels listed before its own.
 LEVELS = (
     ("config", "formatting"),
+    ("options", "presets"),
     ("host",),
     ("data", "model", "optim"),
     ("outcome",),

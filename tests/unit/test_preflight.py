@@ -10,6 +10,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_i
 from ansible_collections.nanofleet.fleet.plugins.module_utils import settings_check
 
 from trainer.config import AUTO_IS_0, RunConfig
+from trainer.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 ROLE = ROOT / "roles" / "preflight"
@@ -126,6 +127,28 @@ def test_a_value_that_cannot_be_used_gets_a_sentence(
     assert problem == sentence
     assert typed.startswith("the same with -e ")
     assert typed.partition(" instead of ")[0].endswith(remedy)
+
+
+def test_an_unknown_preset_is_refused_with_the_list() -> None:
+    assert check({"preset": "smok"}) == [
+        (
+            "-e preset=smok",
+            f"preset is 'smok': it takes {' or '.join(PRESETS)}.",
+            "the same with -e preset=smoke instead of -e preset=smok",
+        )
+    ]
+
+
+def test_the_settings_beside_a_preset_are_checked_together_with_it() -> None:
+    assert check({"preset": "smoke", "total_batch_size": "512"}, {"sequence_len": 4096}) == []
+    assert check({"preset": "smoke", "depth": "6"}, {"depth": "overruled"}) == []
+    assert check({"preset": "smoke", "steps": "20"}, {"steps": 500, "target_flops": 1e12}) == []
+    [(where, problem, typed)] = check({"preset": "smoke", "sequence_len": "1000"})
+    assert where == "-e preset=smoke"
+    assert (
+        problem == "total_batch_size is 2048: it must be a multiple of sequence_len (1000); use 2000 or 3000."
+    )
+    assert typed == "the same with -e total_batch_size=2000"
 
 
 def test_choices_are_listed() -> None:

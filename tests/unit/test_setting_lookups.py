@@ -8,8 +8,10 @@ import yaml
 from ansible.errors import AnsibleError
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar, trust_as_template
+from ansible_collections.nanofleet.fleet.plugins.lookup import run_settings
 
 from trainer.config import RunConfig
+from trainer.presets import PRESETS
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,3 +57,32 @@ def test_steps_is_the_short_name_of_num_iterations() -> None:
 
 def test_an_empty_setting_counts_as_not_set() -> None:
     assert resolved(RUN, sync="", depth=8) == {"depth": 8}
+
+
+def requested(monkeypatch: pytest.MonkeyPatch, typed: dict[str, Any], **inventory: Any) -> Any:
+    """The settings of a run: `typed` are the extra vars of the command."""
+    monkeypatch.setattr(run_settings, "load_extra_vars", lambda loader: typed)
+    return resolved(RUN, **{**inventory, **typed})
+
+
+def test_a_preset_is_the_settings_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert requested(monkeypatch, {"preset": "smoke"}) == PRESETS["smoke"].settings
+
+
+def test_a_preset_goes_before_the_inventory_and_a_typed_setting_before_the_preset(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed = {"preset": "smoke", "depth": "{{ small + 2 }}"}
+    given = requested(monkeypatch, typed, small=4, head_dim=128, seed=7, steps=500, target_flops=1e12)
+    assert given == {**PRESETS["smoke"].settings, "depth": 6, "seed": 7}
+
+
+def test_a_typed_length_replaces_that_of_the_preset(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = requested(monkeypatch, {"preset": "smoke", "target_flops": "1e12"}, num_iterations=500)
+    assert (given["target_flops"], "num_iterations" in given) == ("1e12", False)
+    assert requested(monkeypatch, {"preset": "smoke", "steps": "20"})["num_iterations"] == "20"
+
+
+def test_an_unknown_preset_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(AnsibleError, match="preset is 'smok': it takes smoke"):
+        requested(monkeypatch, {"preset": "smok"})

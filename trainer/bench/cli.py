@@ -21,11 +21,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer.bench import WARM_STEPS
-from trainer.config import ConfigError, RunConfig, RunFile, add_config_arguments, parse_shares
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data.files import write_json
 from trainer.formatting import counted
 from trainer.host.logger import RunLogger
 from trainer.host.rank_env import RankEnv
+from trainer.options import add_config_arguments
 
 RESULT = "bench.json"
 STEPS = 5

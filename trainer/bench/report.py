@@ -25,9 +25,9 @@ from typing import Any
 
 from trainer.bench import DDP, SCHEMA
 from trainer.bench.text import Columns, Result, percent, table
-from trainer.config import number_from_zero
 from trainer.data.files import write_json, write_whole
 from trainer.formatting import counted
+from trainer.options import number_from_zero
 
 Row = dict[str, Any]
 COPIED = ("depth", "sequence_len", "tokens", "shares", "sync", "steps", "split")  # from result to row

@@ -27,9 +27,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
-from trainer.config import ConfigError, number_from_zero
+from trainer.config import ConfigError
 from trainer.data.files import try_lock
 from trainer.formatting import counted
+from trainer.options import number_from_zero
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, NewLines
 from trainer.tracking.mlflow_run import (
