@@ -30,6 +30,7 @@ SCHEMA = 3  # of run files and of meta.json in checkpoints
 IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
 MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+EXPERIMENT_PATTERN = re.compile(r"(?=.{1,250}\Z)(?! )([\w.:/ -]|\{depth\})+(?<! )")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast", "local")
@@ -124,6 +125,12 @@ class RunConfig:
         1, "with sync local, steps that overlap with the transfer of a sync round, below local_steps"
     )
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
+    tracker_experiment: str = setting(
+        "nanochat-d{depth}",
+        "MLflow experiment of the run; {depth} stands for the depth",
+        RUNTIME,
+        before="nanofleet",
+    )
     digest_every: int = setting(
         50, "steps between comparisons of the parameters across ranks; 0: never", RUNTIME
     )
@@ -173,6 +180,11 @@ class RunConfig:
     def n_head(self) -> int:
         return self.n_embd // self.head_dim
 
+    @property
+    def experiment(self) -> str:
+        """The name of the MLflow experiment."""
+        return self.tracker_experiment.replace("{depth}", str(self.depth))
+
     def digest(self) -> str:
         """SHA-256 (hex) of the settings in section `identity`; those of other sections do not change it."""
         settings = {name: getattr(self, name) for name in self.field_names(IDENTITY)}
@@ -199,9 +211,10 @@ class RunConfig:
     def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
         """The configuration of a resumed run: its saved settings, replaced by those in `given`.
 
-        If `given` has a setting of section `horizon`, all saved ones of it are dropped. Raises ConfigError.
+        Without saved settings it is that of a new run. If `given` has a setting of section `horizon`, all
+        saved ones of it are dropped. Raises ConfigError.
         """
-        values, _ = migrate(cls, saved)
+        values = migrate(cls, saved)[0] if saved else {}
         if given.keys() & cls.field_names(HORIZON):
             values = {name: value for name, value in values.items() if name not in cls.field_names(HORIZON)}
         return cls.from_strings({**values, **given})
@@ -255,6 +268,11 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
         "sync_allow",
     ),
     (re.compile("[SL]+").fullmatch, "is made of S and L", "window_pattern"),
+    (
+        EXPERIMENT_PATTERN.fullmatch,
+        "takes 1 to 250 letters, digits, blanks inside, and . _ - : /, and {depth} for the depth",
+        "tracker_experiment",
+    ),
 )
 
 

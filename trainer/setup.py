@@ -45,6 +45,7 @@ from trainer.run_plan import Plan, describe_plan, make_plan
 from trainer.sync.local import Outer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
+from trainer.tracking.reporter import StepCost
 from trainer.tracking.tags import facts_of
 from trainer.tracking.tracker import Tracker
 
@@ -73,6 +74,7 @@ class RunSetup:
     config_digest: str  # as computed by the release that started the run
     numerics_by_rank: tuple[dict[str, Any], ...]
     facts_by_rank: list[dict[str, str]]
+    gemm_rate: float | None  # of all ranks together, in FLOP/s; None if a rank has not measured its own
     placement: Placement
 
     def __init__(
@@ -124,10 +126,12 @@ class RunSetup:
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
                 "leave threads out to have as many as cores."
             )
-        mine = json.dumps([self.numerics.saved(), self.numerics.facts(), self.placement.digest()]).encode()
-        self.numerics_by_rank, facts, digests = zip(
-            *map(json.loads, self.group.gather_bytes(mine)), strict=True
+        numerics = self.numerics
+        mine = [numerics.saved(), numerics.facts(), numerics.gemm_rate, self.placement.digest()]
+        self.numerics_by_rank, facts, rates, digests = zip(
+            *map(json.loads, self.group.gather_bytes(json.dumps(mine).encode())), strict=True
         )
+        self.gemm_rate = None if None in rates else sum(rates)
         decide.compare_placements(self.group.peers, digests)
         self.facts_by_rank = [record.facts | found for record, found in zip(records, facts, strict=True)]
         self.micro_batches = [int(record.shown["micro-batch"]) for record in records]
@@ -352,6 +356,9 @@ class RunSetup:
             "torch": torch.__version__,
             "time": time.time(),
         }
+
+    def step_cost(self) -> StepCost:
+        return StepCost(self.model.flops_per_token(), self.gemm_rate, self.data.info.train_rows)
 
     def open_tracker(self, uri: str) -> Tracker:
         """The tracker of this attempt; without a `uri`, or with tracker=none, it writes only files."""

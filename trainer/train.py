@@ -109,7 +109,7 @@ class Trainer:
         self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
-        self.reporter.begin(setup.plan, setup.train_state)
+        self.reporter.begin(setup.plan, setup.train_state, setup.step_cost())
         self.reporter.prediction = setup.placement.prediction
         self._next_batch: Batch
         self.balancer: Balancer | None = None

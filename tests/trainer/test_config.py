@@ -48,6 +48,10 @@ def test_text_becomes_numbers() -> None:
         ({"n_kv_head": 3}, "must divide the number of heads, 4 here"),
         ({"window_pattern": "SX"}, "S and L"),
         ({"dtype": "float16"}, "must be auto or float32 or bfloat16 or float64"),
+        ({"tracker_experiment": ""}, "tracker_experiment is '': it takes 1 to 250 letters"),
+        ({"tracker_experiment": "x" * 251}, "it takes 1 to 250 letters"),
+        ({"tracker_experiment": "a\nb"}, "it takes 1 to 250 letters"),
+        ({"tracker_experiment": "d{dept}"}, "and {depth} for the depth"),
         ({"keep_checkpoints": 0}, "must be at least 1"),
         ({"num_iterations": 5, "target_flops": 1e12}, "give one of them"),
     ],
@@ -55,6 +59,14 @@ def test_text_becomes_numbers() -> None:
 def test_bad_knobs_get_a_sentence(knobs: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         RunConfig.from_strings(knobs)
+
+
+def test_the_experiment_is_named_by_depth_and_is_no_part_of_the_run() -> None:
+    assert RunConfig(depth=4).experiment == "nanochat-d4"
+    assert RunConfig(depth=4, tracker_experiment="/lab/d{depth} of {depth}").experiment == "/lab/d4 of 4"
+    assert RunConfig(tracker_experiment="mine").digest() == RunConfig().digest()
+    assert RunConfig.resumed({}, {"depth": 4}).experiment == "nanochat-d4", "a new run"
+    assert RunConfig.resumed({"depth": 4}, {}).experiment == "nanofleet", "a run of an earlier release"
 
 
 def test_digest_names_the_run_and_follows_every_knob() -> None:

@@ -23,6 +23,7 @@ from conftest import TINY, flags, free_port
 
 from trainer.tracking import files
 from trainer.tracking.files import read_lines
+from trainer.tracking.names import metric_of
 
 pytestmark = pytest.mark.slow
 
@@ -145,7 +146,7 @@ def reach(run_dir: Path, step: int) -> None:
 def sent(run_dir: Path) -> int:
     """The last step whose loss the server has."""
     try:
-        return int(json.loads((run_dir / files.CURSOR).read_text())["steps"].get("loss", 0))
+        return int(json.loads((run_dir / files.CURSOR).read_text())["steps"].get("train/step_loss", 0))
     except FileNotFoundError:
         return 0
 
@@ -162,21 +163,24 @@ def check_equal(uri: str, run_dir: Path, status: str = "FINISHED") -> str:
     from mlflow import MlflowClient
 
     client = MlflowClient(uri)
-    experiment = client.get_experiment_by_name("nanofleet")
+    experiment = client.get_experiment_by_name("nanochat-d2")
     (run,) = client.search_runs([experiment.experiment_id])
     assert run.info.status == status
     written: dict[str, list[tuple[int, float]]] = {}
     for name in (files.METRICS, files.SYSTEM):
         for _, line in read_lines(run_dir / name):
             for key in line.keys() - {"step", "time"}:
-                written.setdefault(key, []).append((line["step"], line[key]))
-    assert {"loss", "val_bpb", "sync_s", "system/load_1_minute"} <= written.keys()
+                written.setdefault(metric_of(key), []).append((line["step"], line[key]))
+    assert {"train/step_loss", "val/bpb", "phase_seconds/sync", "system/load_1_minute"} <= written.keys()
     for key, points in written.items():
         history = sorted(
             (point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)
         )
         assert [step for step, _ in history] == [step for step, _ in points], key
-        if key in ("loss", "val_bpb"):  # the durations of a step that was done twice are of either time
+        if key in (
+            "train/step_loss",
+            "val/bpb",
+        ):  # the durations of a step that was done twice are of either time
             assert [value for _, value in history] == pytest.approx([value for _, value in points]), key
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert {"metrics.jsonl", "system.jsonl", "facts.json", "outcome.json", "plots"} <= artifacts

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -23,12 +25,14 @@ from mlflow_stand_in import StandIn
 from tracked_run import FACTS, end, steps, until
 
 from trainer.__main__ import main
-from trainer.config import RunConfig
+from trainer.config import RunConfig, RunFile
 from trainer.health.attempt import Attempt
 from trainer.host.rank_env import RankEnv
 from trainer.tracking import tracker
 from trainer.tracking.files import Facts
 from trainer.tracking.tracker import Tracker
+
+EARLIER = Path(__file__).resolve().parents[1] / "fixtures" / "tracking" / "earlier"
 
 
 @pytest.fixture
@@ -87,8 +91,8 @@ def test_a_server_in_health_has_everything_once(
     assert not any("lacks" in line for line in said)
 
     run = server.run
-    assert server.history("loss") == [(step, 3.0 - 0.01 * step) for step in range(1, 501)]
-    assert server.history("val_bpb") == [(500, 1.25)]
+    assert server.history("train/step_loss") == [(step, 3.0 - 0.01 * step) for step in range(1, 501)]
+    assert server.history("val/bpb") == [(500, 1.25)]
     assert server.history("system/load_1_minute")
     assert server.received == len(run["points"])
     assert run["status"] == "FINISHED"
@@ -172,7 +176,7 @@ def test_a_server_that_is_away_gets_it_afterwards(
     server = StandIn(port)
     status, text = track(server.uri)
     assert status == 0, text
-    assert [step for step, _ in server.history("loss")] == list(range(1, 3001))
+    assert [step for step, _ in server.history("train/step_loss")] == list(range(1, 3001))
     assert server.run["status"] == "KILLED"
     server.close()
 
@@ -181,14 +185,14 @@ def test_a_server_that_comes_back_gets_what_it_missed(begin: Callable[..., Track
     server, said = StandIn(), list[str]()
     notes = begin(server.uri, said=said)
     steps(notes, 1, 10)
-    until(lambda: server.runs and len(server.history("loss")) == 10, "the first steps arrive")
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 10, "the first steps arrive")
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
     until(lambda: any("training continues without it" in line for line in said), "it says that it is away")
     server = StandIn(server.port)
     server.experiments, server.runs = kept
-    until(lambda: len(server.history("loss")) == 20, "the missed steps arrive")
+    until(lambda: len(server.history("train/step_loss")) == 20, "the missed steps arrive")
     until(lambda: any("is back" in line for line in said), "it says that it is back")
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
@@ -222,7 +226,7 @@ def test_a_sick_server_is_not_waited_for(
     end(tmp_path, "finished")
     status, text = track(server.uri)
     assert status == 0, text
-    assert len(server.history("loss")) == 100
+    assert len(server.history("train/step_loss")) == 100
     assert server.run["status"] == "FINISHED"
 
 
@@ -242,10 +246,10 @@ def test_a_server_that_lost_the_run_gets_all_of_it_again(
     said: list[str] = []
     notes = begin(server.uri, said=said)
     steps(notes, 1, 10)
-    until(lambda: server.runs and len(server.history("loss")) == 10, "the first steps arrive")
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 10, "the first steps arrive")
     server.lose_everything()
     steps(notes, 11, 20)
-    until(lambda: server.runs and len(server.history("loss")) == 20, "all steps are there again")
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 20, "all steps are there again")
     assert any("has lost this run" in line for line in said)
     notes.close("finished")
     assert server.run["params"]["depth"] == "2"
@@ -254,7 +258,7 @@ def test_a_server_that_lost_the_run_gets_all_of_it_again(
 def test_a_resumed_run_sends_no_step_twice(server: StandIn, begin: Callable[..., Tracker]) -> None:
     first = begin(server.uri)
     steps(first, 1, 20)
-    until(lambda: server.runs and len(server.history("loss")) == 20, "the first steps arrive")
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 20, "the first steps arrive")
     first.close("retryable")
     assert server.run["status"] == "FAILED"
 
@@ -264,7 +268,7 @@ def test_a_resumed_run_sends_no_step_twice(server: StandIn, begin: Callable[...,
     until(lambda: server.run["status"] == "RUNNING", "it goes on in the same run")
     steps(second, 16, 30)
     second.close("finished")
-    assert [step for step, _ in server.history("loss")] == list(range(1, 31))
+    assert [step for step, _ in server.history("train/step_loss")] == list(range(1, 31))
     assert server.run["params"] == {"depth": "2", "odd/name_": "x" * 6000, "new": "1"}
     assert (server.run["tags"]["now.depth"], server.run["tags"]["world_size"]) == ("3", "1")
 
@@ -274,6 +278,8 @@ def test_the_sender_goes_with_rank_0(server: StandIn, tmp_path: Path, track: Tra
     program = f"""
 import os, signal, sys, time
 from trainer.tracking.tracker import Tracker
+
+EARLIER = Path(__file__).resolve().parents[1] / "fixtures" / "tracking" / "earlier"
 from trainer.tracking.files import Facts
 from pathlib import Path
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})  # as the trainer does
@@ -296,7 +302,7 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert rank_0.wait(60) == -signal.SIGKILL
     rank_0.stdout.close()
     sender.wait(60)
-    assert [step for step, _ in server.history("loss")] == [1, 2]
+    assert [step for step, _ in server.history("train/step_loss")] == [1, 2]
     status, text = track(server.uri)
     assert (status, "no outcome yet" in text) == (0, True), text
     assert server.run["status"] == "RUNNING"
@@ -309,11 +315,11 @@ def test_a_sender_that_died_is_started_again(
     said: list[str] = []
     notes = begin(server.uri, said=said)
     steps(notes, 1, 5)
-    until(lambda: server.runs and len(server.history("loss")) == 5, "the first steps arrive")
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 5, "the first steps arrive")
     (sender,) = psutil.Process(os.getpid()).children()
     sender.kill()
     steps(notes, 6, 9)
-    until(lambda: len(server.history("loss")) == 9, "the later steps arrive")
+    until(lambda: len(server.history("train/step_loss")) == 9, "the later steps arrive")
     assert any("was ended by signal 9; it restarts in 0.1 s" in line for line in said)
 
 
@@ -339,7 +345,7 @@ def test_what_a_library_prints_ends_no_tracking(
     notes = begin(server.uri, said=said)
     steps(notes, 1, 10)
     until(lambda: any("Tracked at" in line for line in said), "it says where")
-    until(lambda: len(server.history("loss")) == 10, "the steps arrive")
+    until(lambda: len(server.history("train/step_loss")) == 10, "the steps arrive")
     notes.close("finished")
     assert server.run["status"] == "FINISHED"
     assert "a library greets" in capfd.readouterr().err
@@ -372,7 +378,7 @@ def test_a_lag_is_reported_with_its_length_and_its_end(
     server, said = StandIn(), list[str]()
     notes = begin(server.uri, said=said)
     steps(notes, 1, 10)
-    until(lambda: server.runs and len(server.history("tok_per_s")) == 10, "the first steps arrive")
+    until(lambda: server.runs and len(server.history("train/tok_per_sec")) == 10, "the first steps arrive")
     server.close()
     kept = server.experiments, server.runs
     steps(notes, 11, 20)
@@ -386,7 +392,7 @@ def test_a_lag_is_reported_with_its_length_and_its_end(
     server.experiments, server.runs = kept
     until(lambda: any("has caught up with metrics.jsonl" in line for line in said), "it says so")
     assert sum("behind" in line for line in said) == 1, "once for a while"
-    assert len(server.history("loss")) == 30
+    assert len(server.history("train/step_loss")) == 30
     server.close()
 
 
@@ -415,6 +421,57 @@ def test_what_cannot_be_tracked_is_told_in_a_sentence(
     assert "Traceback" not in done.stderr
 
 
+# -- runs of an earlier release -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def earlier(server: StandIn, tmp_path: Path) -> list[list[Any]]:
+    """The recorded run in tmp_path, and on the server what that release sent; returns these points."""
+    shutil.copytree(EARLIER, tmp_path, dirs_exist_ok=True)
+    kept = json.loads((EARLIER / "server.json").read_text())
+    cursor = json.loads((tmp_path / "tracker.json").read_text())
+    (tmp_path / "tracker.json").write_text(json.dumps({**cursor, "uri": server.uri}))
+    facts = Facts.load(tmp_path)
+    tags = {"nanofleet.run_id": facts.run_id, "nanofleet.digest": facts.digest}
+    run = {"id": kept["id"], "status": "FINISHED", "experiment": kept["experiments"]["nanofleet"]}
+    run |= {"tags": tags, "params": dict(facts.params), "artifacts": [], "points": set()}
+    run["points"] = {tuple(point) for point in kept["points"]}
+    server.experiments, server.runs = kept["experiments"], {kept["id"]: run}
+    return list(kept["points"])
+
+
+def test_an_earlier_run_keeps_its_points_and_gets_all_under_the_new_names(
+    server: StandIn, earlier: list[list[Any]], tmp_path: Path, track: Track
+) -> None:
+    status, text = track(server.uri)
+    assert status == 0, text
+    assert server.experiments == {"nanofleet": "1"}, "it stays in the experiment in which it began"
+    points = server.run["points"]
+    assert {tuple(point) for point in earlier} <= points
+    for figure, metric in (("loss", "train/step_loss"), ("val_bpb", "val/bpb"), ("step_seconds", "train/dt")):
+        assert server.history(metric) == server.history(figure) != []
+    system = [point for point in earlier if point[0].startswith("system/")]
+    assert system
+    assert sum(point[0].startswith("system/") for point in points) == len(system), "they kept their names"
+    assert "0 figures were missing" in track(server.uri)[1]
+
+
+def test_an_earlier_run_that_the_tracker_lacks_is_sent_to_its_experiment(
+    server: StandIn, tmp_path: Path, track: Track
+) -> None:
+    shutil.copytree(EARLIER, tmp_path, dirs_exist_ok=True)
+    status, text = track(server.uri)
+    assert status == 0, text
+    assert list(server.experiments) == ["nanofleet"]
+    assert [step for step, _ in server.history("train/step_loss")] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_earlier_run_that_resumes_stays_in_its_experiment() -> None:
+    saved = RunFile.load(EARLIER / "run.json").config
+    assert saved.experiment == "nanofleet"
+    assert RunConfig.resumed(json.loads((EARLIER / "run.json").read_text())["config"], {}) == saved
+
+
 # -- a training --------------------------------------------------------------------------------------------
 
 
@@ -433,7 +490,11 @@ def test_a_run_without_a_tracker_can_be_sent_later(
     assert int(run["params"]["parameters.total"]) > 10_000
     digests = {"digest.config", "digest.run_file", "digest.trainer", "digest.rows", "digest.tokenizer"}
     assert digests | {"host.0.cpu", "host.0.compute dtype", "hosts", "shares"} <= run["tags"].keys()
-    assert [step for step, _ in server.history("loss")] == [1, 2, 3, 4, 5, 6]
+    assert [step for step, _ in server.history("train/step_loss")] == [1, 2, 3, 4, 5, 6]
+    assert list(server.experiments) == ["nanochat-d2"]
+    figures = {"train/loss", "train/lrm", "train/dt", "train/tok_per_sec", "train/epoch", "val/bpb"}
+    figures |= {"total_training_flops", "total_training_time", "phase_seconds/sync"}
+    assert figures <= {point[0] for point in run["points"]}
     assert run["status"] == "FINISHED"
     assert dict(run["artifacts"])["samples/step_000006.txt"].startswith(b"The ")
 

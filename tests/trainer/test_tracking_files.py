@@ -6,16 +6,27 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from conftest import TINY, train_here
 from tracked_run import FACTS, until
 
+from trainer.checkpoint.storage import TrainState
+from trainer.config import RunConfig
+from trainer.health.attempt import Attempt
+from trainer.health.run_status import RunStatus
 from trainer.host.facts import host_facts
+from trainer.host.logger import RunLogger
+from trainer.host.rank_env import RankEnv
+from trainer.run_plan import make_plan
 from trainer.tracking import files
 from trainer.tracking.files import Cursor, Facts, JsonLines, NewLines
-from trainer.tracking.mlflow_run import clean_key, is_server, reason, shown_uri
+from trainer.tracking.mlflow_run import is_server, reason, shown_uri
+from trainer.tracking.names import METRICS, clean_key, metric_of
 from trainer.tracking.plots import POINTS, make_plots, read_series
+from trainer.tracking.reporter import Reporter, StepCost
 from trainer.tracking.system import SystemSampler
 
 
@@ -58,10 +69,10 @@ def test_new_lines_come_in_portions_and_whole(tmp_path: Path) -> None:
 
 def test_a_cursor_belongs_to_one_server_and_one_configuration(tmp_path: Path) -> None:
     cursor = Cursor.load(tmp_path, "http://a", FACTS)
-    cursor.steps["loss"] = 7
+    cursor.steps["train/step_loss"] = 7
     cursor.save(tmp_path)
     line = {"step": 7, "loss": 1.0, "val_bpb": 2, "time": 1.0, "none": None}
-    assert Cursor.load(tmp_path, "http://a", FACTS).new_points(line) == {"val_bpb": 2.0}
+    assert Cursor.load(tmp_path, "http://a", FACTS).new_points(line) == {"val/bpb": 2.0}
     assert Cursor.load(tmp_path, "http://b", FACTS).steps == {}
     assert Cursor.load(tmp_path, "http://a", Facts("run", "d2")).steps == {}
     (tmp_path / files.CURSOR).write_text("{")
@@ -80,6 +91,66 @@ def test_names_and_addresses_are_made_fit() -> None:
     assert reason(refused) == "GET http://server failed"
     refused.__cause__ = ConnectionRefusedError(111, "Connection refused")
     assert reason(refused) == "Connection refused"
+
+
+def test_mlflow_takes_every_name_as_it_is() -> None:
+    from mlflow.utils.validation import _validate_experiment_name, _validate_metric_name
+
+    names = [metric_of(figure) for figure in (*METRICS, "rows.0", "rows.15", "system/load_1_minute")]
+    assert len(set(names)) == len(names)
+    for name in names:
+        _validate_metric_name(name)
+        assert clean_key(name) == name
+    for experiment in (RunConfig().experiment, RunConfig(tracker_experiment="x" * 250).experiment):
+        _validate_experiment_name(experiment)
+    assert metric_of("of/a later release?") == "of/a later release_"
+
+
+def test_every_figure_of_a_step_has_a_name_in_a_group(data_dir: Path, tmp_path: Path) -> None:
+    train_here(data_dir, tmp_path, dtype="auto")
+    lines = [line for _, line in files.read_lines(tmp_path / files.METRICS)]
+    figures = {name for line in lines for name in line} - {"step", "time"}
+    assert "mfu" in figures
+    assert {name for name in figures if name not in METRICS and not name.startswith("rows.")} == set()
+
+
+def test_figures_of_progress_are_nanochats(data_dir: Path, tmp_path: Path) -> None:
+    """The average of the loss is nanochat's formula, written out; the totals add up over a resumed run."""
+    train_here(data_dir, tmp_path, num_iterations=3)
+    train_here(data_dir, tmp_path, num_iterations=6)
+    read = [line for _, line in files.read_lines(tmp_path / files.METRICS)]
+    lines = [line for line in read if "loss" in line]
+    flops = float(Facts.load(tmp_path).params["plan.flops_per_token"])
+    smooth = seconds = 0.0
+    for step, line in enumerate(lines, 1):
+        smooth = 0.9 * smooth + 0.1 * line["loss"]
+        seconds += line["step_seconds"]
+        assert line["smooth_loss"] == pytest.approx(smooth / (1 - 0.9**step))
+        assert line["total_training_time"] == pytest.approx(seconds)
+        assert line["total_training_flops"] == flops * TINY["total_batch_size"] * step
+        assert line["epoch"] * 6 == pytest.approx(float(Facts.load(tmp_path).params["plan.epochs"]) * step)
+    assert len(lines) == 6
+
+
+def test_mfu_is_the_use_of_the_measured_gemm_rate(tmp_path: Path) -> None:
+    config = RunConfig(depth=1, head_dim=32, sequence_len=32, total_batch_size=64)
+    for rate, mfu in ((None, None), (1e9, 100 * 64 * 5e6 / 2.0 / 1e9)):
+        status = RunStatus(tmp_path, RankEnv(), "run")
+        reporter = Reporter(status, Attempt(tmp_path, RankEnv()), RunLogger(RankEnv()), routine=False)
+        kept: list[dict[str, float]] = []
+        reporter.tracker = SimpleNamespace(step=lambda step, figures, kept=kept: kept.append(figures))
+        status.enter("optimizer")
+        reporter.begin(make_plan(config, 300, 1), TrainState(), StepCost(5_000_000, rate, 100))
+        reporter.step(3.0, 1.0, 0.1, 2.0, 0)
+        assert kept[0].get("mfu") == (None if mfu is None else pytest.approx(mfu))
+
+
+def test_a_run_whose_checkpoint_has_no_average_starts_with_its_loss(tmp_path: Path) -> None:
+    status = RunStatus(tmp_path, RankEnv(), "run")
+    reporter = Reporter(status, Attempt(tmp_path, RankEnv()), RunLogger(RankEnv()), routine=False)
+    reporter.train_state = TrainState.from_meta({"step": 500, "loss": 2.0})
+    assert reporter._smooth_loss(2.5) == pytest.approx(2.5)
+    assert reporter._smooth_loss(1.5) == pytest.approx(2.4)
 
 
 def test_plots_are_pictures_of_bounded_size(tmp_path: Path) -> None:

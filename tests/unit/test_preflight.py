@@ -101,6 +101,12 @@ def test_a_word_without_a_value_is_refused() -> None:
         ({"matrix_lr": "fast"}, "matrix_lr is 'fast': it takes a number.", "-e matrix_lr=0.02"),
         ({"steps": "many"}, "steps is 'many': it takes a whole number.", "-e steps=5000"),
         ({"steps": "-1"}, "steps is -1: it takes a whole number of at least 0.", "-e steps=5000"),
+        (
+            {"tracker_experiment": "d{dept}"},
+            "tracker_experiment is 'd{dept}': it takes 1 to 250 letters, digits, blanks inside, "
+            "and . _ - : /, and {depth} for the depth.",
+            "-e tracker_experiment=nanochat-d{depth}",
+        ),
         ({"stop_now": "perhaps"}, "stop_now is 'perhaps': it takes true or false.", "-e stop_now=true"),
         (
             {"tracker_port": "http"},

@@ -20,7 +20,7 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -46,11 +46,17 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 @dataclass
 class TrainState:
-    """Step, losses and newest checkpoint of a run between two steps; `step` counts the completed steps."""
+    """Step, losses and newest checkpoint of a run between two steps; `step` counts the completed steps.
+
+    smooth_loss: moving average of the loss, not corrected for its start at 0 (nanochat's smooth_train_loss).
+    training_seconds: of all steps so far, in all attempts.
+    """
 
     step: int = 0
     first_loss: float | None = None
     loss: float | None = None
+    smooth_loss: float | None = None
+    training_seconds: float = 0.0
     val_bpb: float | None = None
     val_bpb_step: int | None = None
     best_val_bpb: float | None = None
@@ -59,7 +65,7 @@ class TrainState:
     @classmethod
     def from_meta(cls, meta: Mapping[str, Any]) -> TrainState:
         """The progress in `meta`, the content of a checkpoint's meta.json; `checkpoint` is not in it."""
-        names = ("step", "first_loss", "loss", "val_bpb", "val_bpb_step", "best_val_bpb")
+        names = {each.name for each in fields(cls)} - {"checkpoint"}
         return cls(**{name: meta[name] for name in names if name in meta})
 
 

@@ -113,6 +113,12 @@ class Numerics:
             f"denormals {'flushed' if self.denormals_flushed else kept}"
         )
 
+    @property
+    def gemm_rate(self) -> float | None:
+        """GEMM rate of this rank in FLOP/s: that of a core times its threads. None if it was not measured."""
+        rate = self.rates.get(self.compute_dtype)
+        return None if rate is None else rate * self.threads
+
     def facts(self) -> dict[str, str]:
         """Device, formats, GEMM rates, threads and denormals as strings by name, for the tracker."""
         return {

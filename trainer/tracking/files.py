@@ -1,6 +1,6 @@
 """The tracking files in a run directory.
 
-facts.json     run_id, params and tags of the run
+facts.json     run_id, experiment, params and tags of the run
 metrics.jsonl  one line for each step and evaluation: step, figures, time
 system.jsonl   one line for each sample of the host of rank 0: number of the sample as `step`, figures, time
 samples/       generated texts, step_000100.txt
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.files import is_full, sync_file, write_json
+from trainer.tracking.names import metric_of
 
 FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
 SAMPLES, PLOTS = "samples", "plots"
+EARLIER_EXPERIMENT = "nanofleet"  # of runs whose facts.json names none
 KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.txt")
 
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of facts.json: run_id, digest of the configuration, and params and tags for MLflow.
+    """The content of facts.json: run_id, digest of the configuration; experiment, params and tags for MLflow.
 
     run_id and digest together identify a run.
     """
@@ -37,16 +39,19 @@ class Facts:
     digest: str
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    experiment: str = EARLIER_EXPERIMENT
 
     def save(self, run_dir: Path) -> None:
         write_json(run_dir / FACTS, asdict(self))
 
     @classmethod
     def load(cls, run_dir: Path) -> Facts:
-        """Read facts.json. Raises OSError or ValueError if it is missing or damaged."""
+        """Read facts.json, also one of an earlier release. Raises OSError or ValueError if it is unusable."""
         raw = json.loads((run_dir / FACTS).read_text(encoding="utf-8"))
         try:
-            return cls(str(raw["run_id"]), str(raw["digest"]), dict(raw["params"]), dict(raw["tags"]))
+            experiment = str(raw.get("experiment", EARLIER_EXPERIMENT))
+            params, tags = dict(raw["params"]), dict(raw["tags"])
+            return cls(str(raw["run_id"]), str(raw["digest"]), params, tags, experiment)
         except (KeyError, TypeError) as error:
             raise ValueError(f"it lacks {error}") from None
 
@@ -55,9 +60,10 @@ class Facts:
 class Cursor:
     """The content of tracker.json: the figures and files of a run that the server has received.
 
-    steps: figure -> its last step that was sent. artifacts: file -> size and time of the file that was sent.
+    steps: metric -> its last step that was sent. artifacts: file -> size and time of the file that was sent.
     A resumed run repeats steps and writes equal figures for them. MLflow cannot delete points, so the sender
-    does not send such points again.
+    does not send such points again. Earlier releases sent figures by their names in metrics.jsonl: a run of
+    theirs that is sent again has those metrics up to this time, and all its points under the names of today.
     """
 
     uri: str
@@ -82,14 +88,13 @@ class Cursor:
         write_json(run_dir / CURSOR, asdict(self))
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """The figures of a parsed line that were not yet sent: name -> value."""
-        return {
-            name: float(value)
+        """The figures of a parsed line that were not yet sent: metric -> value."""
+        figures = {
+            metric_of(name): float(value)
             for name, value in line.items()
-            if name not in ("step", "time")
-            and isinstance(value, int | float)
-            and line["step"] > self.steps.get(name, -1)
+            if name not in ("step", "time") and isinstance(value, int | float)
         }
+        return {name: value for name, value in figures.items() if line["step"] > self.steps.get(name, -1)}
 
 
 class JsonLines:

@@ -17,17 +17,17 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from trainer.tracking.files import Facts
+from trainer.tracking.names import clean_key
 
-EXPERIMENT = "nanofleet"
 PAGE_VARIABLE = "NANOFLEET_TRACKER_PAGE"  # the server's address for browsers, if ranks use another one
 RUN_ID_TAG, DIGEST_TAG = "nanofleet.run_id", "nanofleet.digest"
 CHANGED_TAG = "now."  # prefix of the tag that has the new value of a changed param
 STATUS = {"finished": "FINISHED", "stopped": "KILLED", "retryable": "FAILED", "final": "FAILED"}
 # MLflow's limits
 BATCH_METRICS, BATCH_PARAMS = 1_000, 100
-PARAM_CHARACTERS, TAG_CHARACTERS, KEY_CHARACTERS = 6_000, 8_000, 250
+PARAM_CHARACTERS, TAG_CHARACTERS = 6_000, 8_000
 
-Point = tuple[str, float, float, int]  # name, value, time in seconds, step
+Point = tuple[str, float, float, int]  # metric, value, time in seconds, step
 
 
 class RunLostError(Exception):
@@ -81,7 +81,7 @@ class MlflowRun:
         """Send at most BATCH_METRICS figures. Raises RunLostError or RefusedError."""
         from mlflow.entities import Metric
 
-        metrics = [Metric(clean_key(name), value, round(at * 1000), step) for name, value, at, step in points]
+        metrics = [Metric(name, value, round(at * 1000), step) for name, value, at, step in points]
         self._ask(self._client.log_batch, self.id, metrics=metrics, synchronous=True)
 
     def put(self, path: Path, folder: str) -> None:
@@ -95,10 +95,9 @@ class MlflowRun:
         from mlflow.entities import ViewType
 
         tags = {RUN_ID_TAG: self._facts.run_id, DIGEST_TAG: self._facts.digest}
-        experiment = self._ask(self._client.get_experiment_by_name, EXPERIMENT)
-        number = (
-            experiment.experiment_id if experiment else self._ask(self._client.create_experiment, EXPERIMENT)
-        )
+        name = self._facts.experiment
+        experiment = self._ask(self._client.get_experiment_by_name, name)
+        number = experiment.experiment_id if experiment else self._ask(self._client.create_experiment, name)
         if experiment and experiment.lifecycle_stage != "active":
             self._ask(self._client.restore_experiment, number)
         runs = experiment and self._ask(
@@ -161,12 +160,6 @@ def time_limit(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
         if left:  # restore an earlier alarm
             signal.setitimer(signal.ITIMER_REAL, max(0.001, left - (time.monotonic() - began)))
-
-
-def clean_key(name: str) -> str:
-    """A valid MLflow key: letters, digits, blanks and _-.:/, no relative path, KEY_CHARACTERS at most."""
-    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
-    return "/".join(part for part in parts if part.strip(". "))[:KEY_CHARACTERS] or "_"
 
 
 def shown_uri(uri: str) -> str:

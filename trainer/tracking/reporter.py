@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainer.checkpoint.storage import TrainState
 from trainer.formatting import counted, duration
@@ -21,13 +21,22 @@ from trainer.tracking.tracker import Tracker
 LINE_EVERY_SECONDS = 0.5
 MEASURED_STEPS = 3  # after which the remaining time is logged and collectives get their time-out
 RECENT_STEPS = 50
-SMOOTHING = 0.1  # weight of the newest step in the average share of sync
+SMOOTHING = 0.1  # weight of the newest step in the average share of sync, and in that of the loss
+
+
+class StepCost(NamedTuple):
+    """What the figures of progress follow from. gemm_rate: of all ranks in FLOP/s; None: not measured."""
+
+    flops_per_token: int
+    gemm_rate: float | None
+    train_rows: int  # of the dataset
 
 
 class Reporter:
-    """Reports the figures of an attempt on this rank. `plan` is set by `begin`, `tracker` on rank 0 only."""
+    """Reports the figures of an attempt on this rank. `begin` sets plan and cost; rank 0 has a tracker."""
 
     plan: Plan
+    cost: StepCost
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
         """routine: whether this rank logs steps; one rank per host does so."""
@@ -64,9 +73,9 @@ class Reporter:
         """Expected seconds that all remaining steps take together."""
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
-    def begin(self, plan: Plan, train_state: TrainState) -> None:
-        """Set plan and state after the setup, and report them."""
-        self.plan, self.train_state = plan, train_state
+    def begin(self, plan: Plan, train_state: TrainState, cost: StepCost) -> None:
+        """Set plan, state and cost after the setup, and report them."""
+        self.plan, self.train_state, self.cost = plan, train_state, cost
         self.attempt.update(num_iterations=plan.num_iterations)
         # Without the loss, which shows that this attempt has made a step.
         self.run_status.update(
@@ -99,12 +108,14 @@ class Reporter:
         average = self.plan.total_batch_size / self.typical
         figures = {
             "loss": loss,
+            "smooth_loss": self._smooth_loss(loss),
             "lr": lr,
             "lr_multiplier": rate,
             "tok_per_s": self.plan.total_batch_size / seconds,
             "step_seconds": seconds,
             **split,
             "bytes_sent": sent,
+            **self._progress(seconds),
         }
         share = split["sync_s"] / seconds
         before = share if self.sync_share is None else self.sync_share
@@ -130,6 +141,29 @@ class Reporter:
                 f"sync {split['sync_s']:.2f} opt {split['optimizer_s']:.2f}) eta {duration(self.expected)}",
                 extra=fields("step", step=train_state.step, **figures, eta_seconds=self.expected),
             )
+
+    def _smooth_loss(self, loss: float) -> float:
+        """The moving average of the loss, as nanochat logs it: corrected for its start at 0.
+
+        A run whose checkpoint has no average starts with `loss`.
+        """
+        state = self.train_state
+        total = 1 - (1 - SMOOTHING) ** state.step  # weight of all steps so far
+        before = state.smooth_loss
+        state.smooth_loss = loss * total if before is None else before + SMOOTHING * (loss - before)
+        return state.smooth_loss / total
+
+    def _progress(self, seconds: float) -> dict[str, float]:
+        """FLOPs, seconds and passes over the dataset so far, and the use of the GEMM rate in percent."""
+        state, plan, cost = self.train_state, self.plan, self.cost
+        state.training_seconds += seconds
+        flops = cost.flops_per_token * plan.total_batch_size
+        figures = {
+            "total_training_flops": float(flops * state.step),
+            "total_training_time": state.training_seconds,
+            "epoch": state.step * plan.rows_per_step / cost.train_rows,
+        }
+        return figures | ({"mfu": 100 * flops / seconds / cost.gemm_rate} if cost.gemm_rate else {})
 
     def checkpoint(self, run_dir: Path) -> None:
         """Report the newest checkpoint in the run status: its step, path and time."""

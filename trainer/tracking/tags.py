@@ -60,4 +60,4 @@ def facts_of(
         **more_tags,
     }
     params = {name: str(value) for name, value in {**run_file.config.to_dict(), **derived}.items()}
-    return Facts(run_file.run_id, config_digest, params, tags)
+    return Facts(run_file.run_id, config_digest, params, tags, run_file.config.experiment)

@@ -1,0 +1,46 @@
+"""The names of a run's figures on an MLflow server: those of nanochat's logs, and ours in groups beside them.
+
+metrics.jsonl has the figures by their names here, as in every release; only what is sent is renamed. MLflow's
+page groups metrics by the part before the slash.
+"""
+
+from __future__ import annotations
+
+import re
+
+from trainer.health.run_status import STEP_PHASES
+
+# Figure in metrics.jsonl -> metric. Those of nanochat's base_train come first.
+METRICS = {
+    "smooth_loss": "train/loss",
+    "lr_multiplier": "train/lrm",
+    "step_seconds": "train/dt",
+    "tok_per_s": "train/tok_per_sec",
+    "mfu": "train/mfu",
+    "epoch": "train/epoch",
+    "val_bpb": "val/bpb",
+    "total_training_flops": "total_training_flops",
+    "total_training_time": "total_training_time",
+    "loss": "train/step_loss",
+    "lr": "train/lr",
+    "val_loss": "val/loss",
+    **{f"{phase}_s": f"phase_seconds/{phase}" for phase in STEP_PHASES},
+    "bytes_sent": "network/bytes_sent",
+    "predicted_step_seconds": "prediction/step_seconds",
+    "measured_step_seconds": "prediction/measured_step_seconds",
+}
+ROWS = "rows."  # begins the figures of the batch split, rows.RANK
+KEY_CHARACTERS = 250  # MLflow's limit
+
+
+def metric_of(figure: str) -> str:
+    """The name of a figure on the server; a figure without an entry, such as system/NAME, keeps its own."""
+    if figure.startswith(ROWS):
+        return f"batch_split/rank_{figure.removeprefix(ROWS)}"
+    return clean_key(METRICS.get(figure, figure))
+
+
+def clean_key(name: str) -> str:
+    """A valid MLflow key: letters, digits, blanks and _-.:/, no relative path, KEY_CHARACTERS at most."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name).split("/")
+    return "/".join(part for part in parts if part.strip(". "))[:KEY_CHARACTERS] or "_"
