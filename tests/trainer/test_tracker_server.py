@@ -177,10 +177,8 @@ def check_equal(uri: str, run_dir: Path, status: str = "FINISHED") -> str:
             (point.step, point.value) for point in client.get_metric_history(run.info.run_id, key)
         )
         assert [step for step, _ in history] == [step for step, _ in points], key
-        if key in (
-            "train/step_loss",
-            "val/bpb",
-        ):  # the durations of a step that was done twice are of either time
+        # The durations of a step that was done twice are of either time.
+        if key in ("train/step_loss", "val/bpb"):
             assert [value for _, value in history] == pytest.approx([value for _, value in points]), key
     artifacts = {artifact.path for artifact in client.list_artifacts(run.info.run_id)}
     assert {"metrics.jsonl", "system.jsonl", "facts.json", "outcome.json", "plots"} <= artifacts
