@@ -34,7 +34,8 @@ EXPERIMENT_PATTERN = re.compile(r"(?=.{1,250}\Z)(?! )([\w.:/ -]|\{depth\})+(?<! 
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
 SYNC_MODES = ("dense", "exact", "fast", "local")
-LOCAL_BITS = (4, 8, 32)
+LOCAL_BITS = (2, 4, 8, 32)
+LOCAL_TOPK = 2048  # above, positions cost more than the bits that they save
 EXACT_MODES = ("dense", "exact")  # equal sums, in the number format of the run
 NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"
@@ -115,15 +116,13 @@ class RunConfig:
         "total_batch_size, and ranks synchronize every local_steps)",
     )
     sync_allow: str = setting("", "modes with other rounding that sync=auto may use too: fast")
-    local_steps: int = setting(
-        30, "with sync local, steps of a rank between two sync rounds of the same parameters"
-    )
+    local_steps: int = setting(30, "with sync local, steps between two sync rounds of the same parameters")
     local_lr: float = setting(0.7, "with sync local, learning rate of the outer step")
     local_momentum: float = setting(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
-    local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, or 32 for no rounding")
-    local_delay: int = setting(
-        1, "with sync local, steps that overlap with the transfer of a sync round, below local_steps"
-    )
+    local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, 2, or 32 for no rounding")
+    local_topk: int = setting(0, "with sync local, values sent of each 4,096, the largest; 0: all")
+    local_error_decay: float = setting(1.0, "with sync local, factor on the residual at each sync round")
+    local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
     tracker_experiment: str = setting(
         "nanochat-d{depth}",
@@ -254,10 +253,11 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
     (lambda v: v > 0, "must be above 0", "target_param_data_ratio"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac local_error_decay"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),
-    (lambda v: v in LOCAL_BITS, "must be 4, 8 or 32", "local_bits"),
+    (lambda v: v in LOCAL_BITS, "must be 2, 4, 8 or 32", "local_bits"),
+    (lambda v: 0 <= v <= LOCAL_TOPK, f"must lie between 0 and {LOCAL_TOPK:,}", "local_topk"),
     (lambda v: v in DEVICES, f"must be {' or '.join(DEVICES)}", "device"),
     (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
     (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),

@@ -50,6 +50,8 @@ def test_a_mode_without_a_known_cost_gets_no_price() -> None:
         ("fast", None),
         ("local", Outer()),
         ("local", Outer(steps=10, bits=4)),
+        ("local", Outer(bits=2)),
+        ("local", Outer(bits=2, topk=352)),
     ],
 )
 def test_the_formula_that_predicts_a_step_has_the_same_bytes(mode: str, outer: Outer | None) -> None:

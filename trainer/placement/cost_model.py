@@ -22,8 +22,8 @@ from trainer.formatting import render_table
 from trainer.placement.batch_split import relative_speeds, slowest, split_rows
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.buckets import assign_owners
+from trainer.sync.compressor import make_compressor
 from trainer.sync.local import TAIL_STEPS, Outer
-from trainer.sync.quantize import Quantizer
 
 # The part of backward's and the optimizer's time that hides transfers of exact and fast: the same processor
 # computes and moves the bytes.
@@ -66,7 +66,8 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
     steps = outer.steps + TAIL_STEPS if mode == "local" else 1
     values = work.active(steps * rows) * work.table_width + work.matrices + work.others
     if mode == "local":
-        return (world_size - 1) * values * Quantizer(outer.bits).bytes_per_value / outer.steps
+        packed = values * make_compressor(outer.bits, outer.topk).bytes_per_value
+        return (world_size - 1) * packed / outer.steps
     return copies * values * (2 if mode == "fast" else work.value_bytes)
 
 

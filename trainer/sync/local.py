@@ -11,7 +11,8 @@ Reading does not change the run: an evaluation, a digest or a checkpoint reads t
 leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores them: a resumed
 run takes the outer step at the same step.
 
-Pseudo-gradients are sent with 8 or 4 bits; error feedback adds the quantization residual to the next round.
+Pseudo-gradients are sent with 8, 4 or 2 bits, all of them or the largest (trainer/sync/topk.py). Error
+feedback adds the residual, what a rank has not sent, to its next round.
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
 
@@ -34,8 +35,8 @@ from trainer.config import RunConfig
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.buckets import add_only_active_rows
+from trainer.sync.compressor import make_compressor
 from trainer.sync.mode import SyncMode
-from trainer.sync.quantize import Quantizer
 
 # AdamW's momentum moves a row after its last token; after these steps by 0.8^32, less than a thousandth.
 TAIL_STEPS = 32
@@ -46,18 +47,26 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of the outer optimizer: local_steps, local_lr, local_momentum, local_bits, local_delay."""
+    """The settings of local: local_steps, local_lr, local_momentum, local_bits, local_topk, local_delay."""
 
     steps: int = 30
     lr: float = 0.7
     momentum: float = 0.6
     bits: int = 8
+    topk: int = 0
     delay: int = 1
+    error_decay: float = 1.0
 
     @classmethod
     def of(cls, config: RunConfig) -> Outer:
         return cls(
-            config.local_steps, config.local_lr, config.local_momentum, config.local_bits, config.local_delay
+            steps=config.local_steps,
+            lr=config.local_lr,
+            momentum=config.local_momentum,
+            bits=config.local_bits,
+            topk=config.local_topk,
+            delay=config.local_delay,
+            error_decay=config.local_error_decay,
         )
 
 
@@ -98,11 +107,15 @@ class SyncRound(NamedTuple):
 class Fragment:
     """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], sync_at: int, of_rows: bool) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], outer: Outer, sync_at: int, of_rows: bool
+    ) -> None:
         self.names, self.parameters = list(parameters), list(parameters.values())
         self.sync_at = sync_at
         self.outer = [p.detach().clone() for p in self.parameters]
         self.momentum = [torch.zeros_like(value) for value in self.outer]
+        sizes = [] if of_rows else [value.numel() for value in self.outer]
+        self.compressor = make_compressor(outer.bits, outer.topk, sizes)
         self.error = [torch.zeros_like(value) for value in self.outer]
         # Of an embedding, the last step at which each row was active; on the CPU.
         self.active_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
@@ -126,14 +139,13 @@ class Local(SyncMode):
     ) -> None:
         self._group, self._model, self._optimizer = group, model, optimizer
         self._outer = outer or Outer()
-        self._quantizer = Quantizer(self._outer.bits)
         self._step = 0
         self._rates_of = {p: g for g in optimizer.param_groups for p in g["params"]}
         self._betas = [(g, *g["betas"]) for g in optimizer.param_groups if g["kind"] == "adamw"]
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         add_only_active_rows(model)
-        self._fragments = _make_fragments(model, self._outer.steps)
+        self._fragments = _make_fragments(model, self._outer)
         self._tables = [f for f in self._fragments if f.active_at is not None]
         self._active = torch.empty(0, dtype=torch.int64)
 
@@ -191,9 +203,10 @@ class Local(SyncMode):
         rows = fragment.rows()
         deltas = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
         delta = torch.cat([_rows_of(delta, rows).flatten() for delta in deltas])
-        delta += torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
-        packed = self._quantizer.pack(delta)
-        delta -= self._quantizer.unpack(packed, delta.numel(), delta.dtype)
+        error = torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
+        delta += error.mul_(self._outer.error_decay)
+        packed = fragment.compressor.pack(delta)
+        delta -= fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
         _write_rows(fragment.error, rows, delta)
         count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
         table, pending = self._group.start_all_gather(torch.cat([packed, count]))
@@ -237,7 +250,7 @@ class Local(SyncMode):
         n = sum(_rows_of(outer, sync_round.rows).numel() for outer in fragment.outer)
         mean = torch.zeros(n, dtype=dtype, device=values.device)
         for packed, weight in zip(values, weights, strict=True):
-            mean += self._quantizer.unpack(packed, n, dtype).mul_(weight)
+            mean += fragment.compressor.unpack(packed, n, dtype).mul_(weight)
         return mean
 
     def _finish_all_rounds(self) -> None:
@@ -320,8 +333,8 @@ class Local(SyncMode):
                 fragment.sync_round = SyncRound.from_state(state, sent_parameters)
 
 
-def _make_fragments(model: nn.Module, steps: int) -> list[Fragment]:
-    """Divide the model into fragments, whose sync rounds are spread over `steps` steps."""
+def _make_fragments(model: nn.Module, outer: Outer) -> list[Fragment]:
+    """Divide the model into fragments, whose sync rounds are spread over `outer.steps` steps."""
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     parts: dict[str, dict[str, nn.Parameter]] = {}
     for name, p in model.named_parameters():
@@ -329,7 +342,7 @@ def _make_fragments(model: nn.Module, steps: int) -> list[Fragment]:
         part = name if id(p) in tables else f"layer {layer}" if layer else "the rest"
         parts.setdefault(part, {})[name] = p
     return [
-        Fragment(part, max(1, steps * number // len(parts)), name in part)
+        Fragment(part, outer, max(1, outer.steps * number // len(parts)), name in part)
         for number, (name, part) in enumerate(parts.items(), start=1)
     ]
 
