@@ -121,7 +121,6 @@ class RunConfig:
     local_momentum: float = setting(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
     local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, 2, or 32 for no rounding")
     local_topk: int = setting(0, "with sync local, values sent of each 4,096, the largest; 0: all")
-    local_error_decay: float = setting(1.0, "with sync local, factor on the residual at each sync round")
     local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
     tracker_experiment: str = setting(
@@ -253,7 +252,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
     (lambda v: v > 0, "must be above 0", "target_param_data_ratio"),
-    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac local_error_decay"),
+    (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),
     (lambda v: v in LOCAL_BITS, "must be 2, 4, 8 or 32", "local_bits"),

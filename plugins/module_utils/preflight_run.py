@@ -98,15 +98,17 @@ class Need:
         local = config.sync == "local"
         outer = tables + matrices if local else 0.0
         self.checkpoint_gb = 3 * tables + 2 * matrices + outer
+        # With top-k the residual is in the parameters (trainer/sync/local.py).
+        error = 0.0 if config.local_topk else outer
         # Rank 0's own parameters and error feedback, in a file beside each checkpoint.
-        self.own_gb = 2 * outer
+        self.own_gb = outer + error
         activations = number * KEPT_PER_LAYER * micro_batch * config.depth * width
         head = number * rows * width
         self.parts = {
             "weights": tables + matrices,
             "gradients": tables + matrices + head,
             "optimizer": 2 * tables + matrices / (1 if local else world_size),
-            "outer parameters with momentum and error feedback": 3 * outer,
+            "outer parameters with momentum and error feedback": 2 * outer + error,
             f"a micro-batch of {config.device_batch_size} x {config.sequence_len} tokens": activations,
             "Python and torch": BASE_GIB,
         }

@@ -119,7 +119,7 @@ def test_scalars_and_gates_are_sent_unchanged(dtype: torch.dtype) -> None:
 # -- error feedback ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("compression", [{"bits": 2}, TOPK, {**TOPK, "error_decay": 0.5}], ids=str)
+@pytest.mark.parametrize("compression", [{"bits": 8}, {"bits": 2}, TOPK], ids=str)
 def test_sent_and_residual_are_the_difference_and_the_residual_before(compression: dict[str, int]) -> None:
     """In every round of every rank, and the mean of all ranks is that of what they sent."""
     outer, room = Outer(steps=2, delay=0, **compression), Room(3)
@@ -134,16 +134,23 @@ def test_sent_and_residual_are_the_difference_and_the_residual_before(compressio
             take = (lambda values: values) if rows is None else (lambda values: values[rows])
             before = [take(o - p.detach()) for o, p in zip(fragment.outer, fragment.parameters, strict=True)]
             residual = [take(error).clone() for error in fragment.error]
+            assert bool(residual) != outer.keeps_residual
             start(fragment)
             n = sum(value.numel() for value in before)
             fragment.sync_round.pending()
             packed = fragment.sync_round.table[rank.rank, :-8]
             fragment.sync_round = fragment.sync_round._replace(pending=lambda: None)
             sent = fragment.compressor.unpack(packed, n, torch.float32)
-            after = torch.cat([take(error).flatten() for error in fragment.error])
+            left = fragment.error or [
+                s - p.detach()
+                for s, p in zip(fragment.sync_round.sent_parameters, fragment.parameters, strict=True)
+            ]
+            after = torch.cat([take(error).flatten() for error in left])
             expected = torch.cat([value.flatten() for value in before])
-            expected += outer.error_decay * torch.cat([value.flatten() for value in residual])
-            rounding = 1e-6 * float(expected.abs().max())
+            if residual:
+                expected += torch.cat([value.flatten() for value in residual])
+            largest = max(float(p.detach().abs().max()) for p in fragment.parameters)
+            rounding = 1e-6 * max(largest, float(expected.abs().max()))
             torch.testing.assert_close(sent + after, expected, rtol=0, atol=rounding)
             seen.append(float(after.norm() / expected.norm()))
 
@@ -154,8 +161,8 @@ def test_sent_and_residual_are_the_difference_and_the_residual_before(compressio
 
     ends = together(ranks, work)
     assert all(equal(end, ends[0]) for end in ends)
-    assert len(seen) >= 3 * 3 * len(ranks[0].sync._fragments)
-    assert min(seen) > 0.001, "nothing was rounded"
+    assert len(seen) == 3 * 3 * len(ranks[0].sync._fragments)
+    assert max(seen) > (0.2 if outer.bits == 2 else 0.001), "nothing was rounded"
 
 
 @pytest.mark.parametrize("topk", [0, 64, 320])
@@ -173,28 +180,31 @@ def test_what_is_not_sent_is_sent_later(topk: int) -> None:
     assert behind[1] < 0.6 * behind[0]
 
 
-def test_a_step_between_rounds_without_compression_is_as_ever() -> None:
-    """error_decay has no effect where nothing remains, and top-k of bits=32 sends its values exactly."""
-    ends = []
-    for decay in (1.0, 0.5):
-        outer, room = Outer(steps=1, delay=0, bits=32, error_decay=decay), Room(3)
-        ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
+def test_the_residual_of_top_k_stays_in_the_parameters() -> None:
+    """After a round a rank is away from the outer parameters by what it has not sent; no buffer holds it."""
+    outer, room = Outer(steps=2, delay=0, **TOPK), Room(2)
+    ranks = [Rank(rank, 2, room, outer, torch.float32) for rank in range(2)]
 
-        def work(rank: Rank) -> list[Tensor]:
-            for step in range(3):
-                rank.step(batches_of(step, ROWS))
-                assert equal(rank.own(), rank.in_common())
-            assert all(not error.any() for f in rank.sync._fragments for error in f.error)
-            return rank.own()
+    def work(rank: Rank) -> list[Tensor]:
+        for step in range(2):
+            rank.step(batches_of(step, (2, 2)))
+        assert not equal(rank.own(), rank.in_common())
+        with rank.sync.shared_parameters():
+            state = rank.sync.rank_state()
+        assert not any(name.startswith("error/") for name in state)
+        rank.sync.finish()
+        assert equal(rank.own(), rank.in_common())
+        return rank.own()
 
-        ends.append(together(ranks, work)[0])
+    ends = together(ranks, work)
     assert equal(*ends)
 
 
+@pytest.mark.parametrize("compression", [{"bits": 2}, TOPK], ids=str)
 @pytest.mark.parametrize("owned", [(True, True), (True, True, False), (True, True, True, False)])
-def test_another_number_of_ranks(owned: tuple[bool, ...]) -> None:
+def test_another_number_of_ranks(owned: tuple[bool, ...], compression: dict[str, int]) -> None:
     """A rank that remains keeps its residual; that of a rank that has left is dropped, a new one has none."""
-    outer, room = Outer(steps=2, delay=1, **TOPK), Room(3)
+    outer, room = Outer(steps=2, delay=1, **compression), Room(3)
     ranks = [Rank(rank, 3, room, outer, torch.float32) for rank in range(3)]
 
     def train(rank: Rank) -> list[Tensor]:
@@ -209,10 +219,11 @@ def test_another_number_of_ranks(owned: tuple[bool, ...]) -> None:
     for rank, has_own in zip(others, owned, strict=True):
         errors = [error for fragment in rank.sync._fragments for error in fragment.error]
         if has_own:
-            kept = [error for fragment in ranks[rank.rank].sync._fragments for error in fragment.error]
-            assert equal(errors, kept)
-            assert any(error.any() for error in errors)
+            assert equal(rank.own(), ranks[rank.rank].own())
+            assert equal(errors, [e for fragment in ranks[rank.rank].sync._fragments for e in fragment.error])
+            assert outer.keeps_residual or any(error.any() for error in errors)
         else:
+            assert equal(rank.own(), rank.in_common())
             assert not any(error.any() for error in errors)
 
     def go_on(rank: Rank) -> list[Tensor]:
@@ -240,7 +251,7 @@ def test_it_learns(topk: int) -> None:
         return losses
 
     for losses in together(ranks, work):
-        assert losses[-1] < losses[0] - 0.5
+        assert min(losses) < losses[0] - 2
 
 
 # -- bytes and settings ------------------------------------------------------------------------------------
@@ -261,7 +272,6 @@ def test_settings_out_of_range_are_refused() -> None:
         ({"local_bits": 3}, "local_bits is 3: it must be 2, 4, 8 or 32"),
         ({"local_topk": -1}, "local_topk is -1: it must lie between 0 and 2,048"),
         ({"local_topk": 2049}, "local_topk is 2049: it must lie between 0 and 2,048"),
-        ({"local_error_decay": 1.5}, "local_error_decay is 1.5: it must lie between 0 and 1"),
     ):
         with pytest.raises(ConfigError, match=said):
             RunConfig(**wrong)
@@ -269,5 +279,5 @@ def test_settings_out_of_range_are_refused() -> None:
         make_compressor(3)
     with pytest.raises(ValueError, match="k is 4096"):
         make_compressor(2, CHUNK)
-    outer = Outer.of(RunConfig(sync="local", local_bits=2, local_topk=320, local_error_decay=0.9))
-    assert (outer.bits, outer.topk, outer.error_decay) == (2, 320, 0.9)
+    outer = Outer.of(RunConfig(sync="local", local_bits=2, local_topk=320))
+    assert (outer.bits, outer.topk) == (2, 320)

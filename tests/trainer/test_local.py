@@ -89,7 +89,7 @@ def test_second_moments_forget_by_the_token() -> None:
                 assert group["beta2"] == before["beta2"]
 
 
-COMPRESSIONS = [{"bits": 8}, {"bits": 4}, {"bits": 2}, {"bits": 2, "topk": 320, "error_decay": 0.95}]
+COMPRESSIONS = [{"bits": 8}, {"bits": 4}, {"bits": 2}, {"bits": 2, "topk": 320}]
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS, ids=str)

@@ -11,8 +11,12 @@ Reading does not change the run: an evaluation, a digest or a checkpoint reads t
 leaves a sync round in flight alone. A checkpoint waits for the bytes of the round and stores them: a resumed
 run takes the outer step at the same step.
 
-Pseudo-gradients are sent with 8, 4 or 2 bits, all of them or the largest (trainer/sync/topk.py). Error
-feedback adds the residual, what a rank has not sent, to its next round.
+Pseudo-gradients are sent with 8, 4 or 2 bits; error feedback adds the residual of rounding to the next round.
+With top-k (trainer/sync/topk.py) a value waits for many rounds until it is among the largest. The residual
+then stays in the parameters of the rank, which the outer step changes by what the rank has sent: the next
+pseudo-gradient contains it. Error feedback in a buffer would add the difference of every round in which a
+rank, reset to the outer parameters, has learned the same again.
+
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
 
@@ -35,12 +39,13 @@ from trainer.config import RunConfig
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.buckets import add_only_active_rows
-from trainer.sync.compressor import make_compressor
+from trainer.sync.compressor import Compressor, make_compressor
 from trainer.sync.mode import SyncMode
 
 # AdamW's momentum moves a row after its last token; after these steps by 0.8^32, less than a thousandth.
 TAIL_STEPS = 32
 NEVER = -(2**40)
+FINAL_BITS = 8  # with top-k, of the round after the last step
 ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoint
 COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed values
 
@@ -55,7 +60,11 @@ class Outer:
     bits: int = 8
     topk: int = 0
     delay: int = 1
-    error_decay: float = 1.0
+
+    @property
+    def keeps_residual(self) -> bool:
+        """Whether the residual stays in the parameters of a rank; otherwise it is in a buffer."""
+        return self.topk > 0
 
     @classmethod
     def of(cls, config: RunConfig) -> Outer:
@@ -66,7 +75,6 @@ class Outer:
             bits=config.local_bits,
             topk=config.local_topk,
             delay=config.local_delay,
-            error_decay=config.local_error_decay,
         )
 
 
@@ -74,7 +82,7 @@ class SyncRound(NamedTuple):
     """A sync round in flight: the transfer of the pseudo-gradients of one fragment."""
 
     started_at: int
-    sent_parameters: list[Tensor]  # the parameters of this rank at the start of the round
+    sent_parameters: list[Tensor]  # what the outer step replaces in the parameters of this rank
     rows: Tensor | None
     decay: float  # factor on a row without tokens
     table: Tensor  # (world_size, bytes)
@@ -114,9 +122,9 @@ class Fragment:
         self.sync_at = sync_at
         self.outer = [p.detach().clone() for p in self.parameters]
         self.momentum = [torch.zeros_like(value) for value in self.outer]
-        sizes = [] if of_rows else [value.numel() for value in self.outer]
-        self.compressor = make_compressor(outer.bits, outer.topk, sizes)
-        self.error = [torch.zeros_like(value) for value in self.outer]
+        self._sizes = [] if of_rows else [value.numel() for value in self.outer]
+        self.compressor = self.make_compressor(outer)
+        self.error = [] if outer.keeps_residual else [torch.zeros_like(value) for value in self.outer]
         # Of an embedding, the last step at which each row was active; on the CPU.
         self.active_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
         self.synced_at = 0
@@ -124,11 +132,22 @@ class Fragment:
         self.decay = 1.0  # weight decay of a row without tokens since the last round
         self.sync_round: SyncRound | None = None
 
+    def make_compressor(self, outer: Outer) -> Compressor:
+        return make_compressor(outer.bits, outer.topk, self._sizes)
+
     def rows(self) -> Tensor | None:
         """Of an embedding, the rows that may differ between ranks, equal on every rank; None for others."""
         if self.active_at is None:
             return None
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
+
+    def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:
+        """Outer parameters less the flat pseudo-gradients `sent`; other rows than `rows` have decayed."""
+        values = [outer.clone() for outer in self.outer]
+        if rows is not None:
+            values[0].mul_(self.decay)
+        _write_rows(values, rows, torch.cat([_rows_of(outer, rows).flatten() for outer in self.outer]) - sent)
+        return values
 
 
 class Local(SyncMode):
@@ -203,14 +222,17 @@ class Local(SyncMode):
         rows = fragment.rows()
         deltas = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
         delta = torch.cat([_rows_of(delta, rows).flatten() for delta in deltas])
-        error = torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
-        delta += error.mul_(self._outer.error_decay)
+        if fragment.error:
+            delta += torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
         packed = fragment.compressor.pack(delta)
-        delta -= fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
-        _write_rows(fragment.error, rows, delta)
+        unpacked = fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
+        if fragment.error:
+            _write_rows(fragment.error, rows, delta - unpacked)
+            sent = [p.detach().clone() for p in fragment.parameters]
+        else:
+            sent = fragment.apply_to_outer(unpacked, rows)
         count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
         table, pending = self._group.start_all_gather(torch.cat([packed, count]))
-        sent = [p.detach().clone() for p in fragment.parameters]
         fragment.sync_round = SyncRound(self._step, sent, rows, fragment.decay, table, pending)
         fragment.tokens, fragment.decay = 0, 1.0
         fragment.synced_at = self._step
@@ -236,7 +258,7 @@ class Local(SyncMode):
         ):
             momentum.mul_(self._outer.momentum).add_(delta)
             outer.sub_((momentum * self._outer.momentum).add_(delta).mul_(self._outer.lr))
-            if sync_round.started_at == self._step:
+            if sync_round.started_at == self._step and fragment.error:
                 parameter.copy_(outer)
             else:
                 parameter.add_(outer - sent)
@@ -263,9 +285,15 @@ class Local(SyncMode):
     def finish(self) -> None:
         self._finish_all_rounds()
         for fragment in self._fragments:
+            if self._outer.keeps_residual:  # a last round of all values
+                fragment.compressor, fragment.tokens = make_compressor(FINAL_BITS), max(1, fragment.tokens)
             if fragment.tokens:
                 self._start_round(fragment)
         self._finish_all_rounds()
+        for fragment in self._fragments:
+            for parameter, outer in zip(fragment.parameters, fragment.outer, strict=True):
+                parameter.detach().copy_(outer)
+            fragment.compressor = fragment.make_compressor(self._outer)
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
@@ -298,10 +326,11 @@ class Local(SyncMode):
     def rank_state(self) -> dict[str, Tensor]:
         tensors: dict[str, Tensor] = {}
         for fragment in self._fragments:
-            for name, value, error in zip(fragment.names, fragment.outer, fragment.error, strict=True):
+            for name, value in zip(fragment.names, fragment.outer, strict=True):
                 tensors[f"here/{name}"] = value  # within `shared_parameters`, where the two are swapped
-                tensors[f"error/{name}"] = error
                 tensors[f"tokens/{name}"] = torch.tensor(fragment.tokens)
+            errors = zip(fragment.names, fragment.error, strict=bool(fragment.error))
+            tensors |= {f"error/{name}": error for name, error in errors}
             if fragment.sync_round:
                 sent = zip(fragment.names, fragment.sync_round.sent_parameters, strict=True)
                 tensors |= {f"sent/{name}": value for name, value in sent}
@@ -323,7 +352,8 @@ class Local(SyncMode):
                     fragment.decay = float(state["kept"])
                 if own:
                     p.copy_(own[f"here/{name}"])
-                    fragment.error[i].copy_(own[f"error/{name}"])
+                    if fragment.error:
+                        fragment.error[i].copy_(own[f"error/{name}"])
                     fragment.tokens = int(own[f"tokens/{name}"])
             state = common.get(fragment.names[0], {})
             if f"{ROUND}table" in state:
