@@ -2,11 +2,12 @@
 
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
+    python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
-Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A page shows the table
-of all cases between `<!-- figures -->` and `<!-- end -->`; docs/how-to/replay.md has its own, after
-`<!-- replay -->`.
+Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
+`<!-- figures -->` and `<!-- end -->`: of all cases; docs/how-to/replay.md has its own after `<!-- replay -->`,
+docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from scripts.generated import ROOT, table, write
 
 RECORD = ROOT / "docs" / "recorded" / "bench.json"
 REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
+COMPRESSIONS = RECORD.with_name("compression.json")
+MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
 STEPS = 5000
 PHRASES = {
     "README.md": (
@@ -93,6 +96,31 @@ def case_table(rows: list[dict[str, Any]]) -> str:
     return "\n".join(table((*head, "MB sent per rank"), lines))
 
 
+def compression_table(record: dict[str, Any]) -> str:
+    """The sentence and the table of a record of benchmarks.compression."""
+    where = f"{record['machine']}, `{record['command']}`, commit `{record['commit']}`, {record['date']}"
+    head = (
+        "ranks",
+        "run",
+        "final validation loss, nats",
+        "to `dense`",
+        "to `dense`, mean of the second half",
+    )
+    title = (
+        f"Depth {record['depth']}, {record['steps']:,} steps of 1,024 tokens, "
+        f"all ranks on one machine ({where}):"
+    )
+    rows = []
+    for case in record["cases"]:
+        name = "`dense`" if case["run"] == "dense" else f"`local`, {case['run']}"
+        away = [
+            f"{case[key]:+.3f}" if case["run"] != "dense" else "" for key in ("from_dense", "from_dense_mean")
+        ]
+        cells = (str(case["ranks"]), name, f"{case['val_loss']:.3f}", *away, f"{case['bytes_per_step']:,}")
+        rows.append(cells)
+    return "\n".join([title, "", *table((*head, "bytes a step"), rows)])
+
+
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
     """`page` with the values `shown` in the figures of `phrase`.
 
@@ -127,6 +155,8 @@ def pages() -> dict[Path, str]:
             text = filled(text, phrase, shown)
         texts[ROOT / name] = marked(text, "figures", case_table(record["two_hosts"]))
     texts[REPLAY_PAGE] = marked(REPLAY_PAGE.read_text(encoding="utf-8"), "replay", replay_block())
+    modes = compression_table(json.loads(COMPRESSIONS.read_text(encoding="utf-8")))
+    texts[MODES_PAGE] = marked(MODES_PAGE.read_text(encoding="utf-8"), "compression", modes)
     return texts
 
 

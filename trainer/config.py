@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 3  # of run files and of meta.json in checkpoints
+SCHEMA = 4  # of run files and of meta.json in checkpoints
 IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
 MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")

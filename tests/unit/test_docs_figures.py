@@ -29,6 +29,16 @@ def test_other_figures_change_the_pages() -> None:
     assert "| `exact`, float32 | 4,096 |" in docs_figures.case_table(record["two_hosts"])
 
 
+def test_the_table_of_compressions_has_a_line_per_case() -> None:
+    record = json.loads(docs_figures.COMPRESSIONS.read_text())
+    lines = docs_figures.compression_table(record).splitlines()
+    assert len(lines) == 4 + len(record["cases"])
+    for line, case in zip(lines[4:], record["cases"], strict=True):
+        assert line.startswith(f"| {case['ranks']} | `")
+        assert f"| {case['val_loss']:.3f} |" in line
+        assert line.endswith(f"| {case['bytes_per_step']:,} |")
+
+
 def test_a_complete_benchmark_is_recorded_as_the_file_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -81,6 +81,9 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     assert local.parts["optimizer"] > exact.parts["optimizer"]
     assert local.checkpoint_gb == pytest.approx(exact.checkpoint_gb + weights)
     assert local.own_gb == pytest.approx(2 * weights)
+    topk = run.Need({"depth": 8, "sync": "local", "local_topk": 352}, world_size=2)
+    assert local.memory_gb - topk.memory_gb == pytest.approx(weights)
+    assert topk.own_gb == pytest.approx(weights)
     small = put(GOOD, memory_kb="5000000")
     memory, disk = told(small, config={"depth": "8", "sync": "local"})
     assert "outer parameters with momentum and error feedback 1.4" in memory["problem"]
