@@ -3,10 +3,10 @@
     python -m trainer prepare --shards .cache/demo/data/shards --out artifacts/data512 --vocab-size 512
     python -m benchmarks.compression --data-dir artifacts/data512 --out artifacts/compression
 
-All runs have the same rows in each step and differ in how they are split and synchronized. dense runs with the
-first number of ranks alone, because another split changes only the order of its additions. They run one after
-the other on this machine, the ranks on the loopback interface. The vocabulary is small so that a run of this
-length has learned its embeddings. Each run has an ordinary run directory: after an interruption the same
+All runs have the same rows in each step and differ in how they are split and synchronized. dense runs with
+the first number of ranks alone, because another split changes only the order of its additions. They run one
+after the other on this machine, the ranks on the loopback interface. The vocabulary is small so that a run of
+this length has learned its embeddings. Each run has an ordinary run directory: after an interruption the same
 command resumes, and `--summary` evaluates the runs that are finished. --record also writes
 docs/recorded/compression.json, from which `python -m scripts.docs_figures` writes the table of the page.
 The exit code is 1 if a compression misses TARGET_NATS.

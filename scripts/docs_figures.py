@@ -6,8 +6,8 @@
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
-`<!-- figures -->` and `<!-- end -->`: of all cases; docs/how-to/replay.md has its own after `<!-- replay -->`,
-docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`.
+`<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
+and docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`.
 """
 
 from __future__ import annotations
