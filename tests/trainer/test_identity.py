@@ -27,6 +27,7 @@ OTHERS = {
     "device": "cpu",
     "digest_every": 2,
     "tracker": "mlflow",
+    "tracker_experiment": "mine",
 }
 
 

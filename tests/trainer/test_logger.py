@@ -31,7 +31,7 @@ def crash(*_):
         faulthandler._sigsegv()
     raise KeyError("grad")
 
-trainer.train.train = crash
+trainer.train.Trainer.run = crash
 code = main({arguments!r})
 """
 
