@@ -278,8 +278,6 @@ def test_the_sender_goes_with_rank_0(server: StandIn, tmp_path: Path, track: Tra
     program = f"""
 import os, signal, sys, time
 from trainer.tracking.tracker import Tracker
-
-EARLIER = Path(__file__).resolve().parents[1] / "fixtures" / "tracking" / "earlier"
 from trainer.tracking.files import Facts
 from pathlib import Path
 signal.pthread_sigmask(signal.SIG_BLOCK, {{signal.SIGTERM}})  # as the trainer does
