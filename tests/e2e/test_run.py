@@ -176,7 +176,7 @@ def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> No
     status = fleet.play("status.yml", run_id="left").stdout
     assert re.search(rf"{HOSTS[0]} +not needed ", status), status
     assert fleet.on(HOSTS[0], "pgrep -u nanofleet -fc 'trainer [t]rain' || true") == "0"
-    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long"], "nothing is left on the other host"
+    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"], "nothing is left there"
     again = fleet.play("train.yml", **knobs)
     assert (again.changed(), "transferred it to that host" in " ".join(again.stdout.split())) == (0, True)
     run_file = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/left/run.json"))
@@ -243,7 +243,7 @@ def test_data_that_the_hosts_do_not_hold_are_refused(fleet: Fleet, dataset: Path
     said = fleet.play("train.yml", fails=True, run_id="other", data_dir=tmp_path, **TINY).stdout
     for host in HOSTS:
         assert f"{host} does not hold the data of {tmp_path}" in " ".join(said.split())
-    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long"]
+    assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"]
 
 
 def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
