@@ -15,19 +15,17 @@ The exit code is 1 if a compression misses TARGET_NATS.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 from benchmarks import ranks
 from benchmarks.quality import Curve, difference, finished
+from benchmarks.record import RECORDED, ROOT, origin, write
 from trainer.host.facts import host_facts
 
-RECORD = ranks.ROOT / "docs" / "recorded" / "compression.json"
+RECORD = RECORDED / "compression.json"
 TARGET_NATS = 0.02
 RUNS: dict[str, dict[str, object]] = {
     "dense": {"sync": "dense"},
@@ -38,15 +36,13 @@ RUNS: dict[str, dict[str, object]] = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run directories")
+    parser = ranks.argument_parser(__doc__, out="the run directories")
     parser.add_argument("--steps", type=int, default=1500, metavar="N", help="of each run (%(default)s)")
     parser.add_argument("--depth", type=int, default=2, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], metavar="N", help="(2 and 4)")
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="RUN", help="these")
     parser.add_argument("--summary", action="store_true", help="do not train; evaluate finished runs")
-    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ranks.ROOT)}")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     if not args.summary:
@@ -107,18 +103,8 @@ def summarize(args: argparse.Namespace) -> int:
             f"{each['bytes_per_step']:,} bytes a step"
         )
     if args.record:
-        commit = ["git", "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(commit, cwd=ranks.ROOT, capture_output=True, text=True, check=True)
-        record = {
-            "command": "python -m benchmarks.compression",
-            "date": datetime.date.today().isoformat(),
-            "commit": done.stdout.strip(),
-            "machine": host_facts()["cpu"],
-            "depth": args.depth,
-            "steps": args.steps,
-        }
-        lines = ",\n".join(f"  {json.dumps(each)}" for each in cases)
-        RECORD.write_text(json.dumps(record)[:-1] + f',\n"cases": [\n{lines}\n]}}\n')
+        settings = {"machine": host_facts()["cpu"], "depth": args.depth, "steps": args.steps}
+        write(RECORD, {**origin("python -m benchmarks.compression"), **settings, "cases": cases})
     missed = [each for each in cases if each["run"] != "dense" and each["from_dense"] > TARGET_NATS]
     return 1 if missed else 0
 

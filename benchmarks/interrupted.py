@@ -30,9 +30,7 @@ POLL_SECONDS = 0.2
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs, figures and picture")
+    parser = ranks.argument_parser(__doc__, out="runs, figures and picture")
     parser.add_argument("--steps", type=int, default=300, metavar="N", help="of the run (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--ranks", type=int, default=2, metavar="N", help="processes (%(default)s)")

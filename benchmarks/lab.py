@@ -376,7 +376,7 @@ def conclude(job: Job) -> int:
     print(text)
     if job.args.record and not job.missing:
         try:
-            record.write(record.record(host, rows, LINK_MBIT, machine()))
+            record.write(record.RECORD, record.record(host, rows, LINK_MBIT, machine()))
         except KeyError as error:
             job.missing.append(str(error).strip("'"))
         else:

@@ -53,9 +53,7 @@ FLOOR = ("dense", "dense, uneven split")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="runs, figures and picture")
+    parser = ranks.argument_parser(__doc__, out="runs, figures and picture")
     parser.add_argument("--steps", type=int, default=2000, metavar="N", help="of each run (%(default)s)")
     parser.add_argument("--depth", type=int, default=4, metavar="N", help="of the model (%(default)s)")
     parser.add_argument(

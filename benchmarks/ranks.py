@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import socket
 import subprocess
@@ -10,6 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+
+
+def argument_parser(text: str | None, out: str) -> argparse.ArgumentParser:
+    """A parser with --data-dir and --out; text: docstring of the benchmark; out: what --out will hold."""
+    parser = argparse.ArgumentParser(description=(text or "").splitlines()[0])
+    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help=out)
+    return parser
 
 
 def start(

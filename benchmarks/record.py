@@ -1,4 +1,7 @@
-"""Writes docs/recorded/bench.json: the figures of a complete `make bench` that the documentation shows."""
+"""Writes figures to docs/recorded/, from which scripts.docs_figures fills the pages.
+
+bench.json has those of a complete `make bench`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "docs" / "recorded" / "bench.json"
+RECORDED = ROOT / "docs" / "recorded"
+RECORD = RECORDED / "bench.json"
 SHOWN = (
     ("1gbit", "dense-4096-float32"),
     ("1gbit", "exact-4096-float32"),
@@ -34,11 +38,8 @@ def record(
     host: case -> result of one process; rows: "GROUP/CASE" -> row of `trainer.bench.report.compare`;
     link_mbit: group -> rate of its link in Mbit/s. Raises KeyError with the case that was not measured.
     """
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     return {
-        "command": "make bench",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+        **origin("make bench"),
         "machine": machine,
         "one_process": [_one_process(host[name]) for name in ("host-float32", "host-bfloat16")],
         "two_hosts": [_two_hosts(rows[f"{group}/{case}"], link_mbit[group]) for group, case in SHOWN],
@@ -73,11 +74,22 @@ def _two_hosts(row: Mapping[str, Any], link_mbit: float) -> dict[str, Any]:
     }
 
 
-def write(content: Mapping[str, Any]) -> None:
-    """Write bench.json with one line for each case, so that a diff is readable."""
+def origin(command: str) -> dict[str, str]:
+    """Command, date and commit of figures that are recorded now."""
+    commit = ["git", "rev-parse", "--short", "HEAD"]
+    return {
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+    }
 
-    def lines(name: str) -> str:
-        return f'"{name}": [\n' + ",\n".join(f"  {json.dumps(case)}" for case in content[name]) + "\n]"
 
-    head = [f'"{key}": {json.dumps(content[key])}' for key in ("command", "date", "commit", "machine")]
-    RECORD.write_text("{\n" + ",\n".join([*head, lines("one_process"), lines("two_hosts")]) + "\n}\n")
+def write(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a record with one line for each value and for each case of a list, to have readable diffs."""
+    lines = []
+    for name, value in content.items():
+        text = json.dumps(value)
+        if isinstance(value, list):
+            text = "[\n" + ",\n".join(f"  {json.dumps(case)}" for case in value) + "\n]"
+        lines.append(f'"{name}": {text}')
+    path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")

@@ -13,17 +13,15 @@ import argparse
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import DEPTH, LENGTH
+from benchmarks.record import RECORDED, ROOT, origin, write
 from trainer.bench.report import compare, load
 from trainer.formatting import counted, markdown_table
 
-ROOT = Path(__file__).resolve().parents[1]
-RECORDED = ROOT / "docs" / "recorded"
 BY_HAND = RECORDED / "by-hand.json"
 REPLAY = RECORDED / "replay.json"
 TOKENS = 4096
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = record(results, args.hardware)
     print(table(json.loads(BY_HAND.read_text(encoding="utf-8")), found))
     if args.record:
-        write(found)
+        write(REPLAY, found)
         print("Written: docs/recorded/replay.json. Fill the page: python -m scripts.docs_figures")
     return 0
 
@@ -72,12 +70,9 @@ def measure(out: Path) -> None:
 def record(results: Mapping[str, Mapping[str, Any]], hardware: str = "") -> dict[str, Any]:
     """The content of replay.json from the results of CASES. hardware: text, by default as hosts report it."""
     rows = {row["case"]: row for row in compare({name: dict(results[name]) for name in CASES})}
-    commit = ["git", "rev-parse", "--short", "HEAD"]
     first = results[CASES[0]]
     return {
-        "command": "make replay",
-        "date": time.strftime("%Y-%m-%d"),
-        "commit": subprocess.run(commit, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip(),
+        **origin("make replay"),
         "hardware": hardware or hosts_of(first),
         "tokens": TOKENS,
         "depth": first["depth"],
@@ -102,13 +97,6 @@ def _case(row: Mapping[str, Any]) -> dict[str, Any]:
         "over_ddp": round(row["over_ddp"], 2) if "over_ddp" in row else None,
         "payload_mb": round(row["payload"] / 1e6),
     }
-
-
-def write(content: Mapping[str, Any]) -> None:
-    """Write replay.json with one line for each case, so that a diff is readable."""
-    head = [f'"{key}": {json.dumps(value)}' for key, value in content.items() if key != "cases"]
-    cases = ",\n".join(f"  {json.dumps(case)}" for case in content["cases"])
-    REPLAY.write_text("{\n" + ",\n".join([*head, f'"cases": [\n{cases}\n]']) + "\n}\n", encoding="utf-8")
 
 
 def table(by_hand: Mapping[str, Any], measured: Mapping[str, Any]) -> str:

@@ -10,24 +10,21 @@ every 30 minutes.
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import shutil
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from benchmarks.ranks import ROOT, argument_parser
+
 DEFAULT_SECONDS = 30 * 60
 FIRST = 3  # first steps, which include warm-up
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--data-dir", type=Path, required=True, metavar="DIR", help="the output of prepare")
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="the run")
+    parser = argument_parser(__doc__, out="the run")
     parser.add_argument("--depth", type=int, default=8, metavar="N", help="of the model (%(default)s)")
     parser.add_argument("--every", type=int, default=8, metavar="N", help="steps between saves (%(default)s)")
     parser.add_argument("--saves", type=int, default=3, metavar="N", help="saves measured (%(default)s)")

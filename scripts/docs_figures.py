@@ -20,7 +20,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks import replay
-from scripts.generated import ROOT, table, write
+from scripts.generated import ROOT, write
+from trainer.formatting import markdown_table
 
 RECORD = ROOT / "docs" / "recorded" / "bench.json"
 REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
@@ -93,7 +94,7 @@ def case_table(rows: list[dict[str, Any]]) -> str:
             f"{row['payload_mb']:g}",
         )
         lines.append(cells)
-    return "\n".join(table((*head, "MB sent per rank"), lines))
+    return markdown_table([(*head, "MB sent per rank"), *lines], aligned=False)
 
 
 def compression_table(record: dict[str, Any]) -> str:
@@ -118,7 +119,7 @@ def compression_table(record: dict[str, Any]) -> str:
         ]
         cells = (str(case["ranks"]), name, f"{case['val_loss']:.3f}", *away, f"{case['bytes_per_step']:,}")
         rows.append(cells)
-    return "\n".join([title, "", *table((*head, "bytes a step"), rows)])
+    return f"{title}\n\n{markdown_table([(*head, 'bytes a step'), *rows], aligned=False)}"
 
 
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:

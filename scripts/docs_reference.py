@@ -26,8 +26,9 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check imp
 import fleet.__main__
 import trainer.__main__
 from scripts.docs_messages import messages
-from scripts.generated import ROOT, table, write
+from scripts.generated import ROOT, write
 from trainer.config import RunConfig
+from trainer.formatting import markdown_table
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES
 from trainer.presets import PRESETS
 
@@ -66,6 +67,11 @@ def cell(text: Any) -> str:
     flat = " ".join(str(text).split())
     flat = re.sub(r"\b[CVO]\(([^)]*)\)", r"`\1`", flat)
     return flat.replace("|", "\\|").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> list[str]:
+    """The lines of a Markdown table."""
+    return markdown_table([[*head], *([*row] for row in rows)], aligned=False).splitlines()
 
 
 def page(title: str, introduction: str, body: Iterable[str]) -> str:

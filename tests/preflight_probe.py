@@ -53,7 +53,7 @@ range=20000-20999 0 0
 """
 
 
-def told(text: str = GOOD, root: str = ROOT_OK, **options: Any) -> list[dict[str, str]]:
+def reported(text: str = GOOD, root: str = ROOT_OK, **options: Any) -> list[dict[str, str]]:
     """All findings about a host with this probe text; options: of the filters, and variables of the host."""
     variables = {
         "__preflight_probe": {"stdout": text},
@@ -74,7 +74,7 @@ def told(text: str = GOOD, root: str = ROOT_OK, **options: Any) -> list[dict[str
 
 
 def host(text: str = GOOD, root: str = ROOT_OK, **options: Any) -> list[tuple[str, str]]:
-    return [(f["problem"], f["remedy"]) for f in told(text, root, **options)]
+    return [(f["problem"], f["remedy"]) for f in reported(text, root, **options)]
 
 
 def put(text: str, **lines: str) -> str:

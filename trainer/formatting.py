@@ -16,13 +16,13 @@ def render_table(rows: list[list[Any]]) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table with aligned columns; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+def markdown_table(rows: Sequence[Sequence[str]], aligned: bool = True) -> str:
+    """A Markdown table; the first row is its head. aligned: whether cells are filled up to equal widths."""
+    widths = [max(map(len, column)) if aligned else 0 for column in zip(*rows, strict=True)]
     lines = [
         "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |" for row in rows
     ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    lines.insert(1, "|" + "|".join("-" * max(3, width + 2) for width in widths) + "|")
     return "\n".join(lines)
 
 

@@ -6,7 +6,7 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_hosts as hosts
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_inventory as preflight
-from preflight_probe import AWAKE, GOOD, LIMITS, ROOT, ROOT_OK, host, put, told
+from preflight_probe import AWAKE, GOOD, LIMITS, ROOT, ROOT_OK, host, put, reported
 
 
 def test_a_fit_host_has_no_finding() -> None:
@@ -165,7 +165,7 @@ def test_the_table_holds_every_finding_of_every_host() -> None:
 
 
 def test_warnings_follow_what_stops() -> None:
-    found = told(put(AWAKE, machine="riscv64"))
+    found = reported(put(AWAKE, machine="riscv64"))
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",

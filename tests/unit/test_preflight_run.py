@@ -4,7 +4,7 @@ import json
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_run as run
-from preflight_probe import GOOD, ROOT_OK, host, put, severity, told
+from preflight_probe import GOOD, ROOT_OK, host, put, reported, severity
 
 
 def test_a_run_that_fits_has_no_finding() -> None:
@@ -19,7 +19,7 @@ def test_the_checkpoint_follows_the_parameter_count() -> None:
 
 
 def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
-    [found] = told(put(GOOD, memory_kb="3000000", available_kb="2900000"), config={"depth": "8"})
+    [found] = reported(put(GOOD, memory_kb="3000000", available_kb="2900000"), config={"depth": "8"})
     assert found["severity"] == "refusal"
     assert "Depth 8 needs about 4." in found["problem"]
     assert "the copy a checkpoint is written from 1.3" in found["problem"]
@@ -31,7 +31,7 @@ def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
 
 def test_too_little_free_memory_is_a_warning_that_names_the_biggest_process() -> None:
     busy = put(GOOD, available_kb="2097152")
-    [found] = told(busy, config={"depth": "8"})
+    [found] = reported(busy, config={"depth": "8"})
     assert found["severity"] == "warning"
     assert "2.0 of its 15.3 are free: firefox-esr (PID 4711 of ada) has 3.2." in found["problem"]
     # What a run that is up has taken is not somebody else's.
@@ -85,7 +85,7 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     assert local.memory_gb - topk.memory_gb == pytest.approx(weights)
     assert topk.own_gb == pytest.approx(weights)
     small = put(GOOD, memory_kb="5000000")
-    memory, disk = told(small, config={"depth": "8", "sync": "local"})
+    memory, disk = reported(small, config={"depth": "8", "sync": "local"})
     assert "outer parameters with momentum and error feedback 1.4" in memory["problem"]
     assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
 
@@ -103,13 +103,13 @@ def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
 def test_room_for_the_checkpoints_of_the_depth() -> None:
     config = {"depth": "8"}  # 1.31 GiB each; keep_checkpoints is 2, so that 4 take 5.3
     four = put(GOOD, disk="/var/lib/nanofleet 4194304 /data")
-    [found] = told(four, config=config)
+    [found] = reported(four, config=config)
     assert found["severity"] == "warning"
     assert "takes 1.3 GiB and /var/lib/nanofleet has room for 4.0 GiB of them" in found["problem"]
     assert found["remedy"].endswith("-e keep_checkpoints=1")
     assert host(four, put(ROOT_OK, kept_kb="2097152"), config=config) == []
     two = put(GOOD, disk="/var/lib/nanofleet 2500000 /data") + "installed=yes\n"
-    assert severity(told(two, config=config)) == ["refusal"]
+    assert severity(reported(two, config=config)) == ["refusal"]
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
     ],
 )
 def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
-    found = told(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
+    found = reported(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
     assert severity(found) == (["refusal"] if refused else [])
     assert not refused or f"it has only {', '.join(flags.split())}" in found[0]["problem"]
     assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
@@ -134,7 +134,7 @@ def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     [("0-3", ""), ("1,3", ""), ("2-5", "2-5"), ("0,7-9,8", "7-9, 8"), ("3-1", "3-1")],
 )
 def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None:
-    found = told(put(GOOD, cpus=cpus), config={})
+    found = reported(put(GOOD, cpus=cpus), config={})
     assert severity(found) == (["refusal"] if lacks else [])
     if lacks:
         assert found[0]["problem"] == f"fleet_cpus is {cpus}, but {lacks} is not among its processors 0-3."
@@ -156,7 +156,7 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
 def test_more_threads_than_processors_are_a_warning(
     probe: dict[str, str], config: dict[str, object], ranks: int, problem: str, remedy: str
 ) -> None:
-    found = told(put(GOOD, **probe), config=config, nproc_per_node=ranks)
+    found = reported(put(GOOD, **probe), config=config, nproc_per_node=ranks)
     assert severity(found) == (["warning"] if problem else [])
     if problem:
         assert found[0]["problem"].startswith(problem)
@@ -164,7 +164,7 @@ def test_more_threads_than_processors_are_a_warning(
 
 
 def test_a_processor_without_avx2_is_slow() -> None:
-    [found] = told(put(GOOD, flags="avx"), config={})
+    [found] = reported(put(GOOD, flags="avx"), config={})
     assert found["severity"] == "warning"
     assert "no AVX2" in found["problem"]
     assert host(put(GOOD, flags="asimd", machine="aarch64"), config={}) == []

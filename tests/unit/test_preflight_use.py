@@ -1,12 +1,12 @@
 """What preflight says of how a host is used: other work, sleep, battery, ports in other hands."""
 
 import pytest
-from preflight_probe import AWAKE, GOOD, ROOT_OK, host, put, told
+from preflight_probe import AWAKE, GOOD, ROOT_OK, host, put, reported
 
 
 def test_other_work_is_named_with_its_owner() -> None:
     busy = put(GOOD, load="7.52") + "busy=398 812 ada ffmpeg\nbusy=99 4711 ada firefox-esr\n"
-    [found] = told(busy)
+    [found] = reported(busy)
     assert found["severity"] == "warning"
     assert found["problem"] == (
         "Other work keeps it busy, a load of 7.52 on 4 cores: "
@@ -20,7 +20,7 @@ def test_other_work_is_named_with_its_owner() -> None:
 
 
 def test_a_lid_that_puts_it_to_sleep() -> None:
-    [found] = told(AWAKE)
+    [found] = reported(AWAKE)
     assert found["severity"] == "warning"
     assert found["problem"] == (
         "It falls asleep when its lid is closed; a run prevents it while it trains, "
@@ -61,7 +61,7 @@ def test_idling_that_puts_a_desktop_to_sleep() -> None:
 
 
 def test_a_laptop_on_its_battery() -> None:
-    [found] = told(put(GOOD, battery="Discharging 63", mains="0"))
+    [found] = reported(put(GOOD, battery="Discharging 63", mains="0"))
     assert found["severity"] == "warning"
     assert found["problem"] == "It runs on its battery, 63 % full."
     assert host(put(GOOD, battery="Charging 63", mains="1")) == []
@@ -69,7 +69,7 @@ def test_a_laptop_on_its_battery() -> None:
 
 def test_a_port_in_other_hands() -> None:
     squatter = "port=store 29500 2537 root squatter.service /usr/bin/python3 -m http.server 29500\n"
-    [found] = told(root=ROOT_OK + squatter)
+    [found] = reported(root=ROOT_OK + squatter)
     assert found["severity"] == "refusal"
     assert found["problem"] == (
         "The store's port 29500 is held by process 2537 of root (/usr/bin/python3 -m http.server 29500), "
@@ -94,7 +94,7 @@ def test_a_port_in_other_hands() -> None:
 
 
 def test_a_range_that_is_nearly_used_up() -> None:
-    [found] = told(root=put(ROOT_OK, range="20000-20999 940 900 812 ada - ./crawler"))
+    [found] = reported(root=put(ROOT_OK, range="20000-20999 940 900 812 ada - ./crawler"))
     assert found["severity"] == "warning"
     assert found["problem"].startswith(
         "940 of the 1000 ports 20000-20999 are taken, 900 of them by process 812 of ada (./crawler)"
@@ -104,7 +104,7 @@ def test_a_range_that_is_nearly_used_up() -> None:
 
 def test_a_unit_file_of_the_runs_name() -> None:
     path = "/etc/systemd/system/nanofleet-d8.service"
-    [found] = told(root=put(ROOT_OK, unit=path))
+    [found] = reported(root=put(ROOT_OK, unit=path))
     assert found["severity"] == "refusal"
     assert f"nanofleet-d8.service is there already, from {path}" in found["problem"]
     assert host(root=put(ROOT_OK, unit="/run/systemd/transient/nanofleet-d8.service")) == []

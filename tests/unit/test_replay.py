@@ -11,6 +11,7 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.bench_plan import bench_plan
 
 from benchmarks import replay
+from benchmarks.record import write
 from scripts import docs_figures
 from trainer.bench import SCHEMA
 
@@ -68,7 +69,7 @@ def test_the_page_has_a_table_once_it_is_recorded(tmp_path: Path, monkeypatch: p
     before = docs_figures.replay_block()
     assert "57 tokens/s, 72 s a step" in before
     assert not cells(before), "no empty table"
-    replay.write(replay.record(RESULTS))
+    write(replay.REPLAY, replay.record(RESULTS))
     block = docs_figures.replay_block()
     assert len(cells(block)) == 7
     assert re.search(r"`make replay`, recorded on \d{4}-\d\d-\d\d \(commit `\w+`\)", block)

@@ -101,7 +101,7 @@ class Numerics:
     denormals_flushed: bool
     processor: str
     rates: Mapping[torch.dtype, float] = field(default_factory=dict)
-    binding: Binding = field(default_factory=lambda: Binding())
+    binding: Binding = field(default_factory=Binding)
 
     def describe(self) -> str:
         """One line for the log: compute format and its reason, processor, threads, denormals."""

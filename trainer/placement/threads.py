@@ -24,7 +24,7 @@ from trainer.host.cores import at_most_quota
 from trainer.host.pinning import bound_to, core_rates, pinned
 from trainer.host.topology import Candidate, Topology, cpu_list, first_siblings
 from trainer.model.gpt import GPT
-from trainer.optim.muon_adamw import orthogonalize
+from trainer.optim.muon_adamw import orthogonalize, polar_express_flops
 
 LEAST_SECONDS = 0.3  # of the measurement of a candidate
 LEAST_TIMES = 2
@@ -134,7 +134,7 @@ def layer_work(
     tokens = int(max(LEAST_TOKENS, min(MOST_TOKENS, most)))
     length = min(config.sequence_len, tokens)
     rows = max(1, min(rows, tokens // length))
-    muon = sum(_muon_flops(min(p.shape), max(p.shape)) for p in matrices if p.ndim == 2)
+    muon = sum(polar_express_flops(len(p), p.size(1), compute_dtype) for p in matrices if p.ndim == 2)
     part = min(1.0, (MUON_PART * flops / muon) ** 0.5) if muon else 1.0
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for p in matrices:
@@ -154,11 +154,6 @@ def layer_work(
         layer.zero_grad(set_to_none=True)
 
     return work
-
-
-def _muon_flops(short: int, long: int) -> float:
-    """FLOPs of Muon's five iterations on a matrix with sides `short` and `long`: three GEMMs each."""
-    return 5.0 * (4 * short * short * long + 2 * short**3)
 
 
 def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
