@@ -13,4 +13,5 @@ init_plugin_loader([str(Path(__file__).resolve().parents[1] / ".ansible" / "coll
 
 from e2e.lab import dataset as dataset  # noqa: E402
 from e2e.lab import fleet as fleet  # noqa: E402
+from fake_systemd import systemd as systemd  # noqa: E402
 from wheels import house as house  # noqa: E402

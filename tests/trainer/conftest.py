@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mlflow_stand_in import server as server
+from tracked_run import track as track
 
 from trainer.__main__ import main
 from trainer.config import RunConfig, RunFile

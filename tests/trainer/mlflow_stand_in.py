@@ -11,10 +11,12 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
+
+import pytest
 
 Answer = tuple[int, dict[str, Any]]
 MISSING: Answer = (404, {"error_code": "RESOURCE_DOES_NOT_EXIST", "message": "there is none"})
@@ -182,3 +184,10 @@ class StandIn:
         }
         pairs = {name: [{"key": k, "value": v} for k, v in run[name].items()] for name in ("params", "tags")}
         return {"info": info, "data": pairs}
+
+
+@pytest.fixture
+def server() -> Iterator[StandIn]:
+    stand_in = StandIn()
+    yield stand_in
+    stand_in.close()

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from trainer.__main__ import main
 from trainer.tracking.files import Facts
 from trainer.tracking.tracker import Tracker
 
@@ -32,3 +35,20 @@ def steps(notes: Tracker, first: int, last: int) -> None:
 
 def end(run_dir: Path, outcome: str) -> None:
     (run_dir / "outcome.json").write_text(json.dumps({"outcome": outcome}))
+
+
+Track = Callable[[str], tuple[int, str]]
+
+
+@pytest.fixture
+def track(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Track:
+    """Type `python -m trainer track` for the run in tmp_path: its exit code and what it said."""
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "1")  # what it sets is taken back after the test
+
+    def type_it(uri: str) -> tuple[int, str]:
+        capfd.readouterr()
+        status = main(["track", "--run-dir", str(tmp_path), "--tracker-uri", uri])
+        return status, "".join(capfd.readouterr())
+
+    return type_it

@@ -1,0 +1,183 @@
+"""The benchmark on a lab of its own, and the targets it is held against."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from measured_stages import measured
+
+from benchmarks import lab, targets
+from benchmarks.cases import GROUPS, Group
+from trainer.bench import SCHEMA
+
+
+def test_bars_say_by_how_much_they_are_missed() -> None:
+    row = {"ratio": 1.65, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.88}
+    lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
+    assert "missed by 0.05x" in lines[2]
+    assert "met" in lines[3]
+    assert "met" in lines[4]
+    assert "not measured" in lines[5]
+
+
+def test_a_ratio_to_a_slow_solo_does_not_count() -> None:
+    row = {"ratio": 1.75, "share_of_bound": 0.9, "payload": 180e6, "baseline_share_of_limit": 0.80}
+    lines = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()
+    assert "| reached; counts if the baseline reaches 83 % of its limit |" in lines[2]
+    assert " met " in lines[3], "a share of the bound is no ratio"
+    row["baseline_share_of_limit"] = 0.84
+    assert " met " in targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+
+
+def test_the_table_of_one_host_counts_its_threads() -> None:
+    one, two = measured(4096, 9.0), measured(4096, 5.0)
+    for result, threads in ((one, 1), (two, 2)):
+        result["tok_per_s"] = 500.0
+        result["ranks"][0] |= {"limit_seconds": 4.0, "threads": threads}
+    text = targets.host_table({"host-4096": one, "host-8192": two})
+    assert "| 4096, 1 thread " in text
+    assert "| 8192, 2 threads " in text
+
+
+def at(gemm: float, result: dict[str, Any]) -> dict[str, Any]:
+    """The result, with another rate of products on rank 0, at its best."""
+    first, *others = result["ranks"]
+    rates = [{"gemm": one * gemm, "copy": 1e10} for one in (0.5, 1.0, 0.6)]
+    return result | {"ranks": [first | {"rates_all": rates}, *others]}
+
+
+def test_a_stage_is_held_against_the_machine_of_its_solo() -> None:
+    solos = [measured(2048, 7.0), measured(4096, 12.0)]
+    pair = measured(4096, 8.0, ranks=2, sync="exact")
+    assert targets.relative_gemm_rate(at(0.7e11, pair), solos) == pytest.approx(0.7)
+    assert targets.relative_gemm_rate(pair, [at(2e11, solos[1])]) == pytest.approx(0.5)
+    assert targets.relative_gemm_rate(at(2e11, pair), solos) == 1.0, "by the slower rank"
+    assert targets.relative_gemm_rate(at(2e11, pair), solos, slow_second=True) == 2.0
+    assert targets.relative_gemm_rate(measured(8192, 9.0, ranks=2, sync="local"), [at(2e11, solos[1])]) == 0.5
+    assert targets.relative_gemm_rate(pair, solos[:1]) is None
+    assert targets.relative_gemm_rate(solos[1], solos) is None
+
+
+def test_stages_of_an_unsteady_machine_are_measured_again_but_not_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The machine is slow beside `exact` twice, and beside `dense` always."""
+    asked: list[tuple[str, ...]] = []
+    rates = {"exact-4096-float32": iter([0.7e11, 0.8e11, 1e11]), "dense-4096-float32": iter([0.5e11] * 9)}
+
+    def measure(job: lab.Job, group: Group, stages: list[str], data: Path) -> None:
+        asked.append(tuple(stages))
+        for stage in stages:
+            file = job.file(group.name, stage)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            result = measured(4096, 12.0)
+            if stage in rates:
+                result = at(next(rates[stage]), measured(4096, 8.0, ranks=2, sync="exact"))
+            file.write_text(json.dumps(result))
+
+    for name in ("playbook", "set_up", "check_shaped", "limit_second"):
+        monkeypatch.setattr(lab, name, lambda *_, **__: 0)
+    monkeypatch.setattr(lab, "measure_cases", measure)
+    job = lab.Job(argparse.Namespace(again=False, lab="bench"), tmp_path)
+    stages = ["solo-4096-float32", *rates]
+    lab.measure_group(job, GROUPS[0], stages, tmp_path)
+    assert asked == [tuple(stages), tuple(rates), tuple(rates)]
+    out = capsys.readouterr().out
+    assert "exact-4096-float32: its GEMM rate is 70 % of the baseline's; measured again" in out
+
+
+class Lab:
+    """Stands for the lab's commands: what is typed there, and whether the neighbour still trains."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, active: bool = True) -> None:
+        self.did: list[str] = []
+        self.active = active
+        monkeypatch.setattr(lab, "run", self.run)
+        monkeypatch.setattr(lab, "environment", lambda _: {})
+
+    def run(self, command: list[str], *_: Any, **__: Any) -> int:
+        if command[0] == "ansible-playbook":
+            knobs = dict(part[2:].split("=", 1) for part in command[2:])
+            folder = Path(knobs["bench_out"]).name
+            self.did.append(f"{folder}: {knobs['bench_stages']} x {knobs['bench_steps']}")
+            return 0
+        text = " ".join(command)
+        if "is-active" in text:
+            return 0 if self.active else 3
+        verb = "begin" if "systemd-run" in text else "end"
+        dtype = f" {command[command.index('--dtype') + 1]}" if verb == "begin" else ""
+        self.did.append(f"{verb} neighbour{dtype}")
+        return 0
+
+
+def test_solo_is_measured_while_the_other_host_trains_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = Lab(monkeypatch)
+    job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
+    stages = ["idle/solo-4096-float32", "solo-2048-float32", "solo-4096-float32", "exact-4096-float32"]
+    stages += ["dense-4096-float32", "solo-4096-bfloat16", "solo-4096-float32-on-bench-2"]
+    lab.measure_cases(job, GROUPS[0], stages, tmp_path)
+    assert commands.did == [
+        "idle: solo-4096-float32 x 5",
+        "begin neighbour float32",
+        "1gbit: solo-2048-float32,solo-4096-float32 x 5",
+        "end neighbour",
+        "1gbit: exact-4096-float32,dense-4096-float32 x 5",
+        "begin neighbour bfloat16",
+        "1gbit: solo-4096-bfloat16 x 5",
+        "end neighbour",
+        "1gbit: solo-4096-float32-on-bench-2 x 2",
+    ]
+    assert job.file("1gbit", stages[0]) == tmp_path / "1gbit/idle/stages/solo-4096-float32.json"
+
+
+def test_a_neighbour_that_ended_meanwhile_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = Lab(monkeypatch, active=False)
+    job = lab.Job(argparse.Namespace(lab="bench"), tmp_path)
+    figures = [job.file("1gbit", f"solo-{tokens}-float32") for tokens in (2048, 4096)]
+    for file in figures:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("{}")
+    with pytest.raises(SystemExit, match=r"the training on bench-2 ended too early.*journalctl"):
+        lab.measure_cases(job, GROUPS[0], ["solo-2048-float32", "solo-4096-float32"], tmp_path)
+    assert commands.did[-1] == "end neighbour"
+    assert not any(file.exists() for file in figures), "they are not what their names say"
+
+
+def test_a_fleet_is_held_against_a_solo_beside_an_idle_host_too() -> None:
+    results = {"solo-4096": measured(4096, 13.0), "exact-4096": measured(4096, 8.0, ranks=2, sync="exact")}
+    assert lab.ratios_idle(results, {"solo-4096": measured(4096, 12.0)}) == {"exact-4096": 1.5}
+    assert lab.ratios_idle(results, {}) == {}
+    row = {"ratio": 1.6, "ratio_idle": 1.5, "baseline_share_of_limit": 0.9, "relative_gemm_rate": 0.9}
+    line = targets.targets_table({"1gbit/exact-4096-float32": row}).splitlines()[2]
+    cells = [cell.strip() for cell in line.split("|")]
+    assert cells[2:6] == ["1.60x", "at least 1.70x", "missed by 0.10x", "1.50x"]
+
+
+def test_figures_of_another_version_are_measured_again_and_stay_until_then(tmp_path: Path) -> None:
+    job = lab.Job(argparse.Namespace(again=False, quick=False, only=[], lab="bench"), tmp_path)
+    stages = ["solo-4096-float32", "solo-2048-float32"]
+    for stage, schema in zip(stages, (SCHEMA, SCHEMA - 1), strict=True):
+        job.file("1gbit", stage).parent.mkdir(parents=True, exist_ok=True)
+        job.file("1gbit", stage).write_text(json.dumps({"schema": schema}))
+    assert job.left("1gbit", stages) == ["solo-2048-float32"]
+    assert job.file("1gbit", "solo-2048-float32").exists()
+
+
+def test_a_stage_that_there_is_not_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        lab.main(["--list", "--only", "exakt"])
+    assert end.value.code == 2
+    assert "no case begins with exakt: they are host-float32, " in capsys.readouterr().err
+
+
+def test_every_bar_is_measured_by_a_stage() -> None:
+    stages = {(group.name, stage) for group in GROUPS for stage in group.cases}
+    assert all((target.group, target.case) in stages for target in targets.TARGETS)
+    first = set(GROUPS[0].cases)
+    assert all(stage in first for group in GROUPS for stage in group.takes)

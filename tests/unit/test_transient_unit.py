@@ -1,0 +1,233 @@
+"""The module transient_unit, over fake systemctl and systemd-run, and who listens at a port."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
+from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
+from ansible_collections.nanofleet.fleet.plugins.modules import (
+    run_state,
+    transient_unit,
+)
+from fake_systemd import called
+from role_files import call
+
+
+def test_a_unit_is_started_once(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["/bin/echo", "$HOME 100%"], "user": "nanofleet",
+        "properties": {"Nice": 5, "NoNewPrivileges": True, "SystemCallFilter": ["a", "b"]},
+        "setenv": {"X": "1"},
+    }  # fmt: skip
+    first = call(transient_unit, monkeypatch, **wanted)
+    assert first["changed"]
+    assert first["unit"]["active_state"] == "active"
+    assert first["unit"]["main_pid"] == 41
+    (line,) = called(systemd, "systemd-run ")
+    for part in ("--unit nanofleet-a.service", "Nice=5", "NoNewPrivileges=yes", "Filter=a", "Filter=b",
+                 "User=nanofleet", "--setenv=X=1", "-- /bin/echo $$HOME 100%"):  # fmt: skip
+        assert part in line
+    second = call(transient_unit, monkeypatch, **wanted)
+    assert not second["changed"]
+    assert second["unit"]["active_state"] == "active"
+    assert len(called(systemd, "systemd-run ")) == 1
+
+
+def test_a_run_returns_after_a_boot_until_it_is_stopped(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["/bin/echo", "it's $HOME"], "user": "nanofleet",
+        "boot_condition": ["/venv/python", "-m", "trainer", "again"],
+    }  # fmt: skip
+    (systemd / "units").mkdir()
+    started = call(transient_unit, monkeypatch, **wanted)
+    script, template = systemd / "etc" / "a.sh", systemd / "units" / "nanofleet@.service"
+    assert script.stat().st_mode & 0o777 == 0o700, "root executes it"
+    assert f"ExecStart=/bin/sh {systemd}/etc/%i.sh" in template.read_text()
+    assert called(systemd, "systemctl enable") == ["systemctl enable nanofleet@a.service"]
+    assert 'runuser -u nanofleet -- /venv/python -m trainer again "$event"\n' in script.read_text()
+    assert f"ExecStopPost=+-/bin/sh {script} end" in " ".join(started["command"])
+    assert boot_entry.entries("system") == ["nanofleet-a.service"]
+
+    # The script types the command that the module has typed, and removes itself once the run is over.
+    tools = systemd / "bin"
+    (tools / "runuser").write_text(
+        f"#!/bin/sh\necho $* >> {systemd}/asked\nexit $(cat {systemd}/condition)\n"
+    )
+    (tools / "runuser").chmod(0o755)
+    (systemd / "condition").write_text("0")
+    (systemd / "calls").write_text("")
+    subprocess.run(["/bin/sh", str(script)], check=True)
+    (line,) = called(systemd, "systemd-run ")
+    assert line == " ".join(["systemd-run", "--no-block", *started["command"][1:]])
+    subprocess.run(["/bin/sh", str(script), "end"], check=True)
+    assert len(called(systemd, "systemd-run ")) == 1, (
+        "an end that is to be followed by a restart starts nothing"
+    )
+    asked = (systemd / "asked").read_text().splitlines()
+    assert [line.rsplit(" ", 1)[1] for line in asked] == ["boot", "end"]
+    (systemd / "condition").write_text("75")
+    assert subprocess.run(["/bin/sh", str(script)], check=False).returncode == 1
+    assert script.exists(), "the condition could not be asked: it is, when the host boots again"
+    (systemd / "condition").write_text("1")
+    subprocess.run(["/bin/sh", str(script), "end"], check=True)
+    assert called(systemd, "systemctl disable") == ["systemctl disable nanofleet@a.service"]
+    assert not script.parent.exists()
+    assert not template.exists()
+
+
+def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "units").mkdir()
+    for name in ("a", "b"):
+        boot_entry.write(f"nanofleet-{name}.service", ["systemd-run"], ["true"], "", "system")
+    state = call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")
+    assert state["at_boot"]
+    assert state["known_units"] == ["nanofleet-a.service", "nanofleet-b.service"]
+    absent = {"name": "nanofleet-a", "state": "absent"}
+    assert call(transient_unit, monkeypatch, check=True, **absent)["changed"]
+    assert call(transient_unit, monkeypatch, **absent)["changed"], "the unit itself is gone already"
+    assert not call(transient_unit, monkeypatch, **absent)["changed"]
+    assert not call(run_state, monkeypatch, state_dir=str(systemd), run_id="a")["at_boot"]
+    assert (systemd / "units" / "nanofleet@.service").exists(), "b returns"
+    assert call(transient_unit, monkeypatch, name="nanofleet-b", state="absent")["changed"]
+    assert not (systemd / "etc").exists()
+
+
+def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["x"], "user": "anna",
+        "properties": {"Nice": 5, "ProtectHome": True, "CapabilityBoundingSet": "", "NoNewPrivileges": True},
+    }  # fmt: skip
+    first = call(transient_unit, monkeypatch, **wanted)
+    assert first["left_out"] == ["CapabilityBoundingSet", "ProtectHome"]
+    assert first["unit"]["scope"] == "user"
+    (line,) = called(systemd, "systemd-run ")
+    assert line.startswith("systemd-run --user --quiet --unit nanofleet-a.service --property=Nice=5")
+    assert not any(name in line for name in ("ProtectHome", "CapabilityBoundingSet", "User="))
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+    assert called(systemd, "systemctl --user stop") == ["systemctl --user stop -- nanofleet-a.service"]
+    assert not [line for line in called(systemd, "systemctl ") if "--user" not in line]
+
+
+def test_without_root_nobody_else_can_be_the_units_user(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"], user="nanofleet")
+    assert result["failed"]
+    assert "anna cannot start nanofleet-a.service as nanofleet" in result["msg"]
+    assert not called(systemd, "systemd-run ")
+
+
+def test_a_failed_leftover_is_cleared_before_a_start(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("failed")
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"])["changed"]
+    assert called(systemd, "systemctl reset-failed") == ["systemctl reset-failed -- nanofleet-a.service"]
+
+
+def test_check_mode_starts_nothing_and_shows_the_command(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    would = call(transient_unit, monkeypatch, check=True, name="nanofleet-a", argv=["x"])
+    assert would["changed"]
+    assert would["diff"]["after"]["command"][-1] == "x"
+    assert not called(systemd, "systemd-run ")
+
+
+def test_a_start_that_systemd_refuses_is_told(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "refuse").touch()
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"])
+    assert result["failed"]
+    assert "Bad thing" in result["msg"]
+    assert "systemctl status nanofleet-a.service" in result["msg"]
+
+
+def test_stopping_is_idempotent_and_absent_forgets(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("active")
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    (systemd / "state").write_text("failed")
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped")["changed"]
+    assert call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+    assert not call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")["changed"]
+
+
+def test_what_does_not_heed_a_stop_is_killed_after_a_grace(
+    systemd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (systemd / "state").write_text("active")
+
+    def processes(_name: str, _scope: str) -> list[int]:
+        return [] if called(systemd, "systemctl kill") else [os.getpid()]
+
+    monkeypatch.setattr(transient_unit, "processes_of", processes)
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", state="absent", grace=0)
+    assert not result["failed"]
+    verbs = [line.split()[1:3] for line in called(systemd, "systemctl ") if " show " not in line]
+    assert verbs == [["stop", "--no-block"], ["kill", "--signal=KILL"], ["stop", "--"]]
+
+
+def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "state").write_text("active")
+    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [os.getpid()])
+    result = call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped", timeout=0)
+    assert result["failed"]
+    assert f"process {os.getpid()}" in result["msg"]
+
+
+def test_a_listener_is_named_with_its_process() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        (held,) = unit_facts.listeners([port])
+        assert (held["port"], held["pid"]) == (port, os.getpid())
+    assert unit_facts.listeners([port]) == []
+
+
+def test_a_listener_that_ends_during_the_search_is_not_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks of a run between two attempts close the port."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (server.close(), "", ""))
+        assert unit_facts.listeners([port]) == []
+
+
+def test_a_listener_is_known_by_its_control_group_where_its_process_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As root in a container sees the processes of others."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port, inode = server.getsockname()[1], os.fstat(server.fileno()).st_ino
+        line = (
+            f"LISTEN 0 128 127.0.0.1:{port} 0.0.0.0:* uid:0 ino:{inode} sk:1 "
+            "cgroup:/pod/system.slice/nanofleet-a.service <->\n"
+        )
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (0, line, ""))
+        (held,) = unit_facts.listeners([port])
+    assert held == {
+        "port": port, "pid": None, "user": "root", "command": "", "unit": "nanofleet-a.service"
+    }  # fmt: skip
+
+
+def test_a_listener_in_a_process_that_nobody_shows_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        monkeypatch.setattr(unit_facts, "run", lambda _argv: (1, "", "ss: not found"))
+        (held,) = unit_facts.listeners([server.getsockname()[1]])
+    assert held["pid"] is None
