@@ -18,8 +18,10 @@ from scripts.generated import ROOT
 
 FINDING_MAKERS = ("finding", "warning", "doctor_finding")
 IN_YAML = re.compile(r"(NF\d{3}): (.*?)(?:\s+Fix: (.*))?", re.DOTALL)
+# What stands for an expression: its first text, else the first name in it, else "...".
 TEXT_IN_YAML = re.compile(r"\{\{ *[(\[]*'([^']*)'.*?\}\}", re.DOTALL)
 NAME_IN_YAML = re.compile(r"\{\{ *[(\[]*_*([\w.]+).*?\}\}", re.DOTALL)
+OTHER_IN_YAML = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 
 
 class Message(NamedTuple):
@@ -113,13 +115,18 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(inner)
 
 
+def without_expressions(text: str) -> str:
+    """A text of Jinja with what stands for each of its expressions, and without its statements."""
+    named = NAME_IN_YAML.sub(r"<\1>", TEXT_IN_YAML.sub(r"\1", text))
+    return OTHER_IN_YAML.sub(lambda found: "" if found[0].startswith("{%") else "...", named)
+
+
 def messages_in_yaml(path: Path) -> Iterator[Message]:
     """Yield each message of a file of tasks or plays."""
     for text in texts_in(yaml.safe_load(path.read_text(encoding="utf-8"))):
-        if found := IN_YAML.fullmatch(text.strip()):
-            plain = (TEXT_IN_YAML.sub(r"\1", part or "") for part in found.groups())
-            named = (NAME_IN_YAML.sub(r"<\1>", part) for part in plain)
-            code, problem, fix = (re.sub(r"\{%.*?%\}", "", part, flags=re.DOTALL) for part in named)
+        # An expression may contain "Fix: ", so it is replaced before the text is split.
+        if found := IN_YAML.fullmatch(without_expressions(text.strip())):
+            code, problem, fix = found.groups(default="")
             yield Message(code, problem, fix, "error")
 
 

@@ -57,9 +57,9 @@ def _unreachable(measured: Measured, host: str, variables: Mapping[str, Any]) ->
 def _unchecked(host: str, why: str) -> Finding:
     """Finding about a host that answers, but on which the module doctor_host failed."""
     if any(words in why for words in ("not found", "No such file", "discovered_interpreter")):
-        problem = "It has no python3 that Ansible can use."
+        problem = "This host has no python3 that Ansible can use."
         return finding("NF501", host, problem, f"sudo apt install python3  (on {host})")
-    problem = f"It could not be checked: {(why or 'no reason was given')[:200]}"
+    problem = f"This host could not be checked: {(why or 'no reason was given')[:200]}"
     return finding("NF502", host, problem, f"ansible {host} -m ping")
 
 
@@ -69,13 +69,13 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
     skew, allowed = facts["skew_s"], options["max_skew_s"]
     if abs(skew) > allowed:
         side = "ahead of" if skew > 0 else "behind"
-        problem = f"Its clock is {abs(skew):.0f} s {side} the controller's (allowed: {allowed:g})."
+        problem = f"This host's clock is {abs(skew):.0f} s {side} the controller's (allowed: {allowed:g})."
         yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
     name, addresses = facts["hostname"], facts["resolves_to"]
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         problem = (
-            f"Its own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are not affected, "
-            "because they get the interface. A torchrun that is started by hand would find no peer."
+            f"This host's own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are not "
+            "affected, because they get the interface. A torchrun that is started by hand would find no peer."
         )
         remedy = f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})"
         yield finding("NF505", host, problem, remedy, severity="warning")
@@ -100,12 +100,12 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
             yield finding("NF513", host, problem, see)
         elif disk["free_gib"] < needed:
             problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
-            see = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+            see = f"free space there: see sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
             yield finding("NF504", host, problem, see)
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
             problem = f"{what} has room for only {disk['inodes_free']} more files: its inodes are used up."
-            see = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
-            yield finding("NF514", host, problem, see)
+            listed = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
+            yield finding("NF514", host, problem, f"remove files there: see {listed}")
 
 
 def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -132,7 +132,8 @@ def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) ->
     """
     listed = (of_host["data"] or {}).get("findings") or []
     if listed and "manifest.json is missing" not in listed:
-        yield finding("NF509", host, f"Its data differ from the controller's: {'; '.join(listed)}.", SETUP)
+        problem = f"This host's data differ from the controller's: {'; '.join(listed)}."
+        yield finding("NF509", host, problem, SETUP)
 
 
 def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
@@ -153,7 +154,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
             values = {host: value[:12] for host, value in group.items()}
             for host, value, usual in unlike_most(values):
                 others = ", ".join(other for other, its in values.items() if its == usual)
-                problem = f"It has {field} {value}, but {others} {usual}: all ranks need the same."
+                problem = f"This host has {field} {value}, but {others} {usual}: all ranks need the same."
                 found.append(finding("NF511", host, problem, SETUP))
     return found
 

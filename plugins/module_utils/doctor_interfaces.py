@@ -28,8 +28,8 @@ def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[F
     for host, of_host in measured.items():
         if is_behind_windows(measured, host):
             problem = (
-                f"It runs in WSL2 with NAT networking: its address {of_host['address']} exists only inside "
-                "Windows, so no other host can connect to it."
+                f"This host runs in WSL2 with NAT networking: its address {of_host['address']} exists only "
+                "inside Windows, so no other host can connect to it."
             )
             rule = hyperv_rule([SSH_PORT, *ports_of(options)])
             remedy = (
@@ -74,8 +74,8 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
         is_proof = is_on_link or _uses_chosen_interface(measured[peer])
         if chosen and used not in (chosen, "lo") and is_proof:
             problem = (
-                f"Its interface is set to {chosen} ({of_host['address']}), but its kernel reaches "
-                f"{peer} by {used}: Gloo would listen where no peer connects."
+                f"This host's interface is set to {chosen} ({of_host['address']}), but its kernel "
+                f"reaches {peer} by {used}: Gloo would listen where no peer connects."
             )
             remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
             yield finding("NF521", host, problem, remedy, peer)
@@ -92,14 +92,16 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
         bridge = f"{used}, a bridge of {program.title}"
         if _is_open(path):
             problem = (
-                f"It reaches {peer} over {bridge}: {peer} is a container or a virtual machine on {host}, "
-                "and both compute on the same processor."
+                f"This host reaches {peer} over {bridge}: {peer} is a container or a virtual machine on "
+                f"{host}, and both compute on the same processor."
             )
             remedy = f"remove one of the two from the inventory, if {peer} is not limited to its own cores"
             found.append(finding("NF536", host, problem, remedy, peer, "warning"))
             continue
         address = measured[peer]["address"]
-        problem = f"Its kernel sends packets to {peer} ({address}) over {bridge}. They do not leave {host}."
+        problem = (
+            f"This host's kernel sends packets to {peer} ({address}) over {bridge}. They do not leave {host}."
+        )
         other = program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
         remedy = (
             f"set fleet_address of {peer} to its address on your network; if {address} is that address, the "

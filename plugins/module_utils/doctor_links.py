@@ -50,14 +50,15 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
                 best = max(slow.pop(path) for path in paths)
                 over = shown_interface(measured[host], measured[host]["interface"])
                 problem = (
-                    f"It {verb} at {best:.0f} Mbit/s at most over {over}, whichever host is the peer.{needs}"
+                    f"This host {verb} at {best:.0f} Mbit/s at most over {over}, whichever host is the "
+                    f"peer.{needs}"
                 )
                 found.append(finding("NF540", host, problem, _remedy(measured, host)))
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
         other = f" ({back:.0f} in the other direction)" if back else ""
         over = shown_interface(measured[sender], _interface(measured, sender, receiver))
-        problem = f"It sends to {receiver} at {mbit:.0f} Mbit/s{other} over {over}.{needs}"
+        problem = f"This host sends to {receiver} at {mbit:.0f} Mbit/s{other} over {over}.{needs}"
         found.append(finding("NF541", sender, problem, _remedy(measured, sender, receiver), receiver))
     named = {name for each in found for name in (each["host"], each["peer"])}
     if predicted:
@@ -137,7 +138,7 @@ def _wifi(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     link = (measured[host]["facts"].get("links") or {}).get(name) or {}
     rates = [mbit for path, mbit in directed_rates(measured).items() if host in path]
     if link.get("wireless") and rates:
-        problem = f"It is on WiFi ({name}), at {min(rates):.0f} Mbit/s at the moment.{needs}"
+        problem = f"This host is on WiFi ({name}), at {min(rates):.0f} Mbit/s at the moment.{needs}"
         yield finding("NF545", host, problem, _remedy(measured, host))
 
 
@@ -154,7 +155,10 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     ]
     if link["wireless"] and cables:
         other, address = cables[0]
-        problem = f"It reaches its peers over WiFi ({name}), although {other} ({address}) has a cable.{needs}"
+        problem = (
+            f"This host reaches its peers over WiFi ({name}), although {other} ({address}) "
+            f"has a cable.{needs}"
+        )
         remedy = f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml"
         yield finding("NF542", host, problem, remedy)
     elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:

@@ -29,7 +29,7 @@ Spans = Sequence[tuple[int, int]]
 """Ranges of ports (low, high)."""
 SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
-AS_ROOT = "the same command with -K, so that doctor can read the rules as root"
+AS_ROOT = "repeat the command with -K, so that doctor can read the rules as root"
 CLOSED = {
     "filtered": ("gets no answer from", ": its packets are dropped"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),

@@ -101,6 +101,8 @@ def lab_burst(rate: str) -> str:
         return "0"
     match = LINK.fullmatch(rate)
     if not match:
-        raise ValueError(f"lab_link={rate} is not a rate: use none, 100mbit, 1gbit, 2.5gbit ...")
+        raise ValueError(
+            f"lab_link={rate} is not a rate: set it to a rate (100mbit, 1gbit, 2.5gbit, ...) or to none"
+        )
     gigabits = float(match["number"]) * BITS[match["unit"]] / 10**9
     return f"{max(32, min(256, int(2560 * gigabits)), int(256 * gigabits))}kb"

@@ -167,8 +167,8 @@ def _findings(
         ]
         if kind in KINDS and cables:
             problem = (
-                f"It reaches {peer} over {used}, which is {KINDS[kind]}, although the wired interface "
-                f"{cables[0]} is on the same network. The kernel's route uses {used}."
+                f"This host reaches {peer} over {used}, which is {KINDS[kind]}, although the wired "
+                f"interface {cables[0]} is on the same network. The kernel's route uses {used}."
             )
             remedy = f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or "
             yield warning(
@@ -182,13 +182,14 @@ def _findings(
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
     if any(entry.get("temporary") and entry["local"] == address for entry in entries):
-        problem = f"Its address {address} on {interface} is a temporary one (IPv6 privacy): it changes, and "
+        problem = (
+            f"This host's address {address} on {interface} is a temporary one (IPv6 privacy): it changes, "
+            "and firewall rules do not follow."
+        )
         remedy = (
             f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; in /etc/sysctl.d to keep it)"
         )
-        yield warning(
-            "NF203", host, f"{problem}firewall rules do not follow.", f"{remedy}, or use IPv4 addresses"
-        )
+        yield warning("NF203", host, problem, f"{remedy}, or use IPv4 addresses")
     for name in seen.get("slow_names", []):
         problem = f"A lookup of the name {name} takes more than 3 s, because a name server does not answer. "
         remedy = f"cat /etc/resolv.conf  (on {host}), and remove the server that does not answer"

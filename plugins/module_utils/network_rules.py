@@ -170,8 +170,9 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
     if answer == "closed":
         return []
     reason = {
-        "open": "Its systemd or kernel does not filter a unit's addresses (IPAddressDeny= has no effect)",
-        "user": "Its units belong to a user's own systemd, which cannot filter a unit's addresses",
+        "open": "This host's systemd or kernel does not filter a unit's addresses "
+        "(IPAddressDeny= has no effect)",
+        "user": "This host's units belong to a user's own systemd, which cannot filter a unit's addresses",
     }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
     problem = f"{reason}, so only a firewall keeps other machines from the ports of a run."
     remedy = (

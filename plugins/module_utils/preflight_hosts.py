@@ -97,8 +97,8 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
     if not isinstance(before, dict) or host not in before:
         return []
     problem = (
-        "It was in the fleet at the last setup.yml and is not in the inventory any more. What was installed "
-        "there stays, and the unit of a run may restart, until the host is released."
+        "This host was in the fleet at the last setup.yml and is not in the inventory any more. What was "
+        "installed there stays, and the unit of a run may restart, until the host is released."
     )
     return [
         warning("NF019", name, problem, release(str(address), outside=True))
@@ -113,16 +113,18 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     upgrade = "Debian 12+ or Ubuntu 24.04+"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
         system = facts.get("kernel") or "an unknown system"
-        problem = f"It runs {system} without systemd; runs are systemd units."
+        problem = f"This host's system ({system}) has no systemd; training runs are systemd units."
         yield finding("NF103", host, problem, f"{remove}, or use {upgrade} on it")
         return
     system, version = facts.get("distribution") or "unknown system", facts.get("systemd_version", "")
     if version.isdigit() and int(version) < MIN_SYSTEMD:
-        problem = f"Its systemd {version} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
+        problem = (
+            f"This host's systemd {version} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
+        )
         yield finding("NF104", host, problem, f"upgrade it to {upgrade}, or {remove}")
     if facts.get("machine") not in limits["architectures"]:
         available = " and ".join(limits["architectures"])
-        problem = f"Its processor is {facts.get('machine')}; torch is available for {available}."
+        problem = f"This host's processor is {facts.get('machine')}; torch is available for {available}."
         yield finding("NF105", host, problem, remove)
     pythons = list(limits["pythons"])
     if facts.get("python3") != "yes":
@@ -131,7 +133,12 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
         problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
-        yield finding("NF107", host, problem, f"sudo apt install python{pythons[0]}  {on}, or upgrade it")
+        yield finding(
+            "NF107",
+            host,
+            problem,
+            f"sudo apt install python{pythons[0]}  {on}, or upgrade the system of {host}",
+        )
     for command in facts["missing"]:
         fix = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
         yield finding("NF108", host, f"The command {command} is missing.", fix)
@@ -148,7 +155,7 @@ def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]
     for mount, paths in full.items():
         free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
         problem = f"{free:.1f} GiB are free on {mount} for {' and '.join(paths)}; {needed:g} are needed."
-        typed = f"sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+        typed = f"free space there: see sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
         yield finding("NF109", host, problem, typed)
 
 
@@ -173,5 +180,5 @@ def root_findings(
     skew = int(facts["time"]) - int(facts["sent"])
     if abs(skew) > float(skew_s):
         side = "ahead of" if skew > 0 else "behind"
-        problem = f"Its clock is {abs(skew)} s {side} the controller's."
+        problem = f"This host's clock is {abs(skew)} s {side} the controller's."
         yield finding("NF112", host, problem, f"sudo timedatectl set-ntp true  (on {host})")

@@ -50,7 +50,8 @@ def inventory_findings(
     """
     hosts = [*coordinators, *workers]
     if not hosts:
-        yield finding("NF010", "inventory", "It lists no host in the groups coordinator and workers.", SAMPLE)
+        problem = "The inventory lists no host in the groups coordinator and workers."
+        yield finding("NF010", "inventory", problem, SAMPLE)
         return
     for host in hosts:
         if not HOST_NAME.fullmatch(host):
@@ -65,15 +66,15 @@ def inventory_findings(
         yield finding("NF011", "inventory", problem, fix)
     for host, times in Counter(hosts).items():
         if times > 1:
-            problem = "It is listed both as coordinator and as worker."
+            problem = "This host is listed both as coordinator and as worker."
             yield finding("NF012", host, problem, f"remove {host} from one group")
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
-            problem = f"It has the same address as {owners[address]}, {address}."
+            problem = f"This host has the same address as {owners[address]}, {address}."
             yield finding("NF013", host, problem, f"give {host} an ansible_host of its own, or remove it")
         elif not resolved(address):
-            problem = f"Its address {address} does not resolve on this machine."
+            problem = f"This host's address {address} does not resolve on this machine."
             fix = f"set ansible_host of {host} to its IP address in the inventory"
             yield finding("NF014", host, problem, fix)
         owners.setdefault(address, host)
@@ -84,14 +85,15 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
     left_out = [host for host in dict.fromkeys(hosts) if host not in members]
     if not members:
         fix = "add the group fleet with the children coordinator and workers (inventory/sample)"
-        yield finding("NF016", "inventory", "It has no group fleet, which every playbook runs on.", fix)
+        problem = "The inventory has no group fleet, which every playbook runs on."
+        yield finding("NF016", "inventory", problem, fix)
     elif left_out:
         problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
         fix = "make coordinator and workers the children of fleet (inventory/sample)"
         yield finding("NF017", "inventory", problem, fix)
     for host in members:
         if host not in hosts:
-            problem = "It is in the group fleet, but neither in coordinator nor in workers."
+            problem = "This host is in the group fleet, but neither in coordinator nor in workers."
             fix = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
             yield finding("NF018", host, problem, fix)
 

@@ -146,7 +146,11 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         problem = f"{subject} about {needed:.1f} GiB of memory ({need.described()}); {has} {limit:.1f} GiB."
         # A run that is resumed keeps its depth.
         smaller = [] if resumes else [d for d in range(1, depth) if need.smaller(d).memory_gb <= limit]
-        fix = f"the same with -e depth={smaller[-1]}" if smaller else f"remove {host} from the inventory"
+        fix = (
+            f"repeat the command with -e depth={smaller[-1]}"
+            if smaller
+            else f"remove {host} from the inventory"
+        )
         yield finding("NF401", host, problem, fix)
         return
     available = int(facts.get("available_kb") or facts["memory_kb"]) / 2**20
@@ -188,11 +192,11 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
         f"{free:.1f} GiB of them; keep_checkpoints={keep}, the best one and the one being written "
         f"take {needed:.1f}."
     )
-    fix = f"sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
+    fix = f"free space there: see sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
     if free < 2 * each:
         yield finding("NF403", host, problem, fix)
     else:
-        fewer = f", or the same with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
+        fewer = f", or repeat the command with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
         yield warning("NF404", host, problem, fix + fewer)
 
 
@@ -215,7 +219,7 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
         problem = f"{name} is {threads}, but {has}: threads would wait for each other in every step."
         fix = f"remove fleet_threads of {host}, so that the fastest number is measured"
         if config.threads:
-            fix = f"the same with -e threads=auto  (or -e threads={max(1, usable // ranks)})"
+            fix = f"repeat the command with -e threads=auto  (or -e threads={max(1, usable // ranks)})"
         yield warning("NF425", host, problem, fix)
 
 
@@ -235,11 +239,13 @@ def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
         return
     has = f"of the faster instructions it has only {', '.join(flags)}"
     if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
-        problem = f"dtype is bfloat16, but its processor only emulates it ({has}): steps would take minutes."
-        yield finding(
-            "NF405", host, problem, "the same with -e dtype=auto  (selects the faster format on every host)"
+        problem = (
+            "dtype is bfloat16, but the processor of this host only emulates bfloat16 "
+            f"({has}): steps would take minutes."
         )
+        fix = "repeat the command with -e dtype=auto  (selects the faster format on every host)"
+        yield finding("NF405", host, problem, fix)
     if "avx2" not in flags:
-        problem = f"Its processor has no AVX2 ({has}): its GEMM rate is half that of others or less."
+        problem = f"This host's processor has no AVX2 ({has}): its GEMM rate is half that of others or less."
         fix = f"ansible-playbook doctor.yml  (shows its rate), or remove {host} from the inventory"
         yield warning("NF406", host, problem, fix)

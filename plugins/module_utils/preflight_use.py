@@ -76,7 +76,7 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
     path = str(facts.get("unit", ""))
     if path and "/transient/" not in path:
         name = Path(path).name
-        problem = f"The run's unit {name} is there already, from {path}: a run cannot have its name."
+        problem = f"A unit {name} already exists ({path}), so a run cannot use this name."
         fix = f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
         yield finding("NF407", host, problem, fix)
 
@@ -129,7 +129,7 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
         commands.append(
             "gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing"
         )
-    problem = f"It falls asleep when {' or '.join(causes)}; {then}"
+    problem = f"This host falls asleep when {' or '.join(causes)}; {then}"
     yield warning("NF121", host, problem, f"{' && '.join(commands)}  (on {host})")
 
 
@@ -142,4 +142,4 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
         percent = facts["battery"][0].split()[-1]
         left = f", {percent} % full" if percent.isdigit() else ""
         fix = f"plug {host} in, or remove it from the inventory"
-        yield warning("NF122", host, f"It runs on its battery{left}.", fix)
+        yield warning("NF122", host, f"This host runs on its battery{left}.", fix)

@@ -8,7 +8,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import may_become_root
 
 ROLES = ("run_remove", "tracker", "dataset", "network", "runtime", "claim")
-CONFIRM = "type the same with -e reset_confirm=true"
+CONFIRM = "repeat the command with -e reset_confirm=true"
 
 
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
@@ -80,9 +80,9 @@ def _about_active(active: Mapping[str, Sequence[str]], force: bool, reached: Seq
     where = ", ".join(host for host, each in active.items() if each)
     what = f"{'Runs are' if len(runs) > 1 else 'A run is'} active on {where} ({', '.join(runs)})"
     if force:
-        return [f"{what}: the reset would end it and save nothing of it."]
+        return [f"{what}: the reset would end it without saving a checkpoint."]
     lines = [f"{what}, so the reset would be refused."]
     if any(active[host] for host in reached):
         stops = " and ".join(f"ansible-playbook stop.yml -e run_id={run}" for run in runs)
         lines.append(f"To save and stop it first: {stops}")
-    return [*lines, "To end it with the reset, which saves nothing, add: -e reset_force=true"]
+    return [*lines, "To end it with the reset, without saving a checkpoint, add: -e reset_force=true"]

@@ -46,7 +46,8 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
     for kind, digests in by_kind.items():
         for host, digest, usual in unlike_most(digests):
             problem = (
-                f"Its environment {digest[:12]} differs from that of the other {kind} hosts, {usual[:12]}."
+                f"This host's environment {digest[:12]} differs from that of the other {kind} hosts, "
+                f"{usual[:12]}."
             )
             typed = "remove its folder under venvs there, then ansible-playbook setup.yml"
             yield finding("NF301", host, problem, typed)
@@ -55,10 +56,10 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
         # A kind may need a package that another does not; whoever has it has the same, whatever the build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
         for host, version, usual in unlike_most(have):
-            yield finding("NF302", host, f"It has {name} {version}, the others {usual}.", SETUP)
+            yield finding("NF302", host, f"This host has {name} {version}, the others {usual}.", SETUP)
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):
-        problem = f"It has the trainer {digest[:12]}, the others {usual[:12]}."
+        problem = f"This host has the trainer {digest[:12]}, the others {usual[:12]}."
         yield finding("NF303", host, problem, SETUP)
 
 

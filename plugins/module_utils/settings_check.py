@@ -89,11 +89,11 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     given = f"-e {name}={value}"
     if name in role_names():
         problem = "no setting but a variable that the playbooks set themselves."
-        return finding("NF001", given, problem, f"the same without -e {name}; {SETTINGS_PAGE}")
+        return finding("NF001", given, problem, f"repeat the command without -e {name}; {SETTINGS_PAGE}")
     if name == "_raw_params":
         word = str(value).split()[0]
         fix = (
-            f"the same command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
+            f"repeat the command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
             "spaces: -e 'NAME=\"a b\"')"
         )
         return finding("NF002", f"-e {word}", "a setting needs a value.", fix)
@@ -103,7 +103,9 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
         return finding("NF003", given, "no such setting.", SETTINGS_PAGE)
     nearest = lower[near[0]]
     problem = f"no such setting; did you mean {nearest}?"
-    return finding("NF004", given, problem, f"the same with -e {nearest}={value} instead of {given}")
+    return finding(
+        "NF004", given, problem, f"repeat the command with -e {nearest}={value} instead of {given}"
+    )
 
 
 def value_problem(name: str, value: Any, spec: Spec) -> str | None:
@@ -189,12 +191,12 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
         default = known.get(name, {}).get("default", getattr(RunConfig, name, "VALUE"))
         example = proposed[1] if proposed else EXAMPLES.get(name, default)
         instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
-        return f"the same with -e {name}={example}{instead}"
+        return f"repeat the command with -e {name}={example}{instead}"
 
     with_steps = [host for host, values in by_host.items() if "steps" in values]
     if "num_iterations" in asked and with_steps:
         problem = "steps and num_iterations are the same setting; give one of them."
-        typed = f"the same without -e num_iterations={asked['num_iterations']}"
+        typed = f"repeat the command without -e num_iterations={asked['num_iterations']}"
         findings.append(finding("NF005", label("steps", with_steps), problem, typed))
     problems: dict[tuple[str, str], list[str]] = {}
     for host, values in by_host.items():

@@ -245,6 +245,22 @@ def test_every_message_has_one_code_and_stands_in_the_reference() -> None:
     assert [code for code in codes if f"| {code} |" not in page] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("at {{ __tracker_url }}", "at <tracker_url>"),
+        ("{{ 'Stopped. Fix: start it' if \"can't\" in stderr else 'Failed' }}.", "Stopped. Fix: start it."),
+        ("has {{ \"a\" if lacks else 'b' }}{% if more %} more{% endif %}", "has ... more"),
+    ],
+)
+def test_an_expression_is_shown_as_a_text_a_name_or_dots(text: str, shown: str) -> None:
+    assert docs_messages.without_expressions(text) == shown
+
+
+def test_the_page_of_messages_has_no_expression() -> None:
+    assert not re.findall(r"\{\{|\}\}|\{%|%\}", docs_reference.messages_page())
+
+
 def failures(value: object) -> Iterator[str]:
     """The message of every task of a YAML document that fails: `fail_msg` of assert, `msg` of fail."""
     if isinstance(value, list):

@@ -70,7 +70,7 @@ def test_a_slow_path_is_reported_with_its_sender_and_what_a_step_needs_of_it() -
     measured["tower"]["rates"]["laptop"]["received_mbit"] = 95.0
     found = only(measured)
     assert (found["code"], found["host"], found["severity"]) == ("NF541", "laptop", "warning")
-    assert found["problem"] == "It sends to tower at 95 Mbit/s (940 in the other direction) over eth0."
+    assert found["problem"] == "This host sends to tower at 95 Mbit/s (940 in the other direction) over eth0."
     assert found["remedy"].endswith("tc qdisc show dev eth0  (on laptop; then cable, port and switch)")
     predict(measured)
     found = only(measured)
@@ -154,7 +154,7 @@ def test_wifi_without_a_cable_gets_a_recommendation_once() -> None:
     predict(measured)
     found = only(measured)
     assert (found["code"], found["host"], found["severity"]) == ("NF545", "laptop", "warning")
-    assert found["problem"] == f"It is on WiFi (eth0), at 930 Mbit/s at the moment. {NEEDS}"
+    assert found["problem"] == f"This host is on WiFi (eth0), at 930 Mbit/s at the moment. {NEEDS}"
     assert "iw dev eth0 link  (on laptop" in found["remedy"]
     measured["tower"]["rates"]["laptop"] = {"sent_mbit": 640.0, "received_mbit": 90.0}
     found = only(measured)

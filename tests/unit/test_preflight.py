@@ -51,7 +51,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
         (
             f"-e {name}=8",
             f"no such setting; did you mean {nearest}?",
-            f"the same with -e {nearest}=8 instead of -e {name}=8",
+            f"repeat the command with -e {nearest}=8 instead of -e {name}=8",
         )
     ]
 
@@ -71,7 +71,7 @@ def test_a_variable_that_plays_hand_to_roles_is_no_setting(name: str) -> None:
     [(where, problem, remedy)] = check({name: "x"})
     assert where == f"-e {name}=x"
     assert problem == "no setting but a variable that the playbooks set themselves."
-    assert remedy.startswith(f"the same without -e {name}")
+    assert remedy.startswith(f"repeat the command without -e {name}")
 
 
 def test_the_settings_of_roles_are_those_that_the_sample_inventory_lists() -> None:
@@ -131,7 +131,7 @@ def test_a_value_that_cannot_be_used_gets_a_sentence(
 ) -> None:
     [(_, problem, typed)] = check(asked)
     assert problem == sentence
-    assert typed.startswith("the same with -e ")
+    assert typed.startswith("repeat the command with -e ")
     assert typed.partition(" instead of ")[0].endswith(remedy)
 
 
@@ -140,7 +140,7 @@ def test_an_unknown_preset_is_refused_with_the_list() -> None:
         (
             "-e preset=smok",
             f"preset is 'smok': it takes {' or '.join(PRESETS)}.",
-            "the same with -e preset=smoke instead of -e preset=smok",
+            "repeat the command with -e preset=smoke instead of -e preset=smok",
         )
     ]
 
@@ -154,7 +154,7 @@ def test_the_settings_beside_a_preset_are_checked_together_with_it() -> None:
     assert (
         problem == "total_batch_size is 2048: it must be a multiple of sequence_len (1000); use 2000 or 3000."
     )
-    assert typed == "the same with -e total_batch_size=2000"
+    assert typed == "repeat the command with -e total_batch_size=2000"
 
 
 def test_choices_are_listed() -> None:
@@ -174,7 +174,7 @@ def test_templates_are_left_to_where_they_are_used() -> None:
 
 def test_both_names_of_the_steps_are_refused() -> None:
     [(where, problem, typed)] = check({"steps": "20", "num_iterations": "30"})
-    assert (where, typed) == ("-e steps=20", "the same without -e num_iterations=30")
+    assert (where, typed) == ("-e steps=20", "repeat the command without -e num_iterations=30")
     assert problem == "steps and num_iterations are the same setting; give one of them."
 
 
@@ -215,17 +215,23 @@ def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("coordinators", "workers", "addresses", "host", "sentence"),
     [
-        ([], [], {}, "inventory", "It lists no host in the groups coordinator and workers."),
+        ([], [], {}, "inventory", "The inventory lists no host in the groups coordinator and workers."),
         ([], ["a"], {}, "inventory", "The group coordinator must hold exactly one host; it holds none."),
         (["a", "b"], [], {}, "inventory", "The group coordinator must hold exactly one host; it holds a, b."),
-        (["a"], ["a"], {}, "a", "It is listed both as coordinator and as worker."),
-        (["a"], ["b"], {"a": "10.0.0.1", "b": "10.0.0.1"}, "b", "It has the same address as a, 10.0.0.1."),
+        (["a"], ["a"], {}, "a", "This host is listed both as coordinator and as worker."),
+        (
+            ["a"],
+            ["b"],
+            {"a": "10.0.0.1", "b": "10.0.0.1"},
+            "b",
+            "This host has the same address as a, 10.0.0.1.",
+        ),
         (
             ["a"],
             ["b"],
             {"a": "10.0.0.1", "b": "nowhere"},
             "b",
-            "Its address nowhere does not resolve on this machine.",
+            "This host's address nowhere does not resolve on this machine.",
         ),
     ],
 )
@@ -241,7 +247,12 @@ def test_an_inventory_that_is_no_fleet_gets_a_sentence(
 @pytest.mark.parametrize(
     ("members", "host", "sentence", "typed"),
     [
-        ([], "inventory", "It has no group fleet, which every playbook runs on.", "add the group fleet"),
+        (
+            [],
+            "inventory",
+            "The inventory has no group fleet, which every playbook runs on.",
+            "add the group fleet",
+        ),
         (
             ["a"],
             "inventory",
@@ -251,7 +262,7 @@ def test_an_inventory_that_is_no_fleet_gets_a_sentence(
         (
             ["a", "b", "c"],
             "c",
-            "It is in the group fleet, but neither in coordinator nor in workers.",
+            "This host is in the group fleet, but neither in coordinator nor in workers.",
             "ansible-playbook reset.yml --limit c -e reset_confirm=true",
         ),
     ],

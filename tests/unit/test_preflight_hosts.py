@@ -29,13 +29,13 @@ def test_an_old_python_is_named() -> None:
 @pytest.mark.parametrize(("old", "new"), [("systemd=yes\n", ""), ("kernel=Linux", "kernel=Darwin")])
 def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
     [(problem, remedy)] = host(GOOD.replace(old, new))
-    assert "without systemd; runs are systemd units" in problem
+    assert "has no systemd; training runs are systemd units" in problem
     assert "remove laptop from the inventory" in remedy
 
 
 def test_other_processors_are_refused() -> None:
     [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
-    assert problem == "Its processor is riscv64; torch is available for x86_64 and aarch64."
+    assert problem == "This host's processor is riscv64; torch is available for x86_64 and aarch64."
 
 
 def test_a_full_disk_is_said_once_a_mount() -> None:
@@ -80,7 +80,7 @@ def test_the_probe_looks_for_every_command_that_a_host_needs() -> None:
 @pytest.mark.parametrize(("time", "words"), [(1020, "20 s ahead of"), (980, "20 s behind")])
 def test_a_clock_that_is_off(time: int, words: str) -> None:
     [(problem, remedy)] = host(root=put(ROOT_OK, time=str(time)))
-    assert problem == f"Its clock is {words} the controller's."
+    assert problem == f"This host's clock is {words} the controller's."
     assert remedy == "sudo timedatectl set-ntp true  (on laptop)"
 
 
@@ -169,7 +169,7 @@ def test_warnings_follow_what_stops() -> None:
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",
-        "NF121  laptop  It falls asleep when its lid is closed; a run prevents it while it trains, "
+        "NF121  laptop  This host falls asleep when its lid is closed; a run prevents it while it trains, "
         "but not while it waits to restart after a failure.",
     ]
     assert findings.refusals(found) == found[:1]

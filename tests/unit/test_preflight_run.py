@@ -25,7 +25,7 @@ def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
     assert "the copy a checkpoint is written from 1.3" in found["problem"]
     assert "it has 2.9 GiB." in found["problem"]
     depth = int(found["remedy"].rpartition("=")[2])
-    assert found["remedy"] == f"the same with -e depth={depth}"
+    assert found["remedy"] == f"repeat the command with -e depth={depth}"
     assert run.Need({"depth": depth}).memory_gb <= 2.9 < run.Need({"depth": depth + 1}).memory_gb
 
 

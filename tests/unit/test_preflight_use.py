@@ -23,7 +23,7 @@ def test_a_lid_that_puts_it_to_sleep() -> None:
     [found] = reported(AWAKE)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "It falls asleep when its lid is closed; a run prevents it while it trains, "
+        "This host falls asleep when its lid is closed; a run prevents it while it trains, "
         "but not while it waits to restart after a failure."
     )
     assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
@@ -63,7 +63,7 @@ def test_idling_that_puts_a_desktop_to_sleep() -> None:
 def test_a_laptop_on_its_battery() -> None:
     [found] = reported(put(GOOD, battery="Discharging 63", mains="0"))
     assert found["severity"] == "warning"
-    assert found["problem"] == "It runs on its battery, 63 % full."
+    assert found["problem"] == "This host runs on its battery, 63 % full."
     assert host(put(GOOD, battery="Charging 63", mains="1")) == []
 
 
@@ -106,5 +106,5 @@ def test_a_unit_file_of_the_runs_name() -> None:
     path = "/etc/systemd/system/nanofleet-d8.service"
     [found] = reported(root=put(ROOT_OK, unit=path))
     assert found["severity"] == "refusal"
-    assert f"nanofleet-d8.service is there already, from {path}" in found["problem"]
+    assert f"A unit nanofleet-d8.service already exists ({path})" in found["problem"]
     assert host(root=put(ROOT_OK, unit="/run/systemd/transient/nanofleet-d8.service")) == []

@@ -43,7 +43,7 @@ def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touch
 ) -> None:
     done = play({**FLEET, "fleet": ["tower", "laptop", "old"]}, tmp_path, playbook)
     assert done.returncode != 0
-    assert "It is in the group fleet, but neither in coordinator nor in workers." in said(done)
+    assert "This host is in the group fleet, but neither in coordinator nor in workers." in said(done)
     assert f"ansible-playbook -i {tmp_path}/hosts.yml reset.yml --limit old -e reset_confirm=true" in said(
         done
     )

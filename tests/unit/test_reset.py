@@ -28,7 +28,7 @@ def test_a_dry_run_says_what_would_go_and_how_to_do_it() -> None:
     ]
     assert "reset_checkpoints=true" in lines[5]
     assert lines[-2].startswith("Nothing was changed.")
-    assert lines[-1] == "To do it, type the same with -e reset_confirm=true"
+    assert lines[-1] == "To do it, repeat the command with -e reset_confirm=true"
 
 
 def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
@@ -41,7 +41,8 @@ def test_a_dry_run_says_that_an_active_run_would_have_it_refused() -> None:
     assert "-e reset_force=true" in lines[-2]
     forced = reset.report(["tower", "laptop"], hostvars, False, [], True)
     assert (
-        forced[-2] == "A run is active on tower, laptop (d8): the reset would end it and save nothing of it."
+        forced[-2]
+        == "A run is active on tower, laptop (d8): the reset would end it without saving a checkpoint."
     )
     assert not any("would be refused" in line for line in reset.report(["tower"], hostvars, True, []))
 
