@@ -43,7 +43,10 @@ def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list
 
 
 def rows_digest(packed: Mapping[str, Any]) -> str:
-    """What was packed and the packed files: the first 12 digits of three digests, joined by slashes."""
+    """The digests of the input (`digest`) and of the packed files (`train_sha256`, `val_sha256`).
+
+    The first 12 digits of each, joined by slashes.
+    """
     parts = (packed.get(name) or "" for name in ("digest", "train_sha256", "val_sha256"))
     return "/".join(part[:12] for part in parts if part)
 

@@ -56,7 +56,8 @@ class DelayReport:
     def should_report(self, lost: Mapping[int, Verdict], late_seconds: float) -> bool:
         """Record the verdicts on the `lost` ranks; returns whether to log a report now.
 
-        True at the first call, when a verdict changes, and each time that `late_seconds` has doubled.
+        True at the first call, when a verdict changes, and when `late_seconds` has doubled since the last
+        report.
         """
         now, before, self._lost = self._clock(), self._lost, {}
         self._next = now + self._every

@@ -29,9 +29,10 @@ def can_pin() -> bool:
 
 
 def pin(cpus: Iterable[int], threads: int = 0) -> None:
-    """Bind all threads of this process to `cpus`, and let torch use `threads` of them (0: one on each).
+    """Bind all threads of this process to `cpus`, and set torch's number of threads.
 
-    Threads that start later inherit it. Raises OSError if a processor does not exist or is not allowed.
+    threads: torch's number of threads; 0: one for each CPU. Threads that start later inherit the binding.
+    Raises OSError if a processor does not exist or is not allowed.
     """
     numbers = set(cpus)
     for thread in THREADS.iterdir():
