@@ -113,7 +113,7 @@ class RunSetup:
 
         self.run_status.enter("resume")
         self._build()
-        state = exchange.broadcast_state(self.group, self._initial_state())
+        state = exchange.broadcast_meta(self.group, self._initial_state())
         self._restore_arithmetic(state.meta)
         self._decide_placement(
             state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
@@ -244,7 +244,11 @@ class RunSetup:
 
     def _resume(self, state: State) -> None:
         """Load `state` into model, optimizer and sync mode, and its progress into train_state."""
-        self.model.load_state_dict(state.model)
+        if self.env.is_coordinator:
+            self.model.load_state_dict(state.model or self._initial_weights())
+            state.model.clear()
+        for tensor in self.model.state_dict().values():
+            self.group.broadcast_owned({0: tensor.view(-1)})
         self._resume_optimizer(state)
         self.train_state = TrainState.from_meta(state.meta)
         if state.step:
@@ -255,8 +259,13 @@ class RunSetup:
 
     def _resume_optimizer(self, state: State) -> None:
         """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
-        common = exchange.pop_common_state(state.optim)
-        mine = {n: s for n, s in state.optim.items() if self.sync.owner_of(n) in (None, self.group.rank)}
+        common, mine = {}, {}
+        for name, tensors in exchange.broadcast_optimizer(self.group, state):
+            common[name] = exchange.pop_common_state(tensors)
+            if self.sync.owner_of(name) in (None, self.group.rank) and tensors:
+                rows = self.sync.owned_rows(name, self.group.rank)
+                mine[name] = tensors if rows is None else _rows_of(tensors, rows)
+        common = {name: tensors for name, tensors in common.items() if tensors}
         own: dict[str, Tensor] = {}
         if "own_sha256" in state.meta:
             found = load_rank_state(self.run_dir, state.meta, self.env.rank)
@@ -272,7 +281,7 @@ class RunSetup:
         self.sync.load(state.step, common, own)
 
     def _initial_state(self) -> State | None:
-        """On rank 0, the state of its newest valid checkpoint, else initial weights; None on other ranks.
+        """On rank 0, the state of its newest valid checkpoint, or an empty one; None on other ranks.
 
         Raises Final on all ranks if the checkpoint does not belong to this run.
         """
@@ -288,7 +297,7 @@ class RunSetup:
 
     def _load_state(self) -> State:
         storage.remove_leftovers(self.checkpoints)
-        state = storage.newest(self.checkpoints, self.log.info) or self._initial_weights()
+        state = storage.newest(self.checkpoints, self.log.info) or State({"step": 0}, {}, {})
         hashes, run_id = self.data.hashes, self.run_file.run_id
         if state.step:
             compatibility.check_continues(state, self.config, hashes, run_id)
@@ -301,12 +310,12 @@ class RunSetup:
             self.log.info(f"Starting with the weights of {state.meta['imported']}.")
         return state
 
-    def _initial_weights(self) -> State:
+    def _initial_weights(self) -> dict[str, Tensor]:
         """Draw the initial weights. Rank 0 alone does so, on its CPU: processors may draw different bits."""
         torch.manual_seed(self.config.seed)
         model = GPT(self.plan.model).to(self.numerics.dtype)
         model.init_weights()
-        return State({"step": 0}, dict(model.state_dict()), {})
+        return dict(model.state_dict())
 
     def _same_hosts(self, meta: Mapping[str, Any]) -> bool:
         return meta.get("hosts") == [peer.host for peer in self.group.peers]
@@ -380,3 +389,8 @@ class RunSetup:
             self.placement.tags(),
         )
         return Tracker(self.run_dir, self.train_state.step, facts, uri, self.log.info)
+
+
+def _rows_of(tensors: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
+    """The state of the rows `rows` of a parameter, from that of all its rows."""
+    return {key: tensor[rows] if tensor.dim() else tensor for key, tensor in tensors.items()}

@@ -25,7 +25,7 @@ from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.data.files import is_full
-from trainer.data.loader import Batch, rank_rows, read_batch
+from trainer.data.loader import Batch, active_rows, rank_rows, read_batch
 from trainer.distributed.digest import ParameterCheck, compare_batches
 from trainer.distributed.process_group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.distributed.step_sync import StepReport, StepSummary, StepSync
@@ -142,10 +142,10 @@ class Trainer:
 
         # Batch: this rank's rows of the global batch.
         self.run_status.enter("data")
-        idx_BT, targets_BT, active = self._batch(step)
+        idx_BT, targets_BT, active, by_rank = self._batch(step)
 
         # Forward and backward.
-        self.sync.begin_step(active)
+        self.sync.begin_step(active, by_rank)
         computing = time.monotonic()
         loss_sum = self.forward_backward(idx_BT, targets_BT)
         compute_seconds = time.monotonic() - computing
@@ -185,14 +185,16 @@ class Trainer:
     def _before_step(self, step: int) -> None:
         """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Inputs and targets of this rank, (rows, T) each; the active rows: the input ids of all ranks."""
+    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
+        """Inputs and targets of this rank, (rows, T) each; active rows: of all ranks, and of each rank."""
         batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
         mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
         tokens = torch.from_numpy(mine.astype(np.int64)).to(self.setup.numerics.device)
-        return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device)
+        active = torch.from_numpy(batch.active).to(tokens.device)
+        by_rank = [torch.from_numpy(ids) for ids in active_rows(batch.tokens, self.plan.shares)]
+        return tokens[:, :-1], tokens[:, 1:], active, by_rank
 
     def _read(self, step: int) -> Batch:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
@@ -357,7 +359,7 @@ class Trainer:
         with self._long_phase("checkpoint"):
             if self.config.digest_every:
                 self._compare_parameters(step)
-            optim = gather_optimizer(group, self.sync, self.optimizer)
+            optim = gather_optimizer(group, self.sync, self.optimizer, self.checkpoint_writer.room)
             keep, warn = self.config.keep_checkpoints, self.log.warning
             hashes = save_rank_states(group, self.sync, self.optimizer, self.run_dir, step, keep, warn)
             if self.env.is_coordinator:

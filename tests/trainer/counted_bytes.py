@@ -8,7 +8,7 @@ report, some hundred bytes, to Collectives.bytes_sent.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -30,12 +30,13 @@ def predicted_bytes(
     rank: int = 0,
     active_rows: int = 0,
     outer: Outer | None = None,
+    by_rank: Sequence[Tensor] = (),
 ) -> int:
     """Bytes that `rank` sends in a step; for local, with the settings `outer`, the mean over its steps.
 
-    `active_rows` is the number of different input tokens of a step over all ranks: the rows of each embedding
-    that exact and fast send. For `local` it counts all steps between two sync rounds and the 32 before. Ranks
-    differ slightly, by the matrices that they own.
+    `active_rows` is the number of different input tokens of a step, for exact and fast of each rank: they are
+    then 0, 1, 2 ... or, if `by_rank` has them, those. For `local` it counts all steps between two sync rounds
+    and the 32 before. Ranks differ slightly, by the matrices and rows that they own.
     """
     if world_size == 1:
         return 0
@@ -47,7 +48,7 @@ def predicted_bytes(
         model = GPT(model_config)
         sync = make_sync(mode, group, model, NoOpOptimizer(model), outer)
         for _ in range(steps):
-            sync.begin_step(active)
+            sync.begin_step(active, by_rank or [active] * world_size)
             with sync.last_backward():
                 pass
             sync.reduce_gradients(world_size)
@@ -77,6 +78,9 @@ class NoOpOptimizer(MuonAdamW):
         pass
 
     def step_muon(self, owned: Iterable[Parameter] | None = None) -> None:
+        pass
+
+    def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
         pass
 
     def muon_update(self, p: Parameter) -> Tensor:

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import OLD_CPU, RATES, TINY, Start, free_port, losses, train_here
 from counted_bytes import predicted_bytes
+from torch import nn
 
 from trainer.config import RunConfig
 from trainer.data.dataset import Dataset
-from trainer.data.loader import batch_rows
+from trainer.data.loader import active_rows, batch_rows
 from trainer.distributed.consistency import Record, check_consistency, compare, explain
 from trainer.distributed.digest import ParameterCheck
 from trainer.distributed.process_group import Collectives, Peer, PeerLost, broadcast_sends
@@ -45,7 +46,8 @@ def test_float64_curve_is_that_of_one_rank(sync: str, start: Start, data_dir: Pa
             code, said = rank.wait()
             assert code == 0, said
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-10)
-        check_predicted(sync, ranks[0].run_dir, data_dir, len(ranks), size=8)
+        shares = [1, 4] if len(ranks) == 2 else [2, 2, 1]
+        check_predicted(sync, ranks[0].run_dir, data_dir, shares, size=8)
         bpb = json.loads((tmp_path / "alone" / "outcome.json").read_text())["val_bpb"]
         assert ranks[0].outcome()["val_bpb"] == pytest.approx(bpb, rel=1e-9)
 
@@ -88,7 +90,8 @@ def test_fast_ranks_stay_bitwise_equal_and_near_the_curve(
             code, said = rank.wait()
             assert code == 0, said
         assert losses(ranks[0].run_dir) == pytest.approx(alone, rel=1e-2)
-        check_predicted("fast", ranks[0].run_dir, data_dir, len(ranks))
+        shares = [3, 2] if len(ranks) == 2 else [1, 3, 1]
+        check_predicted("fast", ranks[0].run_dir, data_dir, shares)
         assert losses(ranks[0].run_dir) != pytest.approx(alone, rel=1e-7)
     step = json.loads((pair[0].run_dir / "metrics.jsonl").read_text().splitlines()[1])
     model = GPT(GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16))
@@ -96,20 +99,30 @@ def test_fast_ranks_stay_bitwise_equal_and_near_the_curve(
     assert step["bytes_sent"] < 0.65 * gradient_bytes
 
 
-def check_predicted(mode: str, run_dir: Path, data_dir: Path, world_size: int, size: int = 4) -> None:
+def check_predicted(mode: str, run_dir: Path, data_dir: Path, shares: Sequence[int], size: int = 4) -> None:
     """Each step of a run, of numbers of `size` bytes, sent what was predicted, and the words beside it."""
+    world_size = len(shares)
     data = Dataset.open(data_dir, TINY["sequence_len"])
     model = GPTConfig.from_depth(2, data.info.vocab_size, 32, aspect_ratio=16, head_dim=16)
     with torch.device("meta"):
-        words = 8 * len(list(GPT(model).parameters())) * (world_size - 1)  # digests
+        built = GPT(model)
+        words = 8 * len(list(built.parameters())) * (world_size - 1)  # digests
+    if mode != "dense":  # before a digest, the rows of each owner rank are sent to all
+        tables = [module.weight for module in built.modules() if isinstance(module, nn.Embedding)]
+        for owner in range(world_size):
+            owned = 64 * len(range(owner, len(tables[0]) // 64, world_size))
+            copies = broadcast_sends(-owner % world_size, world_size)
+            words += copies * owned * sum(table.size(1) for table in tables) * size
     # Five words for all, each rank's seconds, rows and next batch: see Agreement.
     words += round(2 * (world_size - 1) / world_size * 8 * (5 + 3 * world_size))
     for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         if "loss" in line:
             rows = batch_rows(RunConfig().seed, line["step"] - 1, 5, len(data.train))
-            active = len(np.unique(data.train[rows][:, :-1]))
-            predicted = predicted_bytes(mode, model, world_size, 0, active)
-            assert line["bytes_sent"] - words == pytest.approx(predicted * size / 4, abs=16)
+            by_rank = [torch.from_numpy(ids) for ids in active_rows(data.train[rows], shares)]
+            predicted = predicted_bytes(mode, model, world_size, by_rank=by_rank)
+            if mode != "fast":
+                predicted *= size // 4
+            assert line["bytes_sent"] - words == pytest.approx(predicted, abs=16)
 
 
 @pytest.mark.parametrize("mode", ["dense", "exact", "fast"])

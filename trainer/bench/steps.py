@@ -34,6 +34,7 @@ from trainer.data.dataset import Dataset
 from trainer.data.rows import RowsInfo, row_dtype
 from trainer.data.tokenizer import SPECIAL_TOKENS, Tokenizer
 from trainer.distributed.process_group import CPU
+from trainer.distributed.step_sync import StepSummary
 from trainer.health.run_status import STEP_PHASES
 from trainer.host.facts import host_facts
 from trainer.host.network_interface import NetworkInterface
@@ -155,12 +156,7 @@ class BenchTrainer(Trainer):
 
     def _finish_sync(self) -> None: ...  # would distort the mean of a few steps; `train` runs it later
 
-    def _evaluate(self) -> bool:
-        return False
-
-    def _save(self, last: bool) -> None: ...
-
-    def _write_sample(self) -> None: ...
+    def _evaluate_and_save(self, summary: StepSummary, step: int, is_last: bool) -> None: ...
 
     # -- the figures -------------------------------------------------------------------------------------
 

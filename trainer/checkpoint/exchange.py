@@ -1,4 +1,4 @@
-"""Transfer of checkpoint state between ranks: optimizer state to rank 0, and the whole state to all ranks.
+"""Transfer of checkpoint state between ranks: optimizer state to rank 0, and the state to all ranks.
 
 In transit and in files of one rank, the optimizer state is flat: "PARAMETER/STATE" -> tensor.
 """
@@ -6,7 +6,7 @@ In transit and in files of one rank, the optimizer state is flat: "PARAMETER/STA
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +17,11 @@ from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
 COMMON = "outer_"  # prefix of the state of the sync mode, in optim.pt
+Room = Callable[[str, torch.Size, torch.dtype], Tensor]  # PARAMETER/STATE, shape, dtype -> a CPU tensor
+
+
+def new_tensor(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype)
 
 
 def flatten(optim: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> dict[str, Tensor]:
@@ -34,42 +39,71 @@ def unflatten(flat: Mapping[str, Tensor], prefix: str = "") -> dict[str, Paramet
     return optim
 
 
-def gather_optimizer(group: Collectives, sync: SyncMode, optimizer: MuonAdamW) -> dict[str, ParameterState]:
+def gather_optimizer(
+    group: Collectives, sync: SyncMode, optimizer: MuonAdamW, room: Room = new_tensor
+) -> dict[str, ParameterState]:
     """The whole optimizer state on rank 0, gathered from the owner ranks; a part of it on the other ranks.
 
     It maps parameter name -> state name -> tensor. The state of the sync mode is included, with the prefix
-    COMMON.
+    COMMON. `room` provides the tensors for parameters that are sharded by rows.
     """
     state = optimizer.state_dict()
-    gathered = {name: tensors for name, tensors in state.items() if sync.owner_of(name) in (None, group.rank)}
-    for owner in range(1, group.world_size):
-        own = {name: tensors for name, tensors in state.items() if sync.owner_of(name) == owner}
-        gathered |= unflatten(group.send_to_coordinator(flatten(own), owner))
+    gathered: dict[str, ParameterState] = {}
+    for name, shape in optimizer.shapes().items():  # one at a time, as each transfer takes memory
+        mine, owner = state.get(name, {}), sync.owner_of(name)
+        if sync.owned_rows(name, 0) is not None:
+            gathered[name] = _gather_rows(group, sync, name, shape, mine, room)
+        elif owner in (None, group.rank):
+            gathered[name] = mine
+        if owner:
+            gathered |= unflatten(group.send_to_coordinator(flatten({name: mine}), owner))
     for name, tensors in sync.common_state().items():
         gathered.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
-    return gathered
+    return {name: tensors for name, tensors in gathered.items() if tensors}
 
 
-def pop_common_state(optim: dict[str, ParameterState]) -> dict[str, ParameterState]:
-    """Remove the state of the sync mode from `optim` and return it, without the prefix COMMON."""
-    common: dict[str, ParameterState] = {}
-    for name, tensors in optim.items():
-        for key in [key for key in tensors if key.startswith(COMMON)]:
-            common.setdefault(name, {})[key.removeprefix(COMMON)] = tensors.pop(key)
-    return common
+def _gather_rows(
+    group: Collectives, sync: SyncMode, name: str, shape: torch.Size, mine: ParameterState, room: Room
+) -> ParameterState:
+    """On rank 0, the state of a parameter that is sharded by rows; {} on the other ranks."""
+    whole: ParameterState = {}
+    for owner in range(group.world_size):
+        for key, part in group.send_to_coordinator(mine, owner).items():
+            if part.dim() == 0:  # the number of steps, which is equal on all ranks
+                whole[key] = part
+                continue
+            if key not in whole:
+                whole[key] = room(f"{name}/{key}", torch.Size([shape[0], *part.shape[1:]]), part.dtype)
+            whole[key][sync.owned_rows(name, owner)] = part.cpu()
+    return whole
 
 
-def broadcast_state(group: Collectives, state: State | None) -> State:
-    """Broadcast the state of rank 0, which every rank returns; the other ranks pass None."""
+def pop_common_state(tensors: ParameterState) -> ParameterState:
+    """Remove the state of the sync mode of a parameter and return it, without the prefix COMMON."""
+    return {key.removeprefix(COMMON): tensors.pop(key) for key in list(tensors) if key.startswith(COMMON)}
+
+
+def broadcast_meta(group: Collectives, state: State | None) -> State:
+    """Broadcast the meta of rank 0's state; the other ranks pass None.
+
+    Returns the state: on rank 0 the whole, on the other ranks without tensors, which are sent one at a time.
+    """
     if group.world_size == 1:
         assert state is not None
         return state
-    flat: dict[str, Tensor] | None = None
+    described = None
     if state is not None:
-        flat = {"meta": torch.tensor(list(json.dumps(state.meta).encode()), dtype=torch.uint8)}
-        flat |= {f"model/{name}": tensor for name, tensor in state.model.items()}
-        flat |= flatten(state.optim, "optim/")
-    flat = group.broadcast_tensors(flat)
-    meta = json.loads(flat.pop("meta").numpy().tobytes())
-    model = {path[6:]: tensor for path, tensor in flat.items() if path.startswith("model/")}
-    return State(meta, model, unflatten(flat, "optim/"))
+        text = json.dumps([state.meta, list(state.optim)]).encode()
+        described = {"meta": torch.tensor(list(text), dtype=torch.uint8)}
+    meta, names = json.loads(group.broadcast_tensors(described)["meta"].numpy().tobytes())
+    return state or State(meta, {}, {name: {} for name in names})
+
+
+def broadcast_optimizer(group: Collectives, state: State) -> Iterator[tuple[str, ParameterState]]:
+    """Broadcast the optimizer state of rank 0, and remove it from `state`; yields (parameter, its state).
+
+    One parameter at a time, so that a rank that holds a part of the state needs no memory for the whole.
+    """
+    for name in list(state.optim):
+        tensors = state.optim.pop(name)
+        yield name, group.broadcast_tensors(None if group.rank else tensors)

@@ -87,6 +87,13 @@ class CheckpointWriter:
         self._writer = threading.Thread(target=self._write, args=arguments, name="saver", daemon=True)
         self._writer.start()
 
+    def room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A CPU tensor for the tensor PARAMETER/STATE of the next checkpoint, which `save` does not copy.
+
+        Waits for the current write, which may be of this tensor.
+        """
+        return self._room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
+
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait at most `seconds` for the current write; returns whether no write is running.
 
@@ -172,11 +179,16 @@ class CheckpointWriter:
     def _copies_of(self, group: str, tensors: Mapping[str, Tensor]) -> ParameterState:
         copies = {}
         for name, tensor in tensors.items():
-            key = f"{group}/{name}"
-            if key not in self._copies or self._copies[key].shape != tensor.shape:
-                self._copies[key] = torch.empty_like(tensor, device="cpu")
-            copies[name] = self._copies[key].copy_(tensor.detach())
+            copies[name] = self._room(f"{group}/{name}", tensor.shape, tensor.dtype)
+            if copies[name] is not tensor:  # it was not gathered there
+                copies[name].copy_(tensor.detach())
         return copies
+
+    def _room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The copy of the tensor `path`, from the checkpoint before; a new one if it has another shape."""
+        if path not in self._copies or self._copies[path].shape != shape:
+            self._copies[path] = torch.empty(shape, dtype=dtype)
+        return self._copies[path]
 
 
 def _size(state: State) -> int:

@@ -124,6 +124,12 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
     return rows[start : start + shares[rank]]
 
 
+def active_rows(rows: NDArray[Any], shares: Sequence[int]) -> list[NDArray[np.int64]]:
+    """The active rows of each rank: the input ids in its slice of the global batch, each once, ascending."""
+    slices = (rank_rows(rows, shares, rank) for rank in range(len(shares)))
+    return [np.unique(each[:, :-1]).astype(np.int64) for each in slices]
+
+
 def equal_split(rows: int, world_size: int) -> list[int]:
     """Rows per rank if `rows` are split equally. With a remainder, the first ranks have one row more."""
     share, rest = divmod(rows, world_size)

@@ -3,8 +3,8 @@
 Tensors on a CPU go over Gloo, those on a GPU over NCCL.
 
 A failed collective means that a peer is gone or unreachable; it becomes PeerLost, which names the peer.
-Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, gather to one, binomial
-broadcast.
+Bytes are counted as Gloo's algorithms send them: ring all-reduce and all-gather, each piece of an
+exchange once, binomial broadcast.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -149,31 +149,42 @@ class Collectives:
     def start_reduce(self, tensor: Tensor, owner: int, dtype: torch.dtype | None = None) -> Pending:
         """Start to add the flat tensors of all other ranks, sent as `dtype`, to that of `owner`, in place.
 
-        The owner gathers and adds, because in Gloo's own reduce the owner sends data too.
+        The owner receives and adds, in rank order: in Gloo's own reduce the owner sends data too, and its
+        gather takes as much memory again as it receives.
         """
-        sent = tensor if dtype is None else tensor.to(dtype)
-        if self.rank != owner or self.world_size == 1:
-            return self.start_gather(sent, None, owner)
-        table = sent.new_empty(self.world_size, sent.numel())
-        gathered = self.start_gather(sent, table, owner)
+        if self.world_size == 1 or not tensor.numel():
+            return lambda: None
+        size, others = tensor.numel(), [0 if rank == owner else 1 for rank in range(self.world_size)]
+        if self.rank != owner:
+            sent = tensor if dtype is None else tensor.to(dtype)
+            return self.start_exchange(sent, [size * (1 - other) for other in others], [0] * len(others))[1]
+        nothing = tensor.new_empty(0, dtype=dtype or tensor.dtype)
+        table, received = self.start_exchange(nothing, [0] * len(others), [size * other for other in others])
 
         def add_up() -> None:
-            gathered()
-            for rank, values in enumerate(table):
-                if rank != owner:
-                    tensor.add_(values)
+            received()
+            for values in table.view(-1, size):
+                tensor.add_(values)
 
         return add_up
 
-    def start_gather(self, tensor: Tensor, table: Tensor | None, owner: int) -> Pending:
-        """Start to gather flat tensors in the `table` (world_size, n) of `owner`; None on the other ranks."""
-        rows = list(table.unbind()) if table is not None else None
-        return self._start(
-            tensor,
-            0.0 if self.rank == owner else 1.0,
-            lambda part: dist.gather(part, rows, dst=owner, async_op=True),
-            whole=True,
+    def start_exchange(
+        self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> tuple[Tensor, Pending]:
+        """Start to send a piece of the flat `tensor` to each rank, and to receive one from each rank.
+
+        sends, receives: the lengths of the pieces by rank, in order; 0 for this rank itself. Returns the flat
+        tensor of the pieces received and the collective whose wait completes it.
+        """
+        received = tensor.new_empty(sum(receives))
+        if self.world_size == 1:
+            return received, lambda: None
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        sizes = list(receives), list(sends)
+        pending = self._launch(
+            lambda part: dist.all_to_all_single(received, part, *sizes, async_op=True), [tensor]
         )
+        return received, pending
 
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather flat tensors of equal length on every rank.

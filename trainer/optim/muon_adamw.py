@@ -15,12 +15,14 @@ other matrices of its owner rank.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
+
+from trainer.optim.row_adamw import RowAdamW, fresh_adamw_state
 
 # Five steps towards the orthogonal factor: The Polar Express, arXiv 2505.16932.
 POLAR_EXPRESS = (
@@ -133,6 +135,7 @@ class MuonAdamW:
         self._muon_groups = [g for g in groups if g["kind"] == "muon"]
         self._muon_group_of = {p: g for g in self._muon_groups for p in g["params"]}
         self._muon_state: dict[Parameter, ParameterState] = {}
+        self._rows: dict[Parameter, RowAdamW] = {}
         self._names = dict(names)
         self.compute_dtype: torch.dtype | None = None
         self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, *self._muon_groups]
@@ -151,8 +154,28 @@ class MuonAdamW:
         self.step_muon()
 
     def step_adamw(self) -> None:
-        """Update the parameters of AdamW's groups."""
+        """Update the parameters of AdamW's groups that have a gradient and are not sharded by rows."""
         self._adamw.step()
+
+    def shard_rows(self, p: Parameter, pieces: Sequence[slice]) -> None:
+        """Keep AdamW's state of p for its rows `pieces` only, which `step_rows` updates.
+
+        The state of p becomes zeros, and `state_dict` and `load_state_dict` have the moments of these rows.
+        """
+        [group] = [group for group in self._adamw.param_groups if any(p is each for each in group["params"])]
+        group["params"] = [each for each in group["params"] if each is not p]
+        self._adamw.state.pop(p, None)
+        self._rows[p] = RowAdamW(p, group, pieces)
+
+    def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
+        """Update the rows of p given to `shard_rows`. gradients: (rows, D), of these rows in order.
+
+        With `active` (n,), numbers among these rows, gradients (n, D) are of those; the others have 0.
+        """
+        if active is None:
+            self._rows[p].step(gradients)
+        else:
+            self._rows[p].step_active(active, gradients)
 
     @torch.no_grad()
     def step_muon(self, owned: Iterable[Parameter] | None = None) -> None:
@@ -189,12 +212,17 @@ class MuonAdamW:
             self._muon_state[p] = self._fresh_state(p)
         return self._muon_state[p]
 
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shape of each parameter, by name, in the order of the model."""
+        return {name: p.shape for name, p in self._names.items()}
+
     def state_dict(self) -> dict[str, ParameterState]:
         """The state tensors (not copies) of the parameters that this process has stepped, by parameter name.
 
         Rates are not included: they follow from the run's configuration and the step.
         """
-        state_of: Mapping[Tensor, ParameterState] = self._adamw.state | self._muon_state
+        rows = {p: rows.state for p, rows in self._rows.items() if rows.state["step"]}
+        state_of: Mapping[Tensor, ParameterState] = self._adamw.state | self._muon_state | rows
         return {name: dict(state_of[p]) for name, p in self._names.items() if p in state_of}
 
     @torch.no_grad()
@@ -202,6 +230,7 @@ class MuonAdamW:
         """Replace the whole state by a copy of `state_dict`, which any number of ranks may have saved.
 
         A parameter that is missing starts from zero: an owner rank needs only the state of its own matrices.
+        Of a parameter that is sharded by rows, `state_dict` has the state of this rank's rows.
         Raises ValueError for a parameter or shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
@@ -215,17 +244,18 @@ class MuonAdamW:
             for key, tensor in loaded[p].items():
                 tensor.copy_(saved[key])
         muon = self._muon_group_of
+        for p, rows in self._rows.items():
+            rows.state = loaded.pop(p) if p in loaded else rows.fresh_state()
         self._adamw.state = defaultdict(dict, {p: state for p, state in loaded.items() if p not in muon})
         self._muon_state = {p: state for p, state in loaded.items() if p in muon}
 
     def _fresh_state(self, p: Parameter) -> ParameterState:
-        """The state of p before its first step; for AdamW, in the form of torch's fused kernel."""
+        """The state of p before its first step."""
         if p in self._muon_group_of:
             rows, cols = p.shape
             second_moment = p.new_zeros((rows, 1) if rows >= cols else (1, cols))
             return {"momentum": torch.zeros_like(p), "second_moment": second_moment}
-        step = torch.zeros((), dtype=torch.float32, device=p.device)
-        return {"step": step, "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        return self._rows[p].fresh_state() if p in self._rows else fresh_adamw_state(p)
 
 
 def build_optimizer(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import mean
 from typing import Any
 
 from trainer.config import SYNC_MODES
@@ -62,13 +63,17 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
     copies = 2 * (world_size - 1) / world_size
     if mode == "dense":
         return copies * work.value_bytes * (work.tables + work.matrices + work.others)
-    outer = outer or Outer()
-    steps = outer.steps + TAIL_STEPS if mode == "local" else 1
-    values = work.active(steps * rows) * work.table_width + work.matrices + work.others
     if mode == "local":
+        outer = outer or Outer()
+        seen = work.active((outer.steps + TAIL_STEPS) * rows)
+        values = seen * work.table_width + work.matrices + work.others
         packed = values * make_compressor(outer.bits, outer.topk).bytes_per_value
         return (world_size - 1) * packed / outer.steps
-    return copies * values * (2 if mode == "fast" else work.value_bytes)
+    gradient_bytes = 2 if mode == "fast" else work.value_bytes
+    # A rank fetches the values of the active rows of its own rows of data, and sends their gradients back.
+    active = mean(work.active(share) for share in equal_split(rows, world_size))
+    of_tables = copies / 2 * active * work.table_width * (work.value_bytes + gradient_bytes)
+    return of_tables + copies * (work.matrices + work.others) * gradient_bytes
 
 
 def transfer_seconds(sent: float, link: Link) -> float:
@@ -123,7 +128,7 @@ class CostModel:
             for speed, share in zip(self.speeds, shares, strict=True)
         )
         hidden = OVERLAP * (2 / 3 * last + muon)
-        return compute + max(0.0, wire - hidden) + muon + adamw
+        return compute + max(0.0, wire - hidden) + muon + adamw / len(self.speeds)
 
     def network(self, mode: str, rows: int) -> float:
         """Seconds that a rank sends and receives in a step of `rows` rows; 0 with one rank.

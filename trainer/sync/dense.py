@@ -6,6 +6,8 @@ reduced to their owner ranks, which step them and broadcast the weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives
@@ -24,7 +26,7 @@ class Dense(OwnerMode):
         self._owned_weights = {owner: flatten_weights(part) for owner, part in parts.items()}
         add_only_active_rows(model)
 
-    def begin_step(self, active: Tensor) -> None:
+    def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
         self._replicated_gradients.zero_()
         for gradients in self._owned_gradients.values():
             gradients.zero_()

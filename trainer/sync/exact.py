@@ -1,32 +1,38 @@
 """The exact mode: the sums of dense with fewer bytes, sent while the processor computes.
 
-Of an embedding, only the active rows have a gradient. Every rank knows the batch of the step, so the indices
-of the rows are not sent: each rank packs the same rows. All other gradients are sent as soon as the last
-backward has finished them, the last layer first. An owner rank steps the matrices of a layer when their sums
-have arrived, and broadcasts the weights while it steps the next layer.
+A matrix has one owner rank, which alone holds its optimizer state, and so has each row of lm_head and of the
+embeddings (trainer.sync.row_shards). Only small parameters are stepped by all ranks. Gradients are reduced to
+the owner ranks as soon as the last backward has finished them, lm_head first, then the last layer. An owner
+rank steps its rows of lm_head, then the matrices of a layer, when their sums have arrived, and broadcasts the
+weights while it steps the next layer. Of an embedding, only active rows are sent.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.optim.muon_adamw import MuonAdamW
-from trainer.sync.buckets import OwnerMode, add_only_active_rows, flatten_gradients, flatten_weights
+from trainer.sync.buckets import OwnerMode, flatten_gradients, flatten_weights
+from trainer.sync.row_shards import BLOCK_ROWS, RowShards
 
 
 @dataclass
 class Bucket:
-    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank."""
+    """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
+
+    owner: None for lm_head, whose rows have several.
+    """
 
     parameters: list[nn.Parameter]
     gradients: Tensor  # flat; the parameters' gradients are its pieces
-    owner: int | None = None  # None: summed on every rank, as for lm_head
+    owner: int | None = None
     weights: Tensor = field(default_factory=lambda: torch.empty(0))  # flat; of matrices with an owner rank
     unfinished: int = 0
     pending: list[Pending] = field(default_factory=list)
@@ -35,19 +41,24 @@ class Bucket:
 class Exact(OwnerMode):
     """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks."""
 
+    row_dtype: torch.dtype | None = None  # of the gradients of embeddings on the network; None: as they are
+
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)
-        self._tables = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
-        self._active = torch.empty(0, dtype=torch.int64, device=self._tables[0].device)
-        for table in self._tables:
-            table.grad = torch.zeros_like(table)
-        add_only_active_rows(model)
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        for module in embeddings:
+            module.sparse = True
+        tables = [cast(nn.Parameter, module.weight) for module in embeddings]
+        self._tables = {name for name, p in model.named_parameters() if any(p is table for table in tables)}
+        self._rows = RowShards(group, tables, optimizer, self.row_dtype)
+        self._is_fresh = True  # whether no row of an embedding is stale
 
-        embeddings = {id(table) for table in self._tables}
-        replicated = [p for p in self._replicated if id(p) not in embeddings]
+        replicated = [p for p in self._replicated if not any(p is table for table in tables)]
         large = max(replicated, key=nn.Parameter.numel)  # lm_head
         small = [p for p in replicated if p is not large]
-        self._head = Bucket([large], flatten_gradients([large]))
+        self._head = Bucket([large], flatten_gradients([large]), weights=large.detach().view(-1))
+        self._head_name = next(name for name, p in model.named_parameters() if p is large)
+        self._head_rows = self._split_head(large)
         self._small = flatten_gradients(small)
         self._layers = self._make_layers(model)
         self._buckets = [self._head, *self._layers]
@@ -72,13 +83,27 @@ class Exact(OwnerMode):
                 start = end
         return [buckets[key] for key in sorted(buckets, key=lambda key: (-key[0], key[1]))]
 
+    def _split_head(self, head: nn.Parameter) -> list[slice]:
+        """Divide the rows of lm_head among the ranks; keep the optimizer state of this rank's rows only."""
+        blocks, world_size = len(head) // BLOCK_ROWS, self._group.world_size
+        ends = [blocks * (rank + 1) // world_size * BLOCK_ROWS for rank in range(world_size)]
+        rows = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        self._optimizer.shard_rows(head, [rows[self._group.rank]])
+        return rows
+
+    def owned_rows(self, name: str, rank: int) -> Tensor | None:
+        if self._group.world_size == 1:
+            return None
+        if name in self._tables:
+            return self._rows.owned_rows(rank)
+        if name == self._head_name and self._head_rows:
+            return torch.arange(self._head_rows[rank].start, self._head_rows[rank].stop)
+        return None
+
     # -- a step ----------------------------------------------------------------------------------------
 
-    def begin_step(self, active: Tensor) -> None:
-        for table in self._tables:
-            assert table.grad is not None
-            table.grad.index_fill_(0, self._active, 0)
-        self._active = active
+    def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
+        self._rows.begin_step(by_rank or [active])
         self._small.zero_()
         for bucket in self._buckets:
             bucket.gradients.zero_()
@@ -103,23 +128,24 @@ class Exact(OwnerMode):
     def _send_next(self) -> None:
         bucket = self._buckets[self._next]
         self._next += 1
-        bucket.pending = [self._start_sum(bucket.gradients, bucket.owner)]
+        bucket.pending = (
+            self._send_head() if bucket.owner is None else [self._send_layer(bucket, bucket.owner)]
+        )
 
     def reduce_gradients(self, tokens: int, mine: int = 0) -> None:
         """Start to reduce the last gradients: small parameters and active rows. `step` waits for all sums."""
         self._tokens = tokens
-        self._small_pending = [self._group.start_all_reduce(self._small)]
-        self._rows = self._pack_rows()
-        self._rows_pending = [self._start_sum(self._rows)]
+        self._small_pending = self._group.start_all_reduce(self._small)
+        self._rows.start_reduce()
 
     def step(self) -> None:
-        self._head.pending = self._start_second_half(self._head.pending)
-        self._broadcasts = [self._step_layer(bucket) for bucket in self._layers]
-        self._rows_pending = self._start_second_half(self._rows_pending)
-        self._finish_bucket(self._head)
-        self._group.wait(self._small_pending + self._rows_pending)
+        self._broadcasts = self._step_head()
+        self._broadcasts += [self._step_layer(bucket) for bucket in self._layers]
+        self._rows.step(self._tokens)
+        self._is_fresh = False
+        self._finish_head()
+        self._group.wait([self._small_pending])
         self._small.div_(self._tokens)
-        self._unpack_rows(self._rows.div_(self._tokens))
         self._optimizer.step_adamw()
 
     def broadcast(self) -> None:
@@ -127,29 +153,43 @@ class Exact(OwnerMode):
             self._group.wait(bucket.pending)
         self._group.wait(self._broadcasts)
 
-    # -- rows of the embeddings ------------------------------------------------------------------------
+    @contextmanager
+    def shared_parameters(self) -> Iterator[None]:
+        """Context in which no row of an embedding is stale. The first one after a step sends all rows."""
+        if not self._is_fresh:
+            self._rows.refresh()
+            self._is_fresh = True
+        yield
 
-    def _pack_rows(self) -> Tensor:
-        """The gradients of the active rows of all embeddings, in one flat tensor."""
-        return torch.cat([table.grad[self._active].flatten() for table in self._tables])  # type: ignore[index]
+    # -- lm_head ---------------------------------------------------------------------------------------
 
-    def _unpack_rows(self, rows: Tensor) -> None:
-        sizes = [len(self._active) * table.size(1) for table in self._tables]
-        for table, part in zip(self._tables, rows.split(sizes), strict=True):
-            assert table.grad is not None
-            table.grad[self._active] = part.view(-1, table.size(1))
+    def _send_head(self) -> list[Pending]:
+        """Start to reduce the gradients of lm_head, those of each row to its owner rank."""
+        parts = self._parts_of_head(self._head.gradients)
+        return [self._group.start_reduce(part, owner) for owner, part in enumerate(parts)]
 
-    # -- transfers -------------------------------------------------------------------------------------
+    def _step_head(self) -> list[Pending]:
+        """Step this rank's rows of lm_head; start the broadcasts of all rows."""
+        self._group.wait(self._head.pending)
+        [head], rank = self._head.parameters, self._group.rank
+        gradients = self._parts_of_head(self._head.gradients)[rank].div_(self._tokens)
+        self._optimizer.step_rows(head, gradients.view(-1, head.size(1)))
+        weights = self._parts_of_head(self._head.weights)
+        return [self._group.start_broadcast(part, owner) for owner, part in enumerate(weights)]
 
-    def _start_sum(self, flat: Tensor, owner: int | None = None) -> Pending:
-        """Start to sum a flat tensor over all ranks: on its owner rank, or without one on every rank."""
-        if owner is None:
-            return self._group.start_all_reduce(flat)
-        return self._group.start_reduce(flat, owner)
+    def _finish_head(self) -> None:
+        """Complete the gradients of lm_head if all ranks step it, as in Fast."""
 
-    def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
-        """Start the second transfer of the sums. Exact has one transfer per sum; Fast overrides this."""
-        return pending
+    def _parts_of_head(self, flat: Tensor) -> list[Tensor]:
+        """The part of each owner rank of a flat tensor like lm_head."""
+        width = self._head.parameters[0].size(1)
+        return [flat[rows.start * width : rows.stop * width] for rows in self._head_rows]
+
+    # -- layers ----------------------------------------------------------------------------------------
+
+    def _send_layer(self, bucket: Bucket, owner: int) -> Pending:
+        """Start to reduce the gradients of a bucket of matrices to their owner rank."""
+        return self._group.start_reduce(bucket.gradients, owner)
 
     def _finish_bucket(self, bucket: Bucket) -> None:
         """Wait for the sums of a bucket, and divide them by the tokens of the step."""

@@ -2,14 +2,15 @@
 
 Transfers are rounded to bfloat16; sums, moments and weights stay in the format of the run. Gradients of a
 matrix are reduced to its owner rank, which broadcasts its rounded update; every rank, the owner too,
-subtracts the rounded update. Other gradients are reduced in parts, one part by each rank, and broadcast
-rounded. So all ranks hold equal bytes after each step, which differ from those of the other modes.
+subtracts the rounded update. The gradients of lm_head are reduced in parts, one part by each rank, and
+broadcast rounded. Gradients of embeddings are rounded, the values of their rows are not. So all ranks hold
+equal bytes after each step, which differ from those of the other modes.
 """
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.distributed.process_group import Pending
 from trainer.sync.exact import Bucket, Exact
@@ -18,17 +19,22 @@ TRANSFER_DTYPE = torch.bfloat16
 
 
 class Fast(Exact):
-    """Sends the same buckets and rows as Exact, rounded to bfloat16."""
+    """Sends the same buckets and rows as Exact, rounded to bfloat16, but for the values of embedding rows.
 
-    def _start_sum(self, flat: Tensor, owner: int | None = None) -> Pending:
-        """Start a reduce to `owner`, or an all-reduce: each rank sums one part, then broadcasts it rounded.
+    Every rank steps lm_head with the rounded sums: to send its weights would take twice the bytes.
+    """
 
-        The wait for the first transfer of an all-reduce starts the second one and returns its Pending.
+    row_dtype = TRANSFER_DTYPE
+
+    def _split_head(self, head: nn.Parameter) -> list[slice]:
+        return []
+
+    def _send_head(self) -> list[Pending]:
+        """Start an all-reduce of lm_head: each rank sums one part, then broadcasts it rounded.
+
+        The wait for the first transfer starts the second one and returns its Pending.
         """
-        group = self._group
-        if owner is not None:
-            return group.start_reduce(flat, owner, TRANSFER_DTYPE)
-        parts = list(flat.tensor_split(group.world_size))
+        group, parts = self._group, self._head.gradients.tensor_split(self._group.world_size)
         reduced = [group.start_reduce(part, rank, TRANSFER_DTYPE) for rank, part in enumerate(parts)]
 
         def broadcast_parts() -> Pending:
@@ -43,10 +49,17 @@ class Fast(Exact):
                 wait()
                 part.copy_(rounded)
 
-        return broadcast_parts
+        return [broadcast_parts]
 
-    def _start_second_half(self, pending: list[Pending]) -> list[Pending]:
-        return self._group.wait(pending)
+    def _step_head(self) -> list[Pending]:
+        self._head.pending = self._group.wait(self._head.pending)
+        return []
+
+    def _finish_head(self) -> None:
+        self._finish_bucket(self._head)
+
+    def _send_layer(self, bucket: Bucket, owner: int) -> Pending:
+        return self._group.start_reduce(bucket.gradients, owner, TRANSFER_DTYPE)
 
     @torch.no_grad()
     def _step_layer(self, bucket: Bucket) -> Pending:

@@ -27,7 +27,7 @@ rows of rare tokens, forgotten before they occur again, are divided by too littl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -170,7 +170,7 @@ class Local(SyncMode):
 
     # -- a step ----------------------------------------------------------------------------------------
 
-    def begin_step(self, active: Tensor) -> None:
+    def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
         """Set all gradients to 0. active: the token ids in the inputs of all ranks, this rank included."""
         tables = {f.parameters[0] for f in self._tables}
         for p in self._model.parameters():

@@ -1,7 +1,7 @@
 """The interface of a sync mode.
 
 sync = make_sync("dense", group, model, optimizer)
-sync.begin_step(active); loss.backward()
+sync.begin_step(active, by_rank); loss.backward()
 with sync.last_backward(): loss.backward()
 sync.reduce_gradients(tokens, mine)    # starts the sums over ranks
 sync.step()                            # the optimizer step of this rank
@@ -11,7 +11,7 @@ with sync.shared_parameters(): evaluate(model)    # equal on all ranks, in every
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -27,10 +27,11 @@ class SyncMode(Protocol):
     the last backward, and whose ranks hold equal bytes after each step.
     """
 
-    def begin_step(self, active: Tensor) -> None:
-        """Set all gradients to 0 for a new step.
+    def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
+        """Set all gradients to 0 for a new step; exact and fast also fetch active embedding rows.
 
         active: the token ids in the inputs of all ranks, each once, ascending: the active embedding rows.
+        by_rank: the same for the inputs of each rank, on the CPU; it may be left out with one rank.
         """
 
     def last_backward(self) -> AbstractContextManager[None]:
@@ -58,6 +59,13 @@ class SyncMode(Protocol):
 
     def owner_of(self, name: str) -> int | None:
         """The owner rank of the parameter `name` and its optimizer state; None if every rank steps it."""
+        return None
+
+    def owned_rows(self, name: str, rank: int) -> Tensor | None:
+        """The rows of the parameter `name` whose optimizer state only `rank` has, as the state has them.
+
+        None if the parameter is not sharded by rows.
+        """
         return None
 
     def finish(self) -> None:

@@ -1,0 +1,165 @@
+"""Embedding tables sharded by rows: each row has one owner rank, which steps it and holds its moments.
+
+A row is used only when its token occurs in a step, and every rank knows the batch of a step. So a rank
+fetches the values of its active rows from their owner ranks before the forward pass, and sends the owners
+their gradients after the backward pass. Other rows are not sent, and no rank has a gradient of a whole table.
+Of the rows that a rank does not own, those that it has not fetched for the step are stale; `refresh` updates
+all.
+
+Rows are owned in blocks of BLOCK_ROWS, the first block by rank 0, the next by rank 1 and so on: the token ids
+of a tokenizer are sorted by frequency, so that ranks have about as many active rows each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from trainer.distributed.process_group import Collectives, Pending
+from trainer.optim.muon_adamw import MuonAdamW
+
+BLOCK_ROWS = 64  # the number of rows of a table is a multiple of it (trainer.model.gpt)
+REFRESHED_ROWS = 8192  # rows of a table that are broadcast at a time
+
+
+class RowShards:
+    """The embedding tables of a model, (V, D) each with the same V, of which this rank owns some rows.
+
+    transfer_dtype: of gradients on the network; None for that of the tables.
+    """
+
+    def __init__(
+        self,
+        group: Collectives,
+        tables: Sequence[Parameter],
+        optimizer: MuonAdamW,
+        transfer_dtype: torch.dtype | None = None,
+    ) -> None:
+        self._group, self._tables, self._optimizer = group, list(tables), optimizer
+        self._transfer_dtype = transfer_dtype or tables[0].dtype
+        self._columns: list[slice] = []  # of each table, in rows that hold the values of all tables
+        self._width = 0
+        for number, table in enumerate(self._tables):
+            self._columns.append(slice(self._width, self._width + table.size(1)))
+            self._width += table.size(1)
+            optimizer.shard_rows(table, list(self._blocks(group.rank)))
+            table.register_hook(partial(self._add, number))
+        self._position = torch.empty(len(tables[0]), dtype=torch.int64, device=tables[0].device)
+
+    def owned_rows(self, rank: int) -> Tensor:
+        """The numbers of the rows that `rank` owns, in the order in which its optimizer state has them."""
+        rows = [torch.arange(block.start, block.stop) for block in self._blocks(rank)]
+        return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+    def _blocks(self, rank: int) -> Sequence[slice]:
+        """The rows of each block of `rank`."""
+        first, step = rank * BLOCK_ROWS, self._group.world_size * BLOCK_ROWS
+        return [slice(start, start + BLOCK_ROWS) for start in range(first, len(self._tables[0]), step)]
+
+    def _owners(self, rows: Tensor) -> Tensor:
+        return rows // BLOCK_ROWS % self._group.world_size
+
+    # -- a step ----------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def begin_step(self, active: Sequence[Tensor]) -> None:
+        """Fetch the values of this rank's active rows, and set their gradients to 0.
+
+        active: by rank, the token ids in its inputs, each once, ascending.
+        """
+        rank, world_size = self._group.rank, self._group.world_size
+        mine, owners = active[rank], self._owners(active[rank])
+        self._mine = mine[owners.argsort(stable=True)]  # sorted by owner rank, then by number
+        self._counts = owners.bincount(minlength=world_size).tolist()
+        first = sum(self._counts[:rank])
+        self._own = slice(first, first + self._counts[rank])  # in self._mine
+        self._requests = [rows[self._owners(rows) == rank] for rows in active]  # rows of this rank, by user
+        numbers = torch.arange(len(mine), device=self._position.device)
+        self._position[self._mine] = numbers
+        for table in self._tables:
+            table.grad = None
+        self._gradients = torch.zeros(
+            len(mine), self._width, dtype=self._tables[0].dtype, device=self._position.device
+        )
+        self._fetch()
+
+    def _fetch(self) -> None:
+        """Receive the values of the rows in self._mine from their owner ranks; send those of own rows."""
+        requested = torch.cat(self._without_own(self._requests))
+        values = torch.cat([table[requested] for table in self._tables], dim=1)
+        received, pending = self._exchange(values, [len(rows) for rows in self._requests], self._counts)
+        self._group.wait([pending])
+        others = self._of_others(self._mine)
+        for table, columns in zip(self._tables, self._columns, strict=True):
+            table[others] = received[:, columns]
+
+    def _add(self, number: int, gradient: Tensor) -> Tensor:
+        """Hook on the sparse gradient of a table: add its rows to those of the step, leave autograd nothing.
+
+        The gradients of a repeated token are added in a fixed order: on a CPU `index_add_` adds one after
+        another, on a GPU `index_put_` sorts them first.
+        """
+        indices, values = gradient._indices(), gradient._values()
+        rows, total = self._position[indices[0]], self._gradients[:, self._columns[number]]
+        if total.is_cuda:
+            total.index_put_((rows,), values, accumulate=True)
+        else:
+            total.index_add_(0, rows, values)
+        return torch.sparse_coo_tensor(indices[:, :0], values[:0], gradient.shape, check_invariants=False)
+
+    def start_reduce(self) -> None:
+        """Start to send the gradients of the active rows to their owner ranks."""
+        sent = self._of_others(self._gradients).to(self._transfer_dtype)
+        self._received, self._pending = self._exchange(
+            sent, self._counts, [len(rows) for rows in self._requests]
+        )
+
+    def step(self, tokens: int) -> None:
+        """Wait for the gradients, add them in rank order, divide by `tokens` and step the own rows."""
+        self._group.wait([self._pending])
+        active = torch.cat(self._requests).unique()
+        parts = list(self._received.split([len(rows) for rows in self._without_own(self._requests)]))
+        parts[self._group.rank] = self._gradients[self._own]
+        total = self._gradients.new_zeros(len(active), self._width)
+        for rows, part in zip(self._requests, parts, strict=True):
+            total[torch.searchsorted(active, rows)] += part
+        del parts, self._received, self._gradients
+        total.div_(tokens)
+        block, row = active // BLOCK_ROWS, active % BLOCK_ROWS
+        numbers = block // self._group.world_size * BLOCK_ROWS + row  # among the own rows
+        for table, columns in zip(self._tables, self._columns, strict=True):
+            self._optimizer.step_rows(table, total[:, columns], numbers)
+
+    def refresh(self) -> None:
+        """Broadcast the rows of each owner rank, so that no rank has a stale row."""
+        for table in self._tables if self._group.world_size > 1 else ():
+            for owner in range(self._group.world_size):
+                for rows in self.owned_rows(owner).split(REFRESHED_ROWS):
+                    values = table.detach()[rows]
+                    self._group.broadcast_owned({owner: values.view(-1)})
+                    table.detach()[rows] = values
+
+    # -- transfers -------------------------------------------------------------------------------------
+
+    def _without_own(self, by_rank: Sequence[Tensor]) -> list[Tensor]:
+        """`by_rank` with an empty tensor instead of that of this rank."""
+        return [each[: len(each) * (rank != self._group.rank)] for rank, each in enumerate(by_rank)]
+
+    def _of_others(self, of_mine: Tensor) -> Tensor:
+        """Of a tensor with an entry for each row in self._mine, those of rows that other ranks own."""
+        return torch.cat([of_mine[: self._own.start], of_mine[self._own.stop :]])
+
+    def _exchange(
+        self, rows: Tensor, sends: Sequence[int], receives: Sequence[int]
+    ) -> tuple[Tensor, Pending]:
+        """Start an exchange of rows of all tables; sends and receives are numbers of rows, by rank."""
+        numbers = [
+            [self._width * count * (rank != self._group.rank) for rank, count in enumerate(counts)]
+            for counts in (sends, receives)
+        ]
+        received, pending = self._group.start_exchange(rows.flatten(), *numbers)
+        return received.view(-1, self._width), pending
