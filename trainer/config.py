@@ -41,6 +41,7 @@ NEAR_MODES = ("fast",)  # other rounding; local is another algorithm
 BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 AUTO_IS_0 = ("total_batch_size", "threads")  # settings that take auto for 0
+RECOMPUTE = ("none", "layers")
 
 
 class ConfigError(ValueError):
@@ -72,8 +73,9 @@ class RunConfig:
     sequence_len: int = setting(1024, "tokens of context, T")
     window_pattern: str = setting("SSSL", "attention windows tiled over the layers: S short, L whole context")
     device_batch_size: int = setting(
-        2, "sequences of a micro-batch: more is faster and takes more memory", RUNTIME
+        2, "sequences of a micro-batch: more is faster, takes more memory", RUNTIME
     )
+    recompute: str = setting("none", "layers: backward computes each layer again, for less memory", RUNTIME)
     total_batch_size: int = setting(
         4096, "tokens of a step over all ranks; 0 or auto: by the size of the model"
     )
@@ -260,6 +262,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v in DEVICES, f"must be {' or '.join(DEVICES)}", "device"),
     (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
     (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),
+    (lambda v: v in RECOMPUTE, f"must be {' or '.join(RECOMPUTE)}", "recompute"),
     (lambda v: v in TRACKERS, f"must be {' or '.join(TRACKERS)}", "tracker"),
     (
         lambda v: not v or set(v.split(",")) <= set(NEAR_MODES),

@@ -203,6 +203,7 @@ class RunSetup:
         """Create the model in the number format of the run, and its optimizer."""
         config, scale = self.config, self.plan.scales
         self.model = GPT(self.plan.model).to(self.numerics.device, self.numerics.dtype)
+        self.model.recompute = config.recompute == "layers"
         self.optimizer = build_optimizer(
             self.model,
             unembedding_lr=config.unembedding_lr * scale.lr,

@@ -150,8 +150,7 @@ class Trainer:
         loss_sum = self.forward_backward(idx_BT, targets_BT)
         compute_seconds = time.monotonic() - computing
 
-        # Gradient sync: start the sums over all ranks. Each owner rank gets the gradients of its parameters,
-        # some of them only in self.sync.step(). In the mode local nothing is summed.
+        # Gradient sync: start the sums, each on its owner rank, some only in self.sync.step(); none in local.
         self.run_status.enter("sync")
         pending = self.step_sync.start(self._step_report(loss_sum, compute_seconds, step + 1))
         self.sync.reduce_gradients(self.plan.total_batch_size, idx_BT.numel())
@@ -192,9 +191,8 @@ class Trainer:
             self._next_batch = self._read(step + 1)
         mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
         tokens = torch.from_numpy(mine.astype(np.int64)).to(self.setup.numerics.device)
-        active = torch.from_numpy(batch.active).to(tokens.device)
         by_rank = [torch.from_numpy(ids) for ids in active_rows(batch.tokens, self.plan.shares)]
-        return tokens[:, :-1], tokens[:, 1:], active, by_rank
+        return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device), by_rank
 
     def _read(self, step: int) -> Batch:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)

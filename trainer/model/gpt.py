@@ -8,6 +8,7 @@
     cache = KVCache(config, batch_size=1, max_len=256)
     logits = model(idx, cache=cache)                # from then on it is given only the new tokens
     model.compute_dtype = torch.bfloat16            # GEMMs only; weights and gradients stay
+    model.recompute = True                          # backward computes each layer again: less memory
 
 Parameter names are nanochat's, so that a state dict moves between the two in both directions.
 Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L layers.
@@ -22,6 +23,7 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from trainer.model.attention import Rotary, attend, rotary_tables
 from trainer.model.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
@@ -208,6 +210,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self._compute_dtype: torch.dtype | None = None
+        self.recompute = False
         vocab, layers = config.padded_vocab_size, range(config.n_layer)
         wte = nn.Embedding(vocab, config.n_embd)
         blocks = nn.ModuleList(Block(config, layer) for layer in layers)
@@ -319,17 +322,36 @@ class GPT(nn.Module):
 
         x0 = backout = x
         for layer, block in enumerate(self.transformer["h"].children()):
-            ve = None
-            if config.has_value_embedding(layer):
-                ve = self.value_embeds[str(layer)](idx).to(compute_dtype)
-            x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
-            x = block(x, ve, rotary, windows[layer], cache)
+            inputs = (layer, block, x, x0, idx, rotary, windows[layer], cache)
+            if self.recompute and cache is None and torch.is_grad_enabled():
+                x = checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+            else:
+                x = self._layer(*inputs)
             if layer == config.n_layer // 2:
                 backout = x
         if cache:
             cache.length = end
 
         return rms(x - self.backout_lambda * backout).to(compute_dtype)
+
+    def _layer(
+        self,
+        layer: int,
+        block: nn.Module,
+        x: Tensor,
+        x0: Tensor,
+        idx: Tensor,
+        rotary: Rotary,
+        window: int,
+        cache: KVCache | None,
+    ) -> Tensor:
+        """Apply a layer to x (B, T, D), with its part of x0, the output of the embeddings, and its values."""
+        ve = None
+        if self.config.has_value_embedding(layer):
+            ve = self.value_embeds[str(layer)](idx).to(rotary[0].dtype)
+        x = self.resid_lambdas[layer] * x + self.x0_lambdas[layer] * x0
+        y: Tensor = block(x, ve, rotary, window, cache)
+        return y
 
     def param_counts(self) -> dict[str, int]:
         """Number of parameters by group, including the padded vocabulary; the smear gate is a scalar."""
