@@ -72,9 +72,7 @@ class RunConfig:
     n_kv_head: int = setting(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
     sequence_len: int = setting(1024, "tokens of context, T")
     window_pattern: str = setting("SSSL", "attention windows tiled over the layers: S short, L whole context")
-    device_batch_size: int = setting(
-        2, "sequences of a micro-batch: more is faster, takes more memory", RUNTIME
-    )
+    device_batch_size: int = setting(2, "sequences of a micro-batch: more is faster, takes memory", RUNTIME)
     recompute: str = setting("none", "layers: backward computes each layer again, for less memory", RUNTIME)
     total_batch_size: int = setting(
         4096, "tokens of a step over all ranks; 0 or auto: by the size of the model"

@@ -312,3 +312,49 @@ def test_state_dict_has_the_names_checkpoints_are_exchanged_by() -> None:
 def test_impossible_shapes_get_a_sentence(change: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         GPTConfig(**change)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_recomputed_layers_give_the_same_bits(dtype: torch.dtype) -> None:
+    """Over two micro-batches, as autograd adds them up."""
+    torch.manual_seed(1)
+    model = GPT(GPTConfig.from_depth(4, 300, 160, aspect_ratio=16, head_dim=16)).to(dtype)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.uniform_(-0.3, 0.3)
+    idx = torch.randint(300, (4, 161))
+    found = []
+    for model.recompute in (False, True):
+        model.zero_grad()
+        losses = []
+        for part in idx.split(2):
+            loss = model(part[:, :-1], part[:, 1:], loss_reduction="sum")
+            loss.backward()
+            losses.append(loss.item())
+        found.append((losses, {name: p.grad.clone() for name, p in model.named_parameters()}))
+    (one, kept), (two, again) = found
+    assert one == two
+    for name, gradient in kept.items():
+        assert gradient.abs().max() > 0, name
+        assert torch.equal(gradient, again[name]), name
+
+
+def test_recomputed_layers_keep_less() -> None:
+    """Autograd keeps two tensors a layer instead of dozens."""
+    model = GPT(GPTConfig.from_depth(4, 300, 160, aspect_ratio=16, head_dim=16))
+    model.init_weights()
+    idx = torch.randint(300, (2, 161))
+    kept = []
+    for model.recompute in (False, True):
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: torch.Tensor, sizes: dict[int, int] = sizes) -> torch.Tensor:
+            sizes[tensor.data_ptr()] = tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            loss = model(idx[:, :-1], idx[:, 1:])
+        weights = {p.data_ptr() for p in model.parameters()}
+        kept.append(sum(size for pointer, size in sizes.items() if pointer not in weights))
+        del loss
+    assert kept[1] < kept[0] / 3

@@ -17,17 +17,18 @@ Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L l
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import ceil, sqrt
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from trainer.model.attention import Rotary, attend, rotary_tables
 from trainer.model.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
 from trainer.model.ops import rms, rotate_rms, squared_relu
+from trainer.model.recompute import recomputed
 
 VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
 SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
@@ -322,11 +323,9 @@ class GPT(nn.Module):
 
         x0 = backout = x
         for layer, block in enumerate(self.transformer["h"].children()):
-            inputs = (layer, block, x, x0, idx, rotary, windows[layer], cache)
-            if self.recompute and cache is None and torch.is_grad_enabled():
-                x = checkpoint(self._layer, *inputs, use_reentrant=False, preserve_rng_state=False)
-            else:
-                x = self._layer(*inputs)
+            apply = partial(self._layer, layer, block, idx, rotary, windows[layer], cache)
+            is_training = cache is None and torch.is_grad_enabled()
+            x = recomputed(apply, x0, x) if self.recompute and is_training else apply(x0, x)
             if layer == config.n_layer // 2:
                 backout = x
         if cache:
@@ -338,12 +337,12 @@ class GPT(nn.Module):
         self,
         layer: int,
         block: nn.Module,
-        x: Tensor,
-        x0: Tensor,
         idx: Tensor,
         rotary: Rotary,
         window: int,
         cache: KVCache | None,
+        x0: Tensor,
+        x: Tensor,
     ) -> Tensor:
         """Apply a layer to x (B, T, D), with its part of x0, the output of the embeddings, and its values."""
         ve = None
