@@ -3,8 +3,10 @@
 Facts are those of preflight_hosts.py. Sizes are GiB, computed from the parameter count: float32 weights and
 gradients, the two AdamW moments of the tables, the Muon moment of the matrices that a rank owns, the
 activations of a micro-batch, and on the coordinator the copy from which a checkpoint is written
-(trainer/checkpoint). With sync=local each rank has the whole optimizer state, and besides its own parameters
-the outer parameters, their momentum and the error feedback (trainer/sync/local.py).
+(trainer/checkpoint). With sync=exact and fast the moments of the tables are divided among the ranks, and an
+embedding has gradients of its active rows only (trainer/sync/row_shards.py). With sync=local each rank has
+the whole optimizer state, and besides its own parameters the outer parameters, their momentum and the error
+feedback (trainer/sync/local.py).
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 GIB = 2**30
-# Both fitted to the peak resident memory of a rank (see the role's README): Python and torch; and activations
-# that a layer keeps for the backward pass, per token and unit of the model's width.
+# Fitted to the peak resident memory of a rank (see the role's README): Python and torch; activations that a
+# layer keeps for the backward pass, per token and unit of the model's width; and with recompute=layers those
+# of one layer, with the gradients of its backward pass.
 BASE_GIB = 0.45
 KEPT_PER_LAYER = 35
+RECOMPUTED = 60
+LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
 VOCABULARY = 32768
+SHARDING_MODES = ("exact", "fast")
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
 Facts = Mapping[str, Any]
 
@@ -95,19 +101,33 @@ class Need:
         tables = number * rows * (2 * width + (config.depth + 1) // 2 * kv_width)
         matrices = number * config.depth * (10 * width * width + 2 * width * kv_width)
         micro_batch = config.device_batch_size * config.sequence_len
-        local = config.sync == "local"
+        local, shards = config.sync == "local", config.sync in SHARDING_MODES
         outer = tables + matrices if local else 0.0
         self.checkpoint_gb = 3 * tables + 2 * matrices + outer
         # With top-k the residual is in the parameters (trainer/sync/local.py).
         error = 0.0 if config.local_topk else outer
         # Rank 0's own parameters and error feedback, in a file beside each checkpoint.
         self.own_gb = outer + error
-        activations = number * KEPT_PER_LAYER * micro_batch * config.depth * width
+        kept = KEPT_PER_LAYER * config.depth
+        if config.recompute == "layers":
+            kept = RECOMPUTED + config.depth
+        activations = number * micro_batch * width * kept
+        activations += number * min(LOSS_TOKENS, micro_batch) * rows
         head = number * rows * width
+        gradients, moments = tables + matrices, 2 * tables
+        if shards:
+            step = (config.total_batch_size or micro_batch * world_size) // world_size
+            row = number * (tables / number / rows - width)  # of all embeddings
+            gradients = head + matrices + 3 * row * min(rows, step)
+            replicated = head if config.sync == "fast" else 0.0
+            moments = 2 * replicated + 2 * (tables - replicated) / world_size
+        if not local:  # what owner ranks receive
+            received = matrices + (head if shards else 0.0)
+            gradients += received * (world_size - 1) / world_size
         self.parts = {
             "weights": tables + matrices,
-            "gradients": tables + matrices + head,
-            "optimizer": 2 * tables + matrices / (1 if local else world_size),
+            "gradients": gradients + head,
+            "optimizer": moments + matrices / (1 if local else world_size),
             "outer parameters with momentum and error feedback": 2 * outer + error,
             f"a micro-batch of {config.device_batch_size} x {config.sequence_len} tokens": activations,
             "Python and torch": BASE_GIB,

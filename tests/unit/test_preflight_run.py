@@ -90,6 +90,34 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
 
 
+def test_exact_divides_the_optimizer_state_and_fast_all_but_that_of_lm_head() -> None:
+    dense, exact, fast = (
+        {n: run.Need({"depth": 8, "sync": sync}, world_size=n) for n in (1, 2, 4)}
+        for sync in ("dense", "exact", "fast")
+    )
+    # 100.7 M values of the tables with two moments, 25.2 M of matrices with one.
+    assert exact[1].parts["optimizer"] == pytest.approx(dense[1].parts["optimizer"])
+    assert exact[4].parts["optimizer"] == pytest.approx(exact[1].parts["optimizer"] / 4)
+    moments_of_head = 2 * 4 * 512 * 32768 / 2**30
+    assert fast[2].parts["optimizer"] == pytest.approx(exact[2].parts["optimizer"] + moments_of_head / 2)
+    # 83.9 M values of the embeddings have no gradient of their own.
+    assert exact[2].parts["gradients"] < dense[2].parts["gradients"] - 0.2
+    assert dense[2].checkpoint_gb == exact[2].checkpoint_gb
+
+
+def test_recomputed_layers_take_less_and_more_depth_fits() -> None:
+    config = {"depth": "8", "sync": "exact"}
+    kept, again = (run.Need({**config, "recompute": each}) for each in ("none", "layers"))
+    micro_batch = "a micro-batch of 2 x 1024 tokens"
+    assert again.parts[micro_batch] < kept.parts[micro_batch] / 2
+    assert kept.memory_gb - again.memory_gb == pytest.approx(
+        kept.parts[micro_batch] - again.parts[micro_batch]
+    )
+    between = put(GOOD, memory_kb=str(int((kept.memory_gb + again.memory_gb) / 2 * 2**20)))
+    assert "Depth 8 needs about" in host(between, config=config)[0][0]
+    assert "refusal" not in severity(told(between, config={**config, "recompute": "layers"}))
+
+
 def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
     small = put(GOOD, memory_kb="3000000", available_kb="2900000", disk="/var/lib/nanofleet 90000000 /")
     stored = put(ROOT_OK, run_file=json.dumps({"config": {"depth": 4}}))
