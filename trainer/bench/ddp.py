@@ -12,7 +12,7 @@ It is no sync mode: `RunConfig.sync` refuses it, and a run cannot be trained wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -53,7 +53,7 @@ class PlainDDP(SyncMode):
         """The factor of a rank's summed loss with which the mean over ranks is that over `tokens` tokens."""
         return self._group.world_size / tokens
 
-    def begin_step(self, active: Tensor) -> None:
+    def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
         self.module.zero_grad()
 
     @contextmanager
