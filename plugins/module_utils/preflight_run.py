@@ -27,7 +27,7 @@ GIB = 2**30
 # of one layer, with the gradients of its backward pass.
 BASE_GIB = 0.45
 KEPT_PER_LAYER = 35
-RECOMPUTED = 60
+RECOMPUTED = 85
 LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
 VOCABULARY = 32768
 SHARDING_MODES = ("exact", "fast")
