@@ -51,7 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Not measured: {', '.join(missing)}. Fix: make replay", file=sys.stderr)
         return 1
     found = record(results, args.hardware)
-    print(table(json.loads(BY_HAND.read_text(encoding="utf-8")), found))
+    by_hand = json.loads(BY_HAND.read_text(encoding="utf-8"))
+    print(table(by_hand, found))
+    if found["parameters"] != by_hand["parameters"]:
+        print(
+            f"This model has {found['parameters']:,} parameters, that of the effort by hand "
+            f"{by_hand['parameters']:,} (vocabulary {by_hand['vocab_size']:,}): bytes and factors differ. "
+            f"Fix: python -m trainer prepare --vocab-size {by_hand['vocab_size']} ..., then setup.yml"
+        )
     if args.record:
         write(REPLAY, found)
         print("Written: docs/recorded/replay.json. Fill the page: python -m scripts.docs_figures")
@@ -76,6 +83,7 @@ def record(results: Mapping[str, Mapping[str, Any]], hardware: str = "") -> dict
         "hardware": hardware or hosts_of(first),
         "tokens": TOKENS,
         "depth": first["depth"],
+        "parameters": first["parameters"],
         "cases": [_case(rows[name]) for name in CASES],
     }
 

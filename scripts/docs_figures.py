@@ -176,8 +176,8 @@ def replay_block() -> str:
     source = f"`{measured['command']}`, recorded on {measured['date']} (commit `{measured['commit']}`)"
     return (
         f"{replay.table(by_hand, measured)}\n\n"
-        f"The lines below those by hand are from one run of {source}, at depth {measured['depth']} and "
-        f"{measured['tokens']:,} tokens a step."
+        f"The lines below those by hand are from one run of {source}, at depth {measured['depth']} "
+        f"({measured['parameters']:,} parameters) and {measured['tokens']:,} tokens a step."
     )
 
 

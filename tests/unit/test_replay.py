@@ -23,7 +23,8 @@ def result(sync: str, seconds: float, sent: float) -> dict[str, Any]:
         "sent": sent, "reduce_goodput": 1e8, "reduce_measured": 2.0, "reduce_computed": 2.0, "rows": 2,
     }  # fmt: skip
     return {
-        "schema": SCHEMA, "depth": 8, "sequence_len": 1024, "tokens": 4096, "shares": [2, 2], "sync": sync,
+        "schema": SCHEMA, "depth": 8, "parameters": 125_829_354, "sequence_len": 1024, "tokens": 4096,
+        "shares": [2, 2], "sync": sync,
         "world_size": 2, "hosts": ["tower", "laptop"], "steps": 5, "step_seconds": seconds,
         "split": {"sync": 0.1}, "share_of_limit": 0.5,
         "ranks": [rank | {"rank": number, "host": host} for number, host in enumerate(("tower", "laptop"))],

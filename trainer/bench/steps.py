@@ -210,6 +210,7 @@ class BenchTrainer(Trainer):
             "schema": SCHEMA,
             "run_id": self.run_file.run_id,
             "depth": config.depth,
+            "parameters": self.model.param_counts()["total"],
             "sequence_len": config.sequence_len,
             "device_batch_size": config.device_batch_size,
             "tokens": self.plan.total_batch_size,
