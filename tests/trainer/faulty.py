@@ -2,7 +2,7 @@
 
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or it reads a token of that step
-that is not there (misread). Or a bit of lm_head changes in its memory (flip).
+that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -41,7 +41,7 @@ def plant(fault: str, step: int, seconds: float) -> None:
         if self.reporter.train_state.step + 1 != step:
             return loss
         if fault == "flip":
-            bits = self.model.lm_head.weight.data.view(-1).view(torch.int32)
+            bits = self.model.resid_lambdas.data.view(-1).view(torch.int32)
             bits[:1].bitwise_xor_(1 << 12)  # not the last bit, which a later rounding may lose
             return loss
         if fault == "fail":

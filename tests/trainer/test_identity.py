@@ -18,6 +18,7 @@ KNOBS = {"dtype": "float64", "save_minutes": 0, "eval_every": 0, "digest_every":
 OTHERS = {
     "device_batch_size": 1,
     "threads": 2,
+    "recompute": "layers",
     "eval_every": 3,
     "eval_tokens": 64,
     "sample_every": 4,

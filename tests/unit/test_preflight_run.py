@@ -115,7 +115,7 @@ def test_recomputed_layers_take_less_and_more_depth_fits() -> None:
     )
     between = put(GOOD, memory_kb=str(int((kept.memory_gb + again.memory_gb) / 2 * 2**20)))
     assert "Depth 8 needs about" in host(between, config=config)[0][0]
-    assert "refusal" not in severity(told(between, config={**config, "recompute": "layers"}))
+    assert "refusal" not in severity(reported(between, config={**config, "recompute": "layers"}))
 
 
 def test_a_run_that_exists_is_measured_by_its_own_configuration() -> None:
