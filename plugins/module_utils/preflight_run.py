@@ -158,7 +158,9 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
     """
     if not str(facts.get("memory_kb", "")).isdigit():
         return
-    total, needed, depth = int(facts["memory_kb"]) / 2**20, need.memory_gb, need.config.depth
+    in_container = int(facts.get("container_kb") or facts["memory_kb"])
+    total = min(int(facts["memory_kb"]), in_container) / 2**20
+    needed, depth = need.memory_gb, need.config.depth
     limit = limited_gb(facts.get("limit", ""), total)
     subject = f"{need.ranks} ranks of depth {depth} need" if need.ranks > 1 else f"Depth {depth} needs"
     if needed > limit:
@@ -173,7 +175,7 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         )
         yield finding("NF401", host, problem, fix)
         return
-    available = int(facts.get("available_kb") or facts["memory_kb"]) / 2**20
+    available = min(total, int(facts.get("available_kb") or facts["memory_kb"]) / 2**20)
     if needed > available and not facts["active"]:
         problem = f"{subject} about {needed:.1f} GiB of memory; {available:.1f} of its {total:.1f} are free"
         size, pid, user, command = [*str(facts.get("biggest", "")).split(" ", 3), "", "", "", ""][:4]

@@ -105,6 +105,13 @@ def test_exact_divides_the_optimizer_state_and_fast_all_but_that_of_lm_head() ->
     assert dense[2].checkpoint_gb == exact[2].checkpoint_gb
 
 
+def test_the_limit_of_a_container_is_the_memory_of_its_host() -> None:
+    tight = put(GOOD, container_kb="3000000")
+    assert "it has 2.9 GiB" in host(tight, config={"depth": "8"})[0][0]
+    for none in ("", "9007199254740988"):
+        assert "refusal" not in severity(reported(put(GOOD, container_kb=none), config={"depth": "8"}))
+
+
 def test_recomputed_layers_take_less_and_more_depth_fits() -> None:
     config = {"depth": "8", "sync": "exact"}
     kept, again = (run.Need({**config, "recompute": each}) for each in ("none", "layers"))
