@@ -26,6 +26,8 @@ GIB = 2**30
 # layer keeps for the backward pass, per token and unit of the model's width; and with recompute=layers those
 # of one layer, with the gradients of its backward pass.
 BASE_GIB = 0.45
+TORCHRUN_GIB = 0.2  # of the process that starts the ranks of a host
+TRACKER_GIB = 0.5  # of the server on the coordinator and of what sends to it
 KEPT_PER_LAYER = 35
 RECOMPUTED = 85
 LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
@@ -79,7 +81,8 @@ def _stored(facts: Facts) -> Mapping[str, Any]:
 class Need:
     """GiB of memory and disk that the ranks of a run need on a host.
 
-    parts: of each rank. copy_gb: once, on the coordinator. coordinates: whether the host is the coordinator.
+    parts: of each rank. once: of the host. copy_gb: the part of a checkpoint's copy, on the coordinator.
+    coordinates: whether the host is the coordinator.
     """
 
     def __init__(
@@ -135,10 +138,13 @@ class Need:
         if on_gpu:
             self.parts = {"Python, torch and CUDA": 5 * BASE_GIB}
         self.copy_gb = self.checkpoint_gb if coordinates else 0.0
+        self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
+        if coordinates and config.tracker != "none":
+            self.once["the tracker"] = TRACKER_GIB
 
     @property
     def memory_gb(self) -> float:
-        return self.ranks * sum(self.parts.values()) + self.copy_gb
+        return self.ranks * sum(self.parts.values()) + sum(self.once.values())
 
     def smaller(self, depth: int) -> Need:
         return Need({**self.values, "depth": depth}, *self._others)
@@ -146,8 +152,7 @@ class Need:
     def described(self) -> str:
         """The parts of the needed memory in GiB as text, the largest first."""
         parts = {name: self.ranks * size for name, size in self.parts.items()}
-        parts["the copy a checkpoint is written from"] = self.copy_gb
-        largest = sorted(parts.items(), key=lambda part: -part[1])
+        largest = sorted({**parts, **self.once}.items(), key=lambda part: -part[1])
         return ", ".join(f"{name} {size:.1f}" for name, size in largest if size >= 0.05)
 
 
