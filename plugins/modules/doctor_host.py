@@ -137,7 +137,7 @@ def main() -> None:
             "paths": {"type": "list", "elements": "path", "default": []},
             "marks": {"type": "list", "elements": "path", "default": []},
             "copy_mib": {"type": "int", "default": 0},
-            "threads": {"type": "int", "default": 1},
+            "threads": {"type": "int", "default": 0},
         },
         supports_check_mode=True,
     )
@@ -158,7 +158,7 @@ def main() -> None:
         "machine_cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "copy_gb_s": copy_rate(p["copy_mib"], max(1, p["threads"])) if p["copy_mib"] else None,
+        "copy_gb_s": copy_rate(p["copy_mib"], p["threads"] or len(os.sched_getaffinity(0))) if p["copy_mib"] else None,
         "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
         "links": interfaces,
         "wsl": wsl(interfaces),

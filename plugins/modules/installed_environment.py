@@ -29,7 +29,7 @@ def main() -> None:
         "torch": torch,
         "trainer": code_digest(),
     }
-    module.exit_json(changed=False, installed=installed)
+    module.exit_json(changed=False, installed=installed, cores=len(os.sched_getaffinity(0)))
 
 
 if __name__ == "__main__":
