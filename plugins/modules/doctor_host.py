@@ -144,6 +144,7 @@ def main() -> None:
     p = module.params
     now = time.time()
     model, flags = cpu()
+    cores = len(os.sched_getaffinity(0))
     interfaces = links()
     facts = {
         "sent": p["sent"],
@@ -154,11 +155,11 @@ def main() -> None:
         "machine": platform.machine(),
         "cpu": model,
         "flags": flags,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": cores,
         "machine_cores": os.cpu_count(),
         "load": round(os.getloadavg()[0], 2),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "copy_gb_s": copy_rate(p["copy_mib"], p["threads"] or len(os.sched_getaffinity(0))) if p["copy_mib"] else None,
+        "copy_gb_s": copy_rate(p["copy_mib"], p["threads"] or cores) if p["copy_mib"] else None,
         "port_range": [int(word) for word in read_text("/proc/sys/net/ipv4/ip_local_port_range").split()],
         "links": interfaces,
         "wsl": wsl(interfaces),
