@@ -85,7 +85,7 @@ def test_rows_get_the_bits_of_a_step_of_the_whole_table(dtype: torch.dtype) -> N
         assert rows.state["step"] == 5
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 7])
 def test_each_row_has_one_owner(world_size: int) -> None:
     config = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
     owned: dict[str, list[int]] = {}
@@ -98,7 +98,7 @@ def test_each_row_has_one_owner(world_size: int) -> None:
             if rows is not None:
                 owned.setdefault(name, []).extend(rows.tolist())
                 assert sync.owner_of(name) is None
-                assert len(rows) in (64, 128, 192)
+                assert len(rows) in (0, 64, 128, 192)  # 5 blocks: of 7 ranks some have none
                 assert len(parameter) == 320
     if world_size == 1:
         assert owned == {}
