@@ -25,7 +25,7 @@ class Coordinator:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
-    """The coordinator of an inventory (None: that of ansible.cfg). Raises FleetError without one.
+    """The coordinator of `inventory`, by default of the one in ansible.cfg. Raises FleetError if it has none.
 
     extra: `-e` options, which override variables of the inventory.
     """

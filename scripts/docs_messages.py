@@ -21,6 +21,7 @@ IN_YAML = re.compile(r"(NF\d{3}): (.*?)(?:\s+Fix: (.*))?", re.DOTALL)
 # What stands for an expression: its first text, else the first name in it, else "...".
 TEXT_IN_YAML = re.compile(r"\{\{ *[(\[]*'([^']*)'.*?\}\}", re.DOTALL)
 NAME_IN_YAML = re.compile(r"\{\{ *[(\[]*_*([\w.]+).*?\}\}", re.DOTALL)
+ARITHMETIC = re.compile(r" (?:[*/+-]|//) ")
 OTHER_IN_YAML = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
 
 
@@ -117,7 +118,9 @@ def texts_in(value: Any) -> Iterator[str]:
 
 def without_expressions(text: str) -> str:
     """A text of Jinja with what stands for each of its expressions, and without its statements."""
-    named = NAME_IN_YAML.sub(r"<\1>", TEXT_IN_YAML.sub(r"\1", text))
+    named = NAME_IN_YAML.sub(
+        lambda found: "..." if ARITHMETIC.search(found[0]) else f"<{found[1]}>", TEXT_IN_YAML.sub(r"\1", text)
+    )
     return OTHER_IN_YAML.sub(lambda found: "" if found[0].startswith("{%") else "...", named)
 
 

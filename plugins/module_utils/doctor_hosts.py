@@ -75,14 +75,16 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         problem = (
             f"This host's own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are not "
-            "affected, because they get the interface. A torchrun that is started by hand would find no peer."
+            "affected, because nanofleet gives the ranks their network interface. A torchrun that is started "
+            "by hand would find no peer."
         )
         remedy = f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})"
         yield finding("NF505", host, problem, remedy, severity="warning")
     load, cores = facts["load"], facts["machine_cores"]
     if load > cores and not of_host["active"]:
         problem = (
-            f"Other work keeps it busy, a load of {load:g} on {cores} cores: the measured rates are too low."
+            f"Other work keeps this host busy, a load of {load:g} on {cores} cores: "
+            "the measured rates are too low."
         )
         yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
 

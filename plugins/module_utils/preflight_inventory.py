@@ -126,10 +126,10 @@ def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -
     words = ssh_target(host, variables)
     for part, (meaning, fix) in SSH_ERRORS.items():
         if part in message.lower():
-            problem = f"Cannot be reached at {words['target']}: {meaning}."
+            problem = f"This host cannot be reached at {words['target']}: {meaning}."
             return finding("NF101", host, problem, fix.format(**words))
     detail = (message.strip() or "no reason given").splitlines()[-1]
-    return finding("NF102", host, f"Cannot be reached at {words['target']}: {detail}", words["ssh"])
+    return finding("NF102", host, f"This host cannot be reached at {words['target']}: {detail}", words["ssh"])
 
 
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:

@@ -88,7 +88,7 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
         return
     busy = [line.split(" ", 3) for line in facts["busy"] if line.count(" ") == 3]
     who = ", ".join(f"{command} ({share} %, PID {pid} of {user})" for share, pid, user, command in busy)
-    problem = f"Other work keeps it busy, a load of {load:g} on {cores} core{'s' if cores > 1 else ''}"
+    problem = f"Other work keeps this host busy, a load of {load:g} on {cores} core{'s' if cores > 1 else ''}"
     typed = f"sudo renice -n 19 -p {busy[0][1]}  (on {host}), or end it" if busy else f"top  (on {host})"
     yield warning("NF120", host, f"{problem}{f': {who}' if who else ''}.", typed)
 

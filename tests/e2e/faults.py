@@ -243,7 +243,7 @@ def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], st
     for fault, said in rows:
         told = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
         # The machine's own load is no part of the fault.
-        told = [render(line) for line in told if "Other work keeps it busy" not in line]
+        told = [render(line) for line in told if "Other work keeps this host busy" not in line]
         note = f" ({fault.note})" if fault.note else ""
         cell = "<br>".join(told).replace("|", "&#124;")
         lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")

@@ -256,7 +256,7 @@ def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     said = (
         Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
     )
-    assert re.search(rf"^ *NF101 +{HOSTS[1]} +Cannot be reached at ", said, re.MULTILINE), said
+    assert re.search(rf"^ *NF101 +{HOSTS[1]} +This host cannot be reached at ", said, re.MULTILINE), said
     assert "Traceback" not in said
 
 

@@ -133,7 +133,7 @@ def test_a_host_that_cannot_be_reached(said: str, meaning: str, remedy: str) -> 
         "ansible_port": 2222,
     }
     [found] = hosts.host_findings(["laptop"], {"laptop": variables}, LIMITS)
-    assert found["problem"].startswith("Cannot be reached at me@10.0.0.11: ")
+    assert found["problem"].startswith("This host cannot be reached at me@10.0.0.11: ")
     assert meaning in found["problem"]
     assert remedy in found["remedy"]
 

@@ -9,12 +9,12 @@ def test_other_work_is_named_with_its_owner() -> None:
     [found] = reported(busy)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "Other work keeps it busy, a load of 7.52 on 4 cores: "
+        "Other work keeps this host busy, a load of 7.52 on 4 cores: "
         "ffmpeg (398 %, PID 812 of ada), firefox-esr (99 %, PID 4711 of ada)."
     )
     assert found["remedy"] == "sudo renice -n 19 -p 812  (on laptop), or end it"
     assert host(put(GOOD, load="7.52")) == [
-        ("Other work keeps it busy, a load of 7.52 on 4 cores.", "top  (on laptop)")
+        ("Other work keeps this host busy, a load of 7.52 on 4 cores.", "top  (on laptop)")
     ]
     assert host(busy + "active=nanofleet-d8-1a2b3c4d.service\n") == []
 

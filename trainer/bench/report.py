@@ -312,7 +312,7 @@ TRANSFERS: Columns = {
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Plot tokens per second of each case, with the bound as a red mark if it is known."""
+    """Plot tokens per second of each case, with a red mark at the upper bound, if it is known."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")

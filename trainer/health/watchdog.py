@@ -259,9 +259,9 @@ class Watchdog:
         return None
 
     def explain(self, error: Retryable) -> RunEnd:
-        """The end of the attempt after the failed collective `error`, in EXPLAIN_SECONDS at most.
+        """The end of the attempt after a collective failed with `error`, within EXPLAIN_SECONDS.
 
-        It is the published end of another rank, or else a diagnosis of the ranks.
+        It is the end that another rank has published, or else a diagnosis of the ranks.
         """
         began = time.monotonic()
         evidence: list[RankEvidence] = []

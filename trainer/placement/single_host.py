@@ -65,8 +65,8 @@ def find_obstacles(
 ) -> dict[int, str]:
     """Why the run cannot move to the host of a rank, by rank. Ranks to which it can move are missing.
 
-    meta: of the state that the run starts with. requested: whether a person started this attempt, since a run
-    that has restarted by itself does not move.
+    meta: of the checkpoint that the run starts from; {"step": 0} without one. requested: whether a person
+    started this attempt, since a run that has restarted by itself does not move.
     """
     why = ""
     if config.sync != "auto":
