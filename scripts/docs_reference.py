@@ -267,7 +267,7 @@ def playbooks_page() -> str:
         inner = ROOT / plays[0]["ansible.builtin.import_playbook"]
         for number, play in enumerate(yaml.safe_load(inner.read_text(encoding="utf-8")), 1):
             hosts = "" if "hosts" not in play else f" (`{play['hosts']}`)"
-            lines.append(f"{number}. {cell(play.get('name', ''))}{hosts}")
+            lines.append(f"{number}. {cell(play.get('name', '').partition('{{')[0])}{hosts}")
         lines.append("")
     return page(
         "Playbooks",
