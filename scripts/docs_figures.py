@@ -3,11 +3,13 @@
     make bench ARGS="--record"       measures, and writes docs/recorded/bench.json
     make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
+    python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
 `<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
-and docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`.
+docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`, and
+docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import replay
+from benchmarks import replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -27,6 +29,7 @@ RECORD = ROOT / "docs" / "recorded" / "bench.json"
 REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 COMPRESSIONS = RECORD.with_name("compression.json")
 MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
+SCALING_PAGE = MODES_PAGE.with_name("scaling.md")
 STEPS = 5000
 PHRASES = {
     "README.md": (
@@ -122,6 +125,21 @@ def compression_table(record: dict[str, Any]) -> str:
     return f"{title}\n\n{markdown_table([(*head, 'bytes a step'), *rows], aligned=False)}"
 
 
+def scaling_block(record: dict[str, Any]) -> str:
+    """The tables of a record of benchmarks.scaling, with what they are of."""
+    where = f"`{record['command']}`, commit `{record['commit']}`, {record['date']}"
+    model = f"depth {record['depth']} ({record['parameters']:,} parameters) in float32"
+    rows, processor = f"{record['rows']} rows of 1,024 tokens", record["machine"]
+    computed, measured = scaling.tables(record)
+    return (
+        f"**Computed** for {model}, {rows} per rank and step, hosts with one core of {processor} each and a "
+        f"link of {record['link_mb_s']} MB/s ({where}). *Over one host*: the same tokens on one such host "
+        f"take so many times as long. `local` has 8 bits and 30 steps a round.\n\n{computed}\n\n"
+        f"**Measured** with `exact` over loopback on one machine, whose {record['cores']} cores all ranks "
+        f"share; the prediction is from speeds that the ranks measured at the same time:\n\n{measured}"
+    )
+
+
 def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
     """`page` with the values `shown` in the figures of `phrase`.
 
@@ -158,6 +176,8 @@ def pages() -> dict[Path, str]:
     texts[REPLAY_PAGE] = marked(REPLAY_PAGE.read_text(encoding="utf-8"), "replay", replay_block())
     modes = compression_table(json.loads(COMPRESSIONS.read_text(encoding="utf-8")))
     texts[MODES_PAGE] = marked(MODES_PAGE.read_text(encoding="utf-8"), "compression", modes)
+    ranks = scaling_block(json.loads(scaling.RECORD.read_text(encoding="utf-8")))
+    texts[SCALING_PAGE] = marked(SCALING_PAGE.read_text(encoding="utf-8"), "scaling", ranks)
     return texts
 
 

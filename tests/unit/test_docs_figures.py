@@ -3,10 +3,12 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from benchmarks import record
+from benchmarks import record, scaling
 from scripts import docs_figures
+from trainer.placement.microbenchmark import Speed
 
 
 def test_a_phrase_gets_its_figures_across_a_line_break() -> None:
@@ -63,3 +65,35 @@ def test_a_complete_benchmark_is_recorded_as_the_file_stands(tmp_path: Path) -> 
     del rows["100mbit/local-8192-float32"]
     with pytest.raises(KeyError, match="100mbit/local-8192-float32"):
         record.record(host, rows, {"1gbit": 1000.0, "100mbit": 100.0}, stored["machine"])
+
+
+def test_the_tables_of_more_ranks_have_a_line_for_each_number_of_ranks() -> None:
+    case = {
+        "ranks": 2, "megabytes": {"exact": 49.3, "fast": 25.5, "local": 1.04},
+        "step_seconds": {"exact": 1.24, "fast": 1.22, "local": 1.35},
+        "factor": {"exact": 1.96, "fast": 2.0, "local": 1.8},
+    }  # fmt: skip
+    seen = {"megabytes": 49.1, "step_seconds": 1.5, "predicted_seconds": 1.4, "peak_gb": 1.2}
+    computed, measured = scaling.tables({"cases": [{**case, "measured": seen}, {**case, "ranks": 32}]})
+    assert [line.split("|")[1].strip() for line in computed.splitlines()[2:]] == ["2", "32"]
+    assert "| 49.3" in computed
+    assert "2.0x" in computed
+    [line] = measured.splitlines()[2:]
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells == [
+        "2",
+        "49.1",
+        "49.3",
+        "1.50",
+        "1.40",
+        "1.20",
+    ]
+
+
+def test_the_cost_of_more_ranks_is_that_of_the_cost_model() -> None:
+    rows = np.random.default_rng(1).integers(0, 512, (8, 65)).astype(np.uint16)
+    two, many = (scaling.case(2, ranks, Speed(0.2, 0.1, 0.1), rows, None) for ranks in (2, 32))
+    assert many["megabytes"]["exact"] == pytest.approx(two["megabytes"]["exact"] * 31 / 16, rel=0.01)
+    assert many["megabytes"]["local"] == pytest.approx(two["megabytes"]["local"] * 31, rel=0.2)
+    assert many["factor"]["fast"] > 8 * two["factor"]["fast"]
+    assert "measured" not in two
