@@ -7,8 +7,9 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,15 +29,20 @@ def start(
 
     settings: each becomes an option --NAME VALUE of `python -m trainer train`.
     """
+    arguments = ["train", "--data-dir", str(data_dir.resolve()), "--run-dir", str(run_dir.resolve())]
+    arguments += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
+    with open(f"{run_dir}.log", "ab") as log:
+        return torchrun(ranks, arguments, stdout=log, stderr=log)
+
+
+def torchrun(ranks: int, arguments: Sequence[str], **streams: Any) -> subprocess.Popen[bytes]:
+    """Start `python -m trainer ARGUMENTS` with `ranks` ranks over loopback. streams: of subprocess.Popen."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [
         sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=0",
-        "--master-addr=127.0.0.1", f"--master-port={port}",
-        "-m", "trainer", "train", "--data-dir", str(data_dir.resolve()), "--run-dir", str(run_dir.resolve()),
+        "--master-addr=127.0.0.1", f"--master-port={port}", "-m", "trainer", *arguments,
     ]  # fmt: skip
-    command += [text for name, value in settings.items() for text in (f"--{name}", str(value))]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with open(f"{run_dir}.log", "ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, **streams)

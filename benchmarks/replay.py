@@ -53,16 +53,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = record(results, args.hardware)
     by_hand = json.loads(BY_HAND.read_text(encoding="utf-8"))
     print(table(by_hand, found))
-    if found["parameters"] != by_hand["parameters"]:
-        print(
-            f"This model has {found['parameters']:,} parameters, that of the effort by hand "
-            f"{by_hand['parameters']:,} (vocabulary {by_hand['vocab_size']:,}): bytes and factors differ. "
-            f"Fix: python -m trainer prepare --vocab-size {by_hand['vocab_size']} ..., then setup.yml"
-        )
+    print(other_model(found, by_hand), end="")
     if args.record:
         write(REPLAY, found)
         print("Written: docs/recorded/replay.json. Fill the page: python -m scripts.docs_figures")
     return 0
+
+
+def other_model(found: Mapping[str, Any], by_hand: Mapping[str, Any]) -> str:
+    """A message if another model than by hand was measured, else ""."""
+    if found["parameters"] == by_hand["parameters"]:
+        return ""
+    vocab_size = by_hand["vocab_size"]
+    return (
+        f"This model has {found['parameters']:,} parameters, that of the effort by hand "
+        f"{by_hand['parameters']:,} (vocabulary {vocab_size:,}), so bytes and factors differ.\n"
+        f"Fix: python -m trainer prepare --source TEXT_FOLDER --vocab-size {vocab_size} --out data, then "
+        "ansible-playbook setup.yml -e data_dir=data\n"
+    )
 
 
 def measure(out: Path) -> None:

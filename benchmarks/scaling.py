@@ -26,6 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.ranks import torchrun
 from benchmarks.record import RECORDED, ROOT, origin, write
 from trainer.bench.step_prediction import sample_speed
 from trainer.bench.steps import synthetic
@@ -87,17 +88,19 @@ def config_of(depth: int, ranks: int) -> RunConfig:
 
 
 def measure(out: Path, ranks: int, depth: int, steps: int) -> dict[str, Any]:
-    """The result of `trainer bench --sync exact` with `ranks` ranks on this machine."""
+    """The result of `trainer bench --sync exact` with `ranks` ranks. Raises SystemExit if it fails."""
     file = out / f"exact-depth{depth}-on-{ranks}.json"
     if not file.exists():
         print(f"{ranks} ranks: {steps} steps of depth {depth}", flush=True)
-        command = [
-            sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "-m", "trainer",
+        arguments = [
             "bench", "--sync", "exact", "--depth", str(depth), "--rows", str(ROWS), "--steps", str(steps),
             "--dtype", "float32", "--out", str(file.resolve()),
         ]  # fmt: skip
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-        subprocess.run(command, cwd=ROOT, env=environment, check=True, stdout=subprocess.DEVNULL)
+        if code := torchrun(ranks, arguments, stdout=subprocess.DEVNULL).wait():
+            raise SystemExit(
+                f"The measurement with {ranks} ranks ended with {code}: see above. Fix: remove the cause, "
+                "then repeat the command; finished measurements are kept."
+            )
     result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     return result
 

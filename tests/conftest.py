@@ -11,6 +11,7 @@ from ansible.plugins.loader import init_plugin_loader
 # As in ansible-playbook, Ansible's own loader imports the collection, for filters in templates.
 init_plugin_loader([str(Path(__file__).resolve().parents[1] / ".ansible" / "collections")])
 
+# Fixtures of several modules. They import the collection, so they come after its loader.
 from e2e.lab import dataset as dataset  # noqa: E402
 from e2e.lab import fleet as fleet  # noqa: E402
 from fake_systemd import systemd as systemd  # noqa: E402

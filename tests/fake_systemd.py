@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
-from ansible_collections.nanofleet.fleet.plugins.modules import (
-    transient_unit,
-)
+from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 
 @pytest.fixture

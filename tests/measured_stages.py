@@ -1,4 +1,4 @@
-"""Results of benchmark stages as tests make them up."""
+"""Made-up results of benchmark cases."""
 
 from __future__ import annotations
 

@@ -133,12 +133,8 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
         problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
-        yield finding(
-            "NF107",
-            host,
-            problem,
-            f"sudo apt install python{pythons[0]}  {on}, or upgrade the system of {host}",
-        )
+        fix = f"sudo apt install python{pythons[0]}  (on {host}), or upgrade the system of {host}"
+        yield finding("NF107", host, problem, fix)
     for command in facts["missing"]:
         fix = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
         yield finding("NF108", host, f"The command {command} is missing.", fix)

@@ -32,7 +32,7 @@ KEPT_PER_LAYER = 35
 RECOMPUTED = 85
 LOSS_TOKENS = 1024  # at a time, in trainer/model/loss.py
 VOCABULARY = 32768
-SHARDING_MODES = ("exact", "fast")
+SHARDING_MODES = ("exact", "fast")  # rows of tables have owner ranks
 NATIVE_BF16 = {"avx512_bf16", "amx_bf16", "avx_ne_convert"}
 Facts = Mapping[str, Any]
 
@@ -81,7 +81,7 @@ def _stored(facts: Facts) -> Mapping[str, Any]:
 class Need:
     """GiB of memory and disk that the ranks of a run need on a host.
 
-    parts: of each rank. once: of the host. copy_gb: the part of a checkpoint's copy, on the coordinator.
+    parts: of each rank. once: of the host as a whole, besides. copy_gb: of these, the copy of a checkpoint.
     coordinates: whether the host is the coordinator.
     """
 
@@ -120,8 +120,9 @@ class Need:
         gradients, moments = tables + matrices, 2 * tables
         if shards:
             step = (config.total_batch_size or micro_batch * world_size) // world_size
-            row = number * (tables / number / rows - width)  # of all embeddings
-            gradients = head + matrices + 3 * row * min(rows, step)
+            # The active rows of all embeddings: their gradients, those sent, and those received.
+            active = (tables - head) * min(rows, step) / rows
+            gradients = head + matrices + 3 * active
             replicated = head if config.sync == "fast" else 0.0
             moments = 2 * replicated + 2 * (tables - replicated) / world_size
         if not local:  # what owner ranks receive

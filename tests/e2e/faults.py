@@ -31,7 +31,7 @@ class Fault:
     name: str
     host: int  # which of the two hosts it is planted on
     plant: str  # a shell line there, as root; {me} and {peer} are the hosts' addresses
-    mend: str
+    fix: str
     code: str
     says: tuple[str, ...]  # words of the verdict line
     blames: int = 0  # the host the verdict names; 0: where it was planted
@@ -180,7 +180,7 @@ class Lab:
         try:
             yield
         finally:
-            self.run(fault, fault.mend)
+            self.run(fault, fault.fix)
 
     def run(self, fault: Fault, command: str) -> None:
         me, peer = fault.host - 1, 2 - fault.host
@@ -238,14 +238,14 @@ def ask_doctor(fleet: Fleet, folder: Path, *, fails: bool, data: Path, **knobs: 
 
 
 def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], str] = str) -> str:
-    """docs/doctor.md's table, of what was really said."""
+    """docs/doctor.md's table, of what the doctor reported."""
     lines = ["| planted | on | doctor reported | seconds |", "|---|---|---|---|"]
     for fault, said in rows:
-        told = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
+        found = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
         # The machine's own load is no part of the fault.
-        told = [render(line) for line in told if "Other work keeps this host busy" not in line]
+        found = [render(line) for line in found if "Other work keeps this host busy" not in line]
         note = f" ({fault.note})" if fault.note else ""
-        cell = "<br>".join(told).replace("|", "&#124;")
+        cell = "<br>".join(found).replace("|", "&#124;")
         lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")
     lines.append(f"| nothing | - | {good.text.splitlines()[-1]} | {good.seconds:.0f} |")
     loads = [said.load for _fault, said in rows]

@@ -51,7 +51,7 @@ def test_hosts_that_have_come_to_differ(site: Site, name: str, words: str, remed
     try:
         refusal(site, "differs", name, words, also=(site.names[1], remedy))
     finally:
-        site.inside(WORKER, fault.mend)
+        site.inside(WORKER, fault.fix)
 
 
 def test_packets_dropped_since_the_last_good_look(site: Site) -> None:

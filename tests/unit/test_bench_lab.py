@@ -1,4 +1,4 @@
-"""The benchmark on a lab of its own, and the targets it is held against."""
+"""The benchmark on a lab of its own, and its targets."""
 
 from __future__ import annotations
 

@@ -190,6 +190,15 @@ def test_the_only_rank_of_a_host_measures_its_threads_unless_they_are_set(
     )
 
 
+def test_ranks_share_the_processors_that_their_environment_may_use_unless_some_are_set() -> None:
+    installed = {"cores": 6}
+    words = command(launch_threads=0, launch_nproc_per_node=2, launch_cores=0, __launch_installed=installed)
+    assert "--setenv=OMP_NUM_THREADS=3" in words
+    hosts = {"tower": {"launch_cores": 0, "__launch_installed": {"cores": 6}}, "laptop": {"launch_cores": 4}}
+    given = {"launch_hosts": list(hosts), "hostvars": hosts}
+    assert list(rendered("__launch_all_threads", **given)) == [6, 4]
+
+
 @pytest.mark.parametrize(("own", "given"), [(0, None), (1, "1"), ("2", "2")])
 def test_a_micro_batch_of_its_own_travels_in_the_units_environment(own: Any, given: str | None) -> None:
     words = command(launch_device_batch_size=own)

@@ -162,7 +162,7 @@ def test_a_unit_gone_without_an_outcome_has_failed(
 def test_a_host_that_was_rebooted_has_not_failed(
     systemd: Path, run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its unit went with it: be it that the ranks were killed, or told to end as it shut down."""
+    """Its unit is gone, whether the ranks were killed or ended when the host shut down."""
     now = time.time()
     (run_dir / "heartbeat-0.json").write_text(json.dumps({"rank": 0, "time": now - 900, "loss": 5.0}))
     (run_dir / "attempt.json").write_text(json.dumps({"pid": 7, "began": now - 1000}))
@@ -193,7 +193,7 @@ def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
         (tmp_path / run_id / "run.json").write_text("{}")
         os.utime(tmp_path / run_id / "run.json", (moment, moment))
     assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["newer", "older"]
-    (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # it goes on, now
+    (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # resumed, and so the newer one
     assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["older", "newer"]
 
 
