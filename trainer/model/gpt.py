@@ -16,6 +16,8 @@ Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L l
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import ceil, sqrt
@@ -294,21 +296,46 @@ class GPT(nn.Module):
         x_BTD = self._body(idx, cache)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
         if targets is None:
-            logits = self.lm_head(x_BTD)[..., :vocab_size]
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+            return self._logits(x_BTD)
         flat = x_BTD.flatten(0, 1), weight, targets.flatten(), vocab_size
         if loss_reduction == "none":
             return token_losses(*flat)
         loss = summed_loss(*flat)
         return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
 
+    def logits_at(self, idx: Tensor, chosen: Tensor) -> Tensor:
+        """Logits of the positions where `chosen` (B, T) is true, row by row: (positions, V).
+
+        As `forward` without targets, but the other positions take neither time nor memory for logits.
+        """
+        return self._logits(self._body(idx, None)[chosen])
+
+    def _logits(self, x: Tensor) -> Tensor:
+        """Logits (..., V) from the input of lm_head (..., D)."""
+        logits = self.lm_head(x)[..., : self.config.vocab_size]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        return LOGIT_CAP * torch.tanh(logits / LOGIT_CAP)
+
+    @contextmanager
+    def longer_context(self, tokens: int) -> Iterator[None]:
+        """Context in which `tokens` tokens fit, if that is more than sequence_len.
+
+        Rotary positions continue past those of the training; attention windows stay as they are.
+        """
+        before = self.cos, self.sin
+        if tokens > self.config.sequence_len:
+            self.cos, self.sin = (table.to(self.cos) for table in rotary_tables(tokens, self.config.head_dim))
+        try:
+            yield
+        finally:
+            self.cos, self.sin = before
+
     def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
         """The input of lm_head for the tokens idx (B, T): shape (B, T, D), in the compute dtype."""
         config, compute_dtype = self.config, self.compute_dtype
         start = cache.length if cache else 0
         end = start + idx.size(1)
-        limit = min(config.sequence_len, cache.max_len) if cache else config.sequence_len
+        limit = min(self.cos.size(0), cache.max_len) if cache else self.cos.size(0)
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} here")
         windows = config.windows()

@@ -1,0 +1,198 @@
+"""The CORE metric of DCLM (arXiv 2406.11794), computed by all ranks as nanochat computes it.
+
+    result = evaluate_core(model, tokenizer, bundle, group)
+    result.metric, result.tasks["hellaswag"].accuracy
+
+Ranks take the items of a task in turn. Each item is computed by itself, so that the result is the same for
+any number of ranks. After every block of items the ranks add up their answers: a rank waits for a slower one
+for the time of a block, not of a task.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.process_group import Collectives
+from trainer.eval.core_bundle import CHOICE, LANGUAGE, OPTIONS, SCHEMA, Bundle, Task
+from trainer.eval.core_prompts import Prompt, make_prompts
+from trainer.model.gpt import GPT
+
+BLOCK = 16  # items of a rank between two sums over the ranks
+# nanochat's models take prompts of this many times sequence_len: its rotary tables have that length.
+LONGEST_CONTEXT = 10
+
+
+@dataclass(frozen=True)
+class TaskResult:
+    """The result of a task: items answered right, all items, and the accuracy centered by the baseline."""
+
+    correct: int
+    items: int
+    centered: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.items
+
+
+@dataclass(frozen=True)
+class CoreResult:
+    """The results of all tasks by label, in the order of the bundle."""
+
+    tasks: Mapping[str, TaskResult] = field(default_factory=dict)
+
+    @property
+    def metric(self) -> float:
+        """The CORE metric: the mean of the centered accuracies."""
+        return sum(result.centered for result in self.tasks.values()) / len(self.tasks)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the metric, and accuracy, centered accuracy and items of each task."""
+        tasks = {
+            label: {
+                "accuracy": result.accuracy,
+                "centered": result.centered,
+                "correct": result.correct,
+                "items": result.items,
+            }
+            for label, result in self.tasks.items()
+        }
+        return {"core_metric": self.metric, "tasks": tasks}
+
+    def to_csv(self) -> str:
+        """A line per task with accuracy and centered accuracy, then the metric: nanochat's table."""
+        rows = [("Task", "Accuracy", "Centered")]
+        rows += [(label, f"{r.accuracy:.6f}", f"{r.centered:.6f}") for label, r in self.tasks.items()]
+        rows.append(("CORE", "", f"{self.metric:.6f}"))
+        return "".join(f"{label:<35}, {accuracy:<10}, {centered:<10}\n" for label, accuracy, centered in rows)
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far an evaluation is. part: the share of its work that is done, about; seconds: so far.
+
+    block_tokens: those of the rank that has the most in the block that begins, times the number of ranks.
+    """
+
+    task: str
+    done: int
+    items: int
+    part: float
+    seconds: float
+    block_tokens: int
+
+    @property
+    def seconds_left(self) -> float | None:
+        return self.seconds / self.part * (1 - self.part) if self.part else None
+
+
+def ignore(*_: Any) -> None:
+    """The default of the callbacks."""
+
+
+@torch.no_grad()
+def evaluate_core(
+    model: GPT,
+    tokenizer: Tokenizer,
+    bundle: Bundle,
+    group: Collectives,
+    finished: Mapping[str, TaskResult] | None = None,
+    on_block: Callable[[Progress], None] = ignore,
+    on_task: Callable[[str, TaskResult, float], None] = ignore,
+) -> CoreResult:
+    """Evaluate all tasks of `bundle`. A collective call; every rank returns the same result.
+
+    finished: results of tasks that are not evaluated again, equal on all ranks. on_block is called before
+    each block of items, on_task after each task with its label, result and seconds.
+    """
+    results = dict(finished or {})
+    open_tasks = [task for task in bundle.tasks if task.label not in results]
+    works = [work_of(task) for task in open_tasks]
+    began = time.monotonic()
+    with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
+        for number, task in enumerate(open_tasks):
+            started, correct = time.monotonic(), 0
+            step = BLOCK * group.world_size
+            for first in range(0, len(task.items), step):
+                numbers = range(first, min(first + step, len(task.items)))
+                mine = [
+                    make_prompts(task, i, tokenizer, model.cos.size(0))
+                    for i in numbers[group.rank :: group.world_size]
+                ]
+                part = (sum(works[:number]) + works[number] * first / len(task.items)) / sum(works)
+                tokens = _most_tokens(group, mine)
+                seconds = time.monotonic() - began
+                on_block(Progress(task.label, first, len(task.items), part, seconds, tokens))
+                answers = [
+                    _is_correct(model, task, task.items[i].get("gold", 0), prompts)
+                    for i, prompts in zip(numbers[group.rank :: group.world_size], mine, strict=True)
+                ]
+                total = torch.tensor([float(sum(answers))], dtype=torch.float64)
+                group.all_reduce([total])
+                correct += round(total.item())
+            centered = task.centered(correct / len(task.items))
+            results[task.label] = TaskResult(correct, len(task.items), centered)
+            on_task(task.label, results[task.label], time.monotonic() - started)
+    return CoreResult({task.label: results[task.label] for task in bundle.tasks})
+
+
+def work_of(task: Task) -> float:
+    """The characters of all prompts of a task, about: a measure of the time that it takes."""
+    fields = {CHOICE: "query", SCHEMA: "continuation", LANGUAGE: "context"}
+    characters, prompts = 0, 0
+    for item in task.items:
+        options = item.get(OPTIONS.get(task.kind, ""), [item.get("continuation", "")])
+        characters += len(item[fields[task.kind]]) + sum(map(len, options)) // len(options)
+        prompts += len(options) if task.kind != LANGUAGE else 1
+    return max(1.0, characters / len(task.items) * (1 + task.fewshot) * prompts)
+
+
+def _most_tokens(group: Collectives, mine: list[list[Prompt]]) -> int:
+    """The padded tokens of the rank with the most, times the number of ranks."""
+    tokens = sum(len(prompts) * max(len(prompt.tokens) for prompt in prompts) for prompts in mine)
+    return int(group.gather_int64(torch.tensor([tokens])).max()) * group.world_size
+
+
+def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> bool:
+    """Whether the model answers the item with these prompts right."""
+    spans = score_prompts(model, prompts)
+    if task.kind == LANGUAGE:
+        return spans[0].exact
+    losses = [span.loss for span in spans]
+    return min(range(len(losses)), key=losses.__getitem__) == gold  # the first of equals
+
+
+@dataclass(frozen=True)
+class Span:
+    """Of the scored tokens of a prompt: mean loss in nats, nan without any; whether each is the arg max."""
+
+    loss: float
+    exact: bool
+
+
+def score_prompts(model: GPT, prompts: list[Prompt]) -> list[Span]:
+    """Score the prompts of an item in one batch, padded at the end with the first token, which is BOS."""
+    longest = max(len(prompt.tokens) for prompt in prompts)
+    ids = torch.full((len(prompts), longest), prompts[0].tokens[0])
+    chosen = torch.zeros(ids.shape, dtype=torch.bool)  # the position before each scored token predicts it
+    for row, prompt in enumerate(prompts):
+        ids[row, : len(prompt.tokens)] = torch.tensor(prompt.tokens)
+        chosen[row, prompt.start - 1 : len(prompt.tokens) - 1] = True
+    logits = model.logits_at(ids.to(model.device), chosen.to(model.device))
+    targets = ids.roll(-1, 1)[chosen].to(model.device)
+    losses = F.cross_entropy(logits, targets, reduction="none").cpu()
+    hits = (logits.argmax(-1) == targets).cpu()
+    lengths = chosen.sum(1).tolist()
+    return [_span(*parts) for parts in zip(losses.split(lengths), hits.split(lengths), strict=True)]
+
+
+def _span(losses: Tensor, hits: Tensor) -> Span:
+    return Span(losses.mean().item(), bool(hits.all()))

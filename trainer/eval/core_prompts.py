@@ -1,0 +1,94 @@
+"""The prompts of a CORE item as tokens, and the span of each that is scored.
+
+    prompts = make_prompts(task, number, tokenizer, limit=10_240)
+    prompts[0].tokens[prompts[0].start :]    # the tokens whose losses count
+
+A prompt shows `fewshot` other items, solved, then the item itself. Sampling, texts and spans are those of
+nanochat's core_eval.py (commit 92d63d4), so that equal weights give equal answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.eval.core_bundle import CHOICE, LANGUAGE, OPTIONS, SCHEMA, Item, Task
+
+FEWSHOT_SEED = 1234  # plus the number of the item
+BETWEEN = "\n\n"  # after an example
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids of a prompt, BOS first. The tokens from `start` on are scored, each from those before it."""
+
+    tokens: Sequence[int]
+    start: int
+
+
+def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
+    """The prompts of item `number` of the task: one per choice, or one if the item has no choices.
+
+    A prompt of more than `limit` tokens keeps its last ones.
+    """
+    item = task.items[number]
+    examples = [task.items[other] for other in _sample(len(task.items), number, task.fewshot)]
+    shown = "".join(_solved(task, example) + BETWEEN for example in examples)
+    if task.kind == CHOICE:
+        texts = [shown + item["query"] + task.delimiter + choice for choice in item["choices"]]
+    elif task.kind == SCHEMA:
+        end = task.delimiter + item["continuation"]
+        texts = [shown + context + end for context in item["context_options"]]
+    else:
+        before = shown + item["context"].strip() + task.delimiter
+        # Blanks at its end would be in the first token of the continuation.
+        texts = [before.strip(), before + item["continuation"]]
+    tokens = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
+    if task.kind == CHOICE:
+        first = common_prefix(tokens)
+        prompts = [Prompt(ids, first) for ids in tokens]
+    elif task.kind == SCHEMA:
+        length = common_suffix(tokens)
+        prompts = [Prompt(ids, len(ids) - length) for ids in tokens]
+    else:
+        # With most tokenizers the first list begins the second one; where it does not, the tokens from the
+        # first difference on are scored, which nanochat refuses.
+        prompts = [Prompt(tokens[1], common_prefix(tokens))]
+    return [_cropped(prompt, limit) for prompt in prompts]
+
+
+def _sample(n_items: int, number: int, count: int) -> list[int]:
+    """The numbers of the items that are shown before item `number`, in order."""
+    if not count:
+        return []
+    others = [other for other in range(n_items) if other != number]
+    return random.Random(FEWSHOT_SEED + number).sample(others, count)
+
+
+def _solved(task: Task, item: Item) -> str:
+    """The text of an item with its right answer."""
+    if task.kind == LANGUAGE:
+        return str(item["context"].strip() + task.delimiter + item["continuation"])
+    option = item[OPTIONS[task.kind]][item["gold"]]
+    if task.kind == CHOICE:
+        return str(item["query"] + task.delimiter + option)
+    return str(option + task.delimiter + item["continuation"])
+
+
+def common_prefix(lists: Sequence[Sequence[int]]) -> int:
+    """The number of tokens with which all lists begin."""
+    shortest = min(map(len, lists))
+    return next((i for i in range(shortest) if len({ids[i] for ids in lists}) > 1), shortest)
+
+
+def common_suffix(lists: Sequence[Sequence[int]]) -> int:
+    """The number of tokens with which all lists end."""
+    return common_prefix([ids[::-1] for ids in lists])
+
+
+def _cropped(prompt: Prompt, limit: int) -> Prompt:
+    """The last `limit` tokens of a prompt. The first of them has nothing before it and is not scored."""
+    cut = max(0, len(prompt.tokens) - limit)
+    return Prompt(prompt.tokens[cut:], max(1, prompt.start - cut))
