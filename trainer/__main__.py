@@ -8,6 +8,7 @@ python -m trainer threads --depth 8
 python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
+python -m trainer eval --checkpoint runs/mine/checkpoints/step_000100 --data-dir data
 python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
 python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
 """
@@ -31,6 +32,7 @@ from trainer.config import (
     parse_shares,
 )
 from trainer.data import DataError, prepare
+from trainer.eval import cli as evaluation
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
 from trainer.interchange import cli as interchange
@@ -198,6 +200,7 @@ COMMANDS = {
     "track": Command("send the figures of a run to its tracker", sender.add_arguments, sender.run),
     "again": Command("decide whether to restart a run", restart_policy.add_arguments, restart_policy.run),
     "sample": Command("generate text from a checkpoint", add_sample_arguments, sample),
+    "eval": Command("evaluate a checkpoint", evaluation.add_arguments, evaluation.run),
     "export": Command(
         "write a checkpoint in the format of nanochat",
         interchange.add_export_arguments,

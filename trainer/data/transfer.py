@@ -104,8 +104,11 @@ class RemoteFile:
 class Transfer:
     """A download of the file at `url` to `path`. A partial file of an earlier process is continued."""
 
-    def __init__(self, url: str, path: Path, shared: SharedState) -> None:
-        self.path, self.shared = path, shared
+    def __init__(
+        self, url: str, path: Path, shared: SharedState, advice: str = "Check --base-url and --count."
+    ) -> None:
+        """advice: what to do if the server has no such file."""
+        self.path, self.shared, self.advice = path, shared, advice
         self.metadata_path = path.with_name(f"{path.name}.json")
         self.remote = self._read_metadata(url)
         self.shared.progress.add_existing(self.received)
@@ -136,7 +139,7 @@ class Transfer:
                     continue
                 raise DataError(
                     f"{self.remote.url} cannot be downloaded: the server answers {error.code} "
-                    f"{error.reason}. Check --base-url and --count."
+                    f"{error.reason}. {self.advice}"
                 ) from None
             except OSError as error:
                 raise DataError(

@@ -1,0 +1,225 @@
+"""`eval` computes nanochat's CORE of a checkpoint on 1, 2 and 3 ranks, continues, and refuses what differs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import free_port, train_here
+from core_bundles import GOLDEN, byte_tokenizer, golden_bundle, golden_model
+
+from trainer.__main__ import main
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import State
+from trainer.config import RunConfig
+from trainer.eval import core
+
+TASKS = {task["label"]: task for task in GOLDEN["core"]["tasks"]}
+METRIC = GOLDEN["core"]["core_metric"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the golden model."""
+    folder = tmp_path_factory.mktemp("golden")
+    byte_tokenizer().save(folder / "tokenizer")
+    meta = {"step": 7, "run_id": "golden", "config": RunConfig(sequence_len=256).to_dict()}
+    meta["model_config"] = GOLDEN["config"]
+    return storage.save(folder, State(meta, dict(golden_model().state_dict()), {}), folder / "tokenizer")
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return golden_bundle(tmp_path_factory.mktemp("bundle") / "core")
+
+
+def evaluate(checkpoint: Path, *options: str | Path) -> int:
+    given = ["--checkpoint", str(checkpoint), "--device", "cpu", *map(str, options)]
+    return main(["eval", *given])
+
+
+def result_of(out: Path, part: str = "core") -> Any:
+    return json.loads((out / "eval.json").read_text())["parts"][part]
+
+
+def refusal(capfd: pytest.CaptureFixture[str], checkpoint: Path, *options: str | Path) -> str:
+    assert evaluate(checkpoint, *options) == 2
+    return capfd.readouterr().err
+
+
+def ranks(checkpoints: Sequence[Path], *options: str | Path) -> list[tuple[int, str, str]]:
+    """Run `eval` on ranks as torchrun would, one per checkpoint; code, output and errors of each."""
+    port, processes = str(free_port()), []
+    for rank, checkpoint in enumerate(checkpoints):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
+        environment |= {"GLOO_SOCKET_IFNAME": "lo", "NANOFLEET_HOST": f"host-{rank + 1}", "LOCAL_RANK": "0"}
+        environment |= {"RANK": str(rank), "WORLD_SIZE": str(len(checkpoints))}
+        environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        command = [
+            sys.executable,
+            "-m",
+            "trainer",
+            "eval",
+            "--checkpoint",
+            str(checkpoint),
+            "--device",
+            "cpu",
+        ]
+        processes.append(
+            subprocess.Popen(
+                [*command, *map(str, options)],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    said = [process.communicate(timeout=300) for process in processes]
+    return [(process.returncode, *texts) for process, texts in zip(processes, said, strict=True)]
+
+
+def test_the_core_metric_is_that_of_nanochat(
+    checkpoint: Path, bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert evaluate(checkpoint, "--core", bundle, "--out", tmp_path / "out") == 0
+    found = result_of(tmp_path / "out")
+    assert found["core_metric"] == pytest.approx(METRIC, abs=1e-12)
+    accuracies = {label: task["accuracy"] for label, task in found["tasks"].items()}
+    assert accuracies == {label: task["accuracy"] for label, task in TASKS.items()}
+    assert (tmp_path / "out" / "core.csv").read_text().splitlines()[-1].split() == [
+        "CORE",
+        ",",
+        ",",
+        "0.194569",
+    ]
+    assert "CORE metric 0.1946" in capfd.readouterr().out
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_find_what_one_rank_finds(
+    world_size: int, checkpoint: Path, bundle: Path, tmp_path: Path
+) -> None:
+    said = ranks([checkpoint] * world_size, "--core", bundle, "--out", tmp_path / "many")
+    assert [code for code, *_ in said] == [0] * world_size, said
+    assert evaluate(checkpoint, "--core", bundle, "--out", tmp_path / "one") == 0
+    assert result_of(tmp_path / "many") == result_of(tmp_path / "one")
+
+
+@pytest.mark.processes
+def test_ranks_with_other_checkpoints_are_named(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    model = golden_model()
+    model.smear_lambda.data.fill_(0.5)
+    meta = json.loads((checkpoint / "meta.json").read_text())
+    other = storage.save(tmp_path, State(meta, dict(model.state_dict()), {}), checkpoint / "tokenizer")
+    said = ranks([checkpoint, other], "--core", bundle)
+    assert [code for code, *_ in said] == [1, 1], said
+    assert all("model.safetensors is" in errors and "rank 1 (host-2) has" in errors for *_, errors in said)
+
+
+@pytest.mark.processes
+def test_a_problem_of_one_rank_ends_all(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    said = ranks([checkpoint, tmp_path / "none"], "--core", bundle)
+    assert [code for code, *_ in said] == [1, 1], said
+    assert all("rank 1 (host-2): There is no checkpoint directory" in errors for *_, errors in said)
+
+
+def test_finished_tasks_are_not_evaluated_again(
+    checkpoint: Path, bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluated: list[str] = []
+    sound = core._is_correct
+
+    def fails_later(model: Any, task: Any, *rest: Any) -> bool:
+        if task.label == "lm" and "lm" not in evaluated:
+            evaluated.append(task.label)
+            raise KeyboardInterrupt
+        evaluated.append(task.label)
+        return sound(model, task, *rest)
+
+    monkeypatch.setattr(core, "_is_correct", fails_later)
+    assert evaluate(checkpoint, "--core", bundle, "--out", tmp_path) == 130
+    assert set(evaluated) == {"mc", "schema", "lm"}
+    evaluated[:] = ["lm"]
+    assert evaluate(checkpoint, "--core", bundle, "--out", tmp_path) == 0
+    assert set(evaluated) == {"lm"}
+    assert result_of(tmp_path)["core_metric"] == pytest.approx(METRIC, abs=1e-12)
+
+
+def test_results_of_another_bundle_or_limit_are_not_mixed(
+    checkpoint: Path, bundle: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert evaluate(checkpoint, "--core", bundle, "--out", out, "--core-max-per-task", "4") == 0
+    assert result_of(out)["tasks"]["mc"]["items"] == 4
+    said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
+    assert "core.json has results of another max per task. Give another --out" in said
+    content = json.loads((out / "core.json").read_text())
+    (out / "core.json").write_text(json.dumps({**content, "bundle": "0"}))
+    assert "results of another bundle and max per task" in refusal(
+        capfd, checkpoint, "--core", bundle, "--out", out
+    )
+    (out / "core.json").write_text("{")
+    assert "core.json is damaged" in refusal(capfd, checkpoint, "--core", bundle, "--out", out)
+    content = json.loads((out / "eval.json").read_text())
+    (out / "eval.json").write_text(json.dumps({**content, "checkpoint": {"step": 8}}))
+    said = refusal(capfd, checkpoint, "--core", bundle, "--out", out)
+    assert "eval.json has results of another checkpoint" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--bpb"], "--bpb needs --data-dir"),
+        (["--core-max-per-task", "-1"], "take whole numbers from 0"),
+        (["--core-url", "http://a/b.zip"], "--core-url needs --core"),
+        (["--core", "/nowhere"], "There is no CORE bundle /nowhere. Download one with --core-url"),
+        (["--core", "x", "--core-url", "http://a", "--core-sha256", "ab"], "takes 64 hex digits"),
+        (["--core", "x", "--core-url", "ftp://a/b.zip"], "--core-url ftp://a/b.zip is no URL"),
+        (["--data-dir", "/nowhere"], "There is no data directory /nowhere"),
+    ],
+)
+def test_options_that_cannot_be_used_are_refused(
+    options: list[str], said: str, checkpoint: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capfd, checkpoint, *options)
+
+
+def test_a_bundle_with_too_few_items_for_the_limit_is_refused(
+    checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    said = refusal(capfd, checkpoint, "--core", bundle, "--core-max-per-task", "2")
+    assert "the task mc has 2 items of 12 (the most per task) and shows 2 examples" in said
+
+
+def test_the_log_may_be_json(checkpoint: Path, bundle: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert evaluate(checkpoint, "--core", bundle, "--json") == 0
+    lines = [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+    assert [line["event"] for line in lines] == [
+        "checkpoint", "core_progress", "core_task", "core_task", "core_task", "core",
+    ]  # fmt: skip
+    assert lines[-1]["core_metric"] == pytest.approx(METRIC, abs=1e-12)
+
+
+def test_bits_per_byte_are_those_of_the_run(
+    data_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(data_dir, tmp_path / "run", num_iterations=2)
+    trained = tmp_path / "run" / "checkpoints" / "step_000002"
+    assert evaluate(trained, "--data-dir", data_dir, "--out", tmp_path / "out") == 0
+    meta = json.loads((trained / "meta.json").read_text())
+    assert result_of(tmp_path / "out", "bpb")["val_bpb"] == pytest.approx(meta["val_bpb"], rel=1e-6)
+    assert result_of(tmp_path / "out", "sample").startswith("The ")
+    assert "core" not in json.loads((tmp_path / "out" / "eval.json").read_text())["parts"]
+
+
+def test_data_with_another_tokenizer_are_refused(
+    checkpoint: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert "have another tokenizer" in refusal(capfd, checkpoint, "--bpb", "--data-dir", data_dir)

@@ -1,0 +1,58 @@
+"""python -m trainer eval: bits per byte, CORE, chat tasks and a sample of text of a checkpoint.
+
+python -m trainer eval --checkpoint runs/mine/checkpoints/step_000100 --data-dir data
+python -m trainer eval --checkpoint DIR --core data/core --out evaluation
+torchrun --nproc-per-node 2 -m trainer eval --checkpoint DIR --core data/core --out evaluation
+
+Without --core, --bpb, --chat-task and --sample, it evaluates what it can: a sample, bits per byte if
+--data-dir is given, and CORE if that has a bundle in core/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.eval.parts import parts_of
+from trainer.host.logger import RunLogger, set_up_streams
+from trainer.host.rank_env import RankEnv
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory")
+    add("--data-dir", type=Path, metavar="DIR", help="the output of prepare, for --bpb")
+    add("--bpb", action="store_true", help="bits per byte of the validation split")
+    add("--eval-tokens", type=int, default=0, metavar="N", help="validation tokens (default: as in the run)")
+    add("--core", type=Path, metavar="BUNDLE", help="the CORE metric, of the tasks in this folder")
+    add("--core-max-per-task", type=int, default=0, metavar="N", help="items of a task at most; 0: all")
+    add("--core-url", default="", metavar="URL", help="zip file of a bundle: downloads it to --core first")
+    add("--core-sha256", default="", metavar="HEX", help="sha256 of the zip file")
+    add("--sample", action="store_true", help="a sample of text")
+    add("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (%(default)s)")
+    add("--out", type=Path, metavar="DIR", help="keeps eval.json and the results of finished CORE tasks")
+    add("--json", action="store_true", help="log one JSON object per line")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`eval`: evaluate a checkpoint; returns the exit code. Raises ConfigError or DataError."""
+    parts = parts_of(args)
+    env = RankEnv.from_environment()
+    set_up_streams()
+    from trainer.eval.evaluation import Evaluation
+    from trainer.outcome import EXIT_CODES, RunEnd
+
+    try:
+        Evaluation(args, parts, env, RunLogger(env, args.json)).run()
+    except RunEnd as end:
+        print("\n".join(filter(None, (str(end), end.detail))), file=sys.stderr)
+        return EXIT_CODES[end.outcome]
+    except OSError as error:
+        raise ConfigError(
+            f"Cannot write to {error.filename or args.out}: {error.strerror or error}."
+        ) from None
+    return 0

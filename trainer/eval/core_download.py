@@ -1,0 +1,113 @@
+"""Downloads a CORE bundle, a zip file at a URL, and unpacks it: `fetch_bundle(url, sha256, folder)`.
+
+The file is verified before it is opened. Its names are checked, so that nothing is written outside of the
+folder, and the folder appears only when it is complete.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+
+from trainer.data import DataError
+from trainer.data.files import file_sha256, locked, sync_folder
+from trainer.data.progress import Progress
+from trainer.data.transfer import SharedState, Transfer
+from trainer.eval.core_bundle import TASKS
+
+MOST_BYTES = 8 * 2**30  # of all files, unpacked: nanochat's bundle has less than 1 GB
+MOST_FILES = 10_000
+ADVICE = "Check --core-url."
+
+
+def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
+    """Download the zip file at `url` and unpack its bundle to `folder`, unless that has one already.
+
+    sha256: of the zip file, 64 hex digits, or "" if it is not known. Raises DataError. Processes of one host
+    may call it at once: one downloads, the others wait.
+    """
+    if not url.startswith(("http://", "https://")):
+        raise DataError(f"--core-url {url} is no URL (http...).")
+    folder = folder.absolute()
+    with locked(folder.with_name(f".{folder.name}.lock")):
+        if (folder / TASKS).exists():
+            return
+        if folder.exists() and any(folder.iterdir()):
+            raise DataError(f"{folder} has files and no {TASKS}. Give an empty or new folder with --core.")
+        archive = folder.with_name(f".{folder.name}.zip")
+        _download(url, sha256, archive)
+        _unpack(archive, folder)
+        archive.unlink()
+
+
+def _download(url: str, sha256: str, archive: Path) -> None:
+    """Download the zip file and verify its sha256. Raises DataError."""
+    with Progress("downloading the CORE bundle") as progress:
+        transfer = Transfer(url, archive, SharedState(progress), ADVICE)
+        expected = transfer.run().sha256
+        found = file_sha256(archive)
+        expected = sha256 or expected
+        if expected and found != expected:
+            transfer.discard()
+            raise DataError(
+                f"The file at {url} has the sha256 {found} instead of {expected}. It was changed or damaged "
+                "and is removed: check --core-url and --core-sha256."
+            )
+        transfer.metadata_path.unlink(missing_ok=True)
+        if not expected:
+            progress.note(f"no sha256 of {url} is known; it is {found} now, for --core-sha256")
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Unpack the bundle in `archive`, which may be in a folder there, as `folder`. Raises DataError."""
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    try:
+        with zipfile.ZipFile(archive) as file:
+            members = {info: _checked(info) for info in file.infolist() if not _is_extra(info)}
+            sizes = sum(info.file_size for info in members)
+            if sizes > MOST_BYTES or len(members) > MOST_FILES:
+                raise DataError(
+                    f"{archive} has {len(members):,} files of {sizes:,} bytes: that is no bundle."
+                )
+            roots = [path.parent for path in members.values() if path.name == TASKS]
+            if not roots:
+                raise DataError(f"{archive} is no CORE bundle: it has no {TASKS}.")
+            root = min(roots, key=lambda path: len(path.parts))
+            for info, path in members.items():
+                if path.is_relative_to(root):
+                    target = temporary / path.relative_to(root)
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    with file.open(info) as packed, open(target, "xb") as unpacked:
+                        shutil.copyfileobj(packed, unpacked)
+        temporary.chmod(0o755)
+        if folder.exists():
+            folder.rmdir()
+        os.replace(temporary, folder)
+        sync_folder(folder.parent)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+        raise DataError(f"{archive} cannot be unpacked ({error}). Remove it and download it again.") from None
+    except OSError as error:
+        raise DataError(f"{archive} cannot be unpacked to {folder}: {error.strerror or error}.") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _is_extra(info: zipfile.ZipInfo) -> bool:
+    """Whether a member is a folder, or a file that macOS adds."""
+    parts = PurePosixPath(info.filename).parts
+    return info.is_dir() or parts[:1] == ("__MACOSX",) or parts[-1:] == (".DS_Store",)
+
+
+def _checked(info: zipfile.ZipInfo) -> PurePosixPath:
+    """The path of a member. Raises DataError if it leads out of the folder or is no regular file."""
+    path = PurePosixPath(info.filename)
+    kind = stat.S_IFMT(info.external_attr >> 16)
+    unsafe = path.is_absolute() or ".." in path.parts or "\\" in info.filename or ":" in info.filename
+    if unsafe or kind not in (0, stat.S_IFREG):
+        raise DataError(f"The zip file has the member {info.filename!r}, which is not safe: it is not used.")
+    return path

@@ -1,0 +1,228 @@
+"""An evaluation of a checkpoint by one rank or several: loads it, evaluates each part, reports.
+
+    Evaluation(args, parts, env, log).run()      # args of trainer.eval.cli
+
+Before anything is computed, the ranks compare checkpoint, bundle, data and options. Rank 0 reports and keeps
+the results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+from trainer.checkpoint.storage import load_model, model_file, read_meta
+from trainer.config import ConfigError, RunConfig, code_digest
+from trainer.data import DataError
+from trainer.data.dataset import Dataset
+from trainer.data.tokenizer import FILE_NAME, Tokenizer
+from trainer.distributed import consistency
+from trainer.distributed.process_group import Collectives
+from trainer.distributed.rendezvous import join_store
+from trainer.eval import bits_per_byte, sample
+from trainer.eval.core import CoreResult, Progress, TaskResult, evaluate_core
+from trainer.eval.core_bundle import Bundle, read_bundle
+from trainer.eval.core_download import fetch_bundle
+from trainer.eval.parts import Parts
+from trainer.eval.results import Results
+from trainer.formatting import counted, duration, render_table
+from trainer.host.logger import RunLogger, fields
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT
+
+PROGRESS_SECONDS = 10.0  # between two lines
+NAME = "eval"  # in the place of a run_id
+
+
+class Evaluation:
+    """Evaluates the `parts` of a checkpoint on this rank. `run` is a collective call."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    group: Collectives
+    results: Results
+
+    def __init__(self, args: argparse.Namespace, parts: Parts, env: RankEnv, log: RunLogger) -> None:
+        self.args, self.parts, self.env, self.log = args, parts, env, log
+        self.device = self._device()
+        self.meta: dict[str, Any] = {}
+        self.data: Dataset | None = None
+        self.bundle: Bundle | None = None
+        self._reported_at = 0.0
+
+    def run(self) -> None:
+        """Evaluate all parts. Raises RunEnd, ConfigError or DataError."""
+        self._connect()
+        self.model.to(self.device)
+        if self.env.is_coordinator:
+            step, ranks = self.meta["step"], counted(self.env.world_size, "rank")
+            text = f"{self.args.checkpoint}: step {step}, evaluated by {ranks} on {self.device.type}"
+            self.log.info(text, extra=fields("checkpoint", step=step))
+        if self.parts.bpb:
+            self._evaluate_bpb()
+        if self.parts.sample and self.env.is_coordinator:
+            self._write_sample()
+        if self.bundle is not None:
+            self._evaluate_core(self.bundle)
+        self.group.close()
+        if self.env.is_coordinator and self.args.out:
+            self.log.info(f"The results are in {self.args.out}.", extra=fields("out"))
+
+    # -- before ----------------------------------------------------------------------------------------
+
+    def _device(self) -> torch.device:
+        has_gpu = torch.cuda.is_available()
+        if self.args.device == "cuda" and not has_gpu:
+            raise ConfigError("--device is cuda, and torch finds no GPU here. Give --device cpu.")
+        if self.args.device == "cpu" or not has_gpu:
+            return torch.device("cpu")
+        device = torch.device("cuda", self.env.local_rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+        return device
+
+    def _connect(self) -> None:
+        """Load everything, compare it with the other ranks and open the process group."""
+        store = join_store(self.env, NAME) if self.env.world_size > 1 else None
+        problem, compared = "", {}
+        try:
+            compared = self._load()
+        except (ConfigError, DataError) as error:
+            if store is None:
+                raise
+            problem = str(error)
+        record = consistency.Record(
+            self.env.rank, self.env.host, self.env.address(), compared if not problem else {}, {}, problem
+        )
+        records = consistency.check_consistency(
+            store, record, self.env.world_size, consistency.LOADING_SECONDS
+        )
+        self.group = Collectives.open(self.env, [each.peer for each in records], store, self.device)
+
+    def _load(self) -> dict[str, str]:
+        """Load checkpoint, data and bundle; returns what must be equal on all ranks, by name."""
+        args = self.args
+        self.meta = read_meta(args.checkpoint, ())
+        model_name = model_file(args.checkpoint, self.meta).name
+        hashes = {name: self.meta["sha256"][name] for name in (model_name, f"tokenizer/{FILE_NAME}")}
+        identity = {"step": self.meta["step"], "run_id": self.meta.get("run_id", ""), "sha256": hashes}
+        compared = {"trainer code": code_digest()[:16], "device": self.device.type}
+        compared |= {name: digest[:16] for name, digest in hashes.items()}
+        compared |= {"parts": f"{self.parts.bpb} {self.parts.core is not None} {self.parts.sample}"}
+        self.results = Results(args.out if self.env.is_coordinator else None, identity)
+        if self.parts.core is not None:
+            if args.core_url:
+                fetch_bundle(args.core_url, args.core_sha256.lower(), self.parts.core)
+            self.bundle = read_bundle(self.parts.core).limited(args.core_max_per_task)
+            self.finished = self.results.begin_core(self.bundle, args.core_max_per_task)
+            compared |= {"CORE bundle": self.bundle.digest[:16], "max per task": str(args.core_max_per_task)}
+        self.model, self.tokenizer = load_model(args.checkpoint)
+        if self.parts.bpb:
+            self.data = Dataset.open(args.data_dir, self.model.config.sequence_len)
+            if self.data.tokenizer != self.tokenizer:
+                raise ConfigError(
+                    f"The data in {args.data_dir} have another tokenizer than the checkpoint "
+                    f"{args.checkpoint}. Give the --data-dir that it was trained on."
+                )
+            compared |= self.data.hashes | {"eval tokens": str(self._eval_tokens())}
+        return compared
+
+    def _config(self) -> RunConfig:
+        return RunConfig.from_strings(self.meta["config"])
+
+    def _eval_tokens(self) -> int:
+        return int(self.args.eval_tokens or self._config().eval_tokens)
+
+    # -- the parts -------------------------------------------------------------------------------------
+
+    def _evaluate_bpb(self) -> None:
+        assert self.data is not None
+        bpb, loss = bits_per_byte.evaluate(
+            self.model,
+            self.data.val,
+            torch.from_numpy(self.data.tokenizer.token_bytes),
+            self._eval_tokens(),
+            self.env.micro_batch(self._config().device_batch_size),
+            self.group,
+            [1] * self.env.world_size,
+        )
+        if self.env.is_coordinator:
+            result = {"val_bpb": bpb, "val_loss": loss, "eval_tokens": self._eval_tokens()}
+            self.results.add("bpb", result)
+            text = f"{bpb:.4f} bits per byte, validation loss {loss:.4f}"
+            self.log.info(text, extra=fields("bpb", **result))
+
+    def _write_sample(self) -> None:
+        pieces = sample.stream_text(
+            self.model, self.tokenizer, sample.PROMPT, sample.TOKENS, sample.TEMPERATURE
+        )
+        text = sample.PROMPT + "".join(pieces)
+        self.results.add("sample", text)
+        self.log.info(f"sample: {text}", extra=fields("sample", sample=text))
+
+    def _evaluate_core(self, bundle: Bundle) -> None:
+        # Only rank 0 knows the finished tasks.
+        finished = self.finished if self.env.is_coordinator else {}
+        known = {label: [result.correct, result.items] for label, result in finished.items()}
+        sent = self.group.gather_bytes(json.dumps(known).encode() if self.env.is_coordinator else b"")[0]
+        finished = {
+            task.label: TaskResult(*counts, task.centered(counts[0] / counts[1]))
+            for task in bundle.tasks
+            if (counts := json.loads(sent).get(task.label))
+        }
+        if finished and self.env.is_coordinator:
+            text = f"CORE: {counted(len(finished), 'task')} of {len(bundle.tasks)} were finished before."
+            self.log.info(text, extra=fields("core_resumed", tasks=list(finished)))
+        result = evaluate_core(
+            self.model,
+            self.tokenizer,
+            bundle,
+            self.group,
+            finished,
+            self._report_progress,
+            self._report_task,
+        )
+        if self.env.is_coordinator:
+            self.results.add_core(result, self.args.core_max_per_task)
+            self.log.info(core_table(result), extra=fields("core", **result.to_dict()))
+
+    def _report_progress(self, progress: Progress) -> None:
+        if not self.env.is_coordinator or time.monotonic() - self._reported_at < PROGRESS_SECONDS:
+            return
+        self._reported_at = time.monotonic()
+        left = progress.seconds_left
+        eta = "" if left is None else f"; about {duration(left)} left for all tasks"
+        self.log.info(
+            f"CORE {progress.task}: {progress.done} of {counted(progress.items, 'item')}{eta}",
+            extra=fields("core_progress", task=progress.task, done=progress.done, eta_seconds=left),
+        )
+
+    def _report_task(self, label: str, result: TaskResult, seconds: float) -> None:
+        if self.env.is_coordinator:
+            self.results.add_task(label, result)
+            self.log.info(
+                task_line(label, result, seconds),
+                extra=fields("core_task", task=label, accuracy=result.accuracy, centered=result.centered),
+            )
+
+
+def task_line(label: str, result: TaskResult, seconds: float) -> str:
+    """A line of the log on a finished task of CORE."""
+    return (
+        f"CORE {label}: accuracy {result.accuracy:.4f}, centered {result.centered:.4f} "
+        f"({counted(result.items, 'item')}, {duration(seconds)})"
+    )
+
+
+def core_table(result: CoreResult) -> str:
+    """The accuracies of all tasks and the CORE metric as a table."""
+    rows: list[list[Any]] = [["task", "items", "accuracy", "centered"]]
+    rows += [
+        [label, each.items, f"{each.accuracy:.4f}", f"{each.centered:.4f}"]
+        for label, each in result.tasks.items()
+    ]
+    rows.append(["CORE", "", "", f"{result.metric:.4f}"])
+    return f"CORE metric {result.metric:.4f}\n{render_table(rows)}"

@@ -1,0 +1,37 @@
+"""What an evaluation evaluates, from the options of `python -m trainer eval`."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import ConfigError
+
+BUNDLE = "core"  # in a data directory
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What is evaluated; `core` is a folder with a bundle."""
+
+    bpb: bool
+    core: Path | None
+    sample: bool
+
+
+def parts_of(args: argparse.Namespace) -> Parts:
+    """What to evaluate. Raises ConfigError for options that contradict each other."""
+    if args.core_max_per_task < 0 or args.eval_tokens < 0:
+        raise ConfigError("--core-max-per-task and --eval-tokens take whole numbers from 0.")
+    if args.bpb and args.data_dir is None:
+        raise ConfigError("--bpb needs --data-dir, whose validation split it evaluates.")
+    if (args.core_url or args.core_sha256) and args.core is None:
+        raise ConfigError("--core-url needs --core, the folder for the bundle.")
+    if args.core_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", args.core_sha256):
+        raise ConfigError("--core-sha256 takes 64 hex digits.")
+    if args.bpb or args.core or args.sample:
+        return Parts(args.bpb, args.core, args.sample)
+    core = args.data_dir and args.data_dir / BUNDLE
+    return Parts(args.data_dir is not None, core if core and core.is_dir() else None, True)

@@ -1,0 +1,89 @@
+"""The files of an evaluation in its --out folder. They belong to one checkpoint and are written whole.
+
+eval.json   the result of each part: bpb, core, sample; a later command adds parts
+core.json   the answers of finished CORE tasks, so that an interrupted evaluation continues after them
+core.csv    a line per CORE task, as nanochat writes it
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.config import ConfigError
+from trainer.data.files import write_json, write_whole
+from trainer.eval.core import CoreResult, TaskResult
+from trainer.eval.core_bundle import Bundle
+
+RESULT, CORE, TABLE = "eval.json", "core.json", "core.csv"
+SCHEMA = 1
+
+
+class Results:
+    """Reads and writes the files in `folder`; without one, nothing is kept."""
+
+    def __init__(self, folder: Path | None, checkpoint: Mapping[str, Any]) -> None:
+        """`checkpoint` identifies the checkpoint. Raises ConfigError if the folder has results of another."""
+        self.folder, self.checkpoint = folder, dict(checkpoint)
+        self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
+        self._core: dict[str, Any] = {}
+        if folder is not None:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise ConfigError(f"--out {folder} cannot be created: {error.strerror}.") from None
+
+    def add(self, part: str, result: Any) -> None:
+        """Set the result of a part in eval.json."""
+        self.parts[part] = result
+        if self.folder is not None:
+            content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
+            write_json(self.folder / RESULT, content)
+
+    def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, TaskResult]:
+        """The results of finished tasks of the bundle. Raises ConfigError if they are of another one."""
+        key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
+        self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
+        return {
+            task.label: TaskResult(done[0], done[1], task.centered(done[0] / done[1]))
+            for task in bundle.tasks
+            if (done := self._core["tasks"].get(task.label))
+        }
+
+    def add_task(self, label: str, result: TaskResult) -> None:
+        """Keep the result of a CORE task."""
+        self._core["tasks"][label] = [result.correct, result.items]
+        if self.folder is not None:
+            write_json(self.folder / CORE, self._core)
+
+    def add_core(self, result: CoreResult, max_per_task: int) -> None:
+        """Set the result of CORE in eval.json, and write its table."""
+        self.add("core", {**result.to_dict(), "max_per_task": max_per_task, "bundle": self._core["bundle"]})
+        if self.folder is not None:
+            write_whole(self.folder / TABLE, result.to_csv().encode())
+
+    def _read(self, name: str, key: Mapping[str, Any]) -> dict[str, Any]:
+        """The content of a file, empty if it is missing. Raises ConfigError unless it has the values `key`."""
+        if self.folder is None:
+            return {}
+        path = self.folder / name
+        try:
+            content = dict(json.loads(path.read_bytes()))
+            version = content["schema"]
+            other = [field for field, value in key.items() if content[field] != value]
+        except FileNotFoundError:
+            return {}
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}.") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged ({error}). Remove it, and evaluate again.") from None
+        if version != SCHEMA:
+            raise ConfigError(f"{path} has the schema {version}; this release reads {SCHEMA}. Remove it.")
+        if other:
+            what = " and ".join(name.replace("_", " ") for name in other)
+            raise ConfigError(
+                f"{path} has results of another {what}. Give another --out, or remove the files in it."
+            )
+        return content
