@@ -94,6 +94,8 @@ class RunConfig:
     final_lr_frac: float = setting(0.05, "fraction of the rates at the end")
     eval_every: int = setting(250, "steps between evaluations; 0: only at the end", RUNTIME)
     eval_tokens: int = setting(65536, "validation tokens of an evaluation over all ranks", RUNTIME)
+    core_metric_every: int = setting(0, "steps between evaluations of CORE; 0: never", RUNTIME)
+    core_metric_max_per_task: int = setting(500, "items of each CORE task at most; 0: all", RUNTIME)
     sample_every: int = setting(0, "steps between samples of text; 0: only at the end", RUNTIME)
     save_every: int = setting(0, "steps between checkpoints; 0: by save_minutes only", RUNTIME)
     save_minutes: float = setting(
@@ -250,6 +252,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
+    (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
     (lambda v: v > 0, "must be above 0", "target_param_data_ratio"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),

@@ -27,6 +27,8 @@ from trainer.data.files import write_whole
 from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store, prefix_of
+from trainer.eval.core_bundle import HOW_TO_GET, Bundle, read_bundle
+from trainer.eval.parts import BUNDLE
 from trainer.formatting import counted
 from trainer.health.attempt_history import was_requested
 from trainer.health.run_status import RunStatus
@@ -56,14 +58,17 @@ class RunSetup:
     """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
 
     predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
+    evaluates_core: they evaluate CORE if core_metric_every is set.
     `run` sets the other attributes, which the training loop uses.
     """
 
     predicts = False
     trains = True
+    evaluates_core = True
 
     plan: Plan  # its batch split is that at the first step
     data: Dataset
+    core: Bundle | None = None  # of core_metric_every
     group: Collectives
     numerics: Numerics
     model: GPT
@@ -159,6 +164,19 @@ class RunSetup:
     def open_data(self) -> Dataset:
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
+    def _read_core(self) -> dict[str, str]:
+        """Read the CORE bundle, if it will be evaluated. Returns its digest by name, for the comparison."""
+        every, folder = self.config.core_metric_every, self.data_dir / BUNDLE
+        if not every or not self.evaluates_core:
+            return {}
+        if not folder.is_dir():
+            raise ConfigError(
+                f"core_metric_every is {every}, and there is no CORE bundle {folder} on {self.env.host}. "
+                f"{HOW_TO_GET}, or set core_metric_every to 0."
+            )
+        self.core = read_bundle(folder).limited(self.config.core_metric_max_per_task)
+        return {"CORE bundle": self.core.digest[:16]}
+
     def make_sync(self) -> SyncMode:
         outer = Outer.of(self.config)
         return make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
@@ -178,7 +196,7 @@ class RunSetup:
         try:
             self.micro_batch = self.env.micro_batch(self.micro_batch)
             self.data = self.open_data()
-            info, hashes = self.data.info, self.data.hashes
+            info, hashes = self.data.info, self.data.hashes | self._read_core()
             self.plan = make_plan(
                 self.config, info.vocab_size, self.env.world_size, self.run_file.fixed_shares
             )

@@ -29,7 +29,7 @@ from trainer.data.loader import Batch, active_rows, rank_rows, read_batch
 from trainer.distributed.digest import ParameterCheck, compare_batches
 from trainer.distributed.process_group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.distributed.step_sync import StepReport, StepSummary, StepSync
-from trainer.eval import sample
+from trainer.eval import core_in_run, sample
 from trainer.eval.bits_per_byte import evaluate
 from trainer.health.attempt import Attempt
 from trainer.health.run_status import RunStatus
@@ -236,13 +236,17 @@ class Trainer:
         """After `step`, counted from 1: evaluate, write a sample and save a checkpoint, each if it is due."""
         config = self.config
         evaluates = is_last or (_due(step, config.eval_every) and not summary.stop)
+        scores_last = is_last and config.core_metric_every > 0
+        scores = scores_last or (_due(step, config.core_metric_every) and not summary.stop)
         samples = is_last or _due(step, config.sample_every)
         saves = is_last or summary.save or summary.stop
-        if not (evaluates or samples or saves):
+        if not (evaluates or scores or samples or saves):
             return
         with self.sync.shared_parameters():
             saves_best = bool(config.save_every or config.save_minutes)
             best = evaluates and self._evaluate() and saves_best
+            if scores:
+                self._evaluate_core()
             if samples and self.env.is_coordinator:
                 self._write_sample()
             if saves or best:
@@ -339,6 +343,18 @@ class Trainer:
                 self.plan.shares,
             )
         return self.reporter.evaluation(bpb, loss)
+
+    def _evaluate_core(self) -> None:
+        """Evaluate CORE on all ranks and report it, unless the run is stopped meanwhile."""
+        setup, stop = self.setup, lambda: self.env.is_coordinator and os.path.lexists(self.stop_file)
+        assert setup.core is not None
+        watched = self.run_status, self.watchdog, stop
+        with self._long_phase("evaluate"):
+            result = core_in_run.evaluate(
+                self.model, self.data.tokenizer, setup.core, self.group, self.plan.shares, *watched
+            )
+        if result:
+            self.reporter.core(result.metric, result.to_csv(), result.describe())
 
     def _write_sample(self) -> None:
         """On rank 0, generate a sample of text and report it. Other ranks wait in their next collective."""

@@ -1,4 +1,4 @@
-"""`eval` computes nanochat's CORE of a checkpoint on 1, 2 and 3 ranks, continues, and refuses what differs."""
+"""`eval` computes nanochat's CORE of a checkpoint on 1 to 3 ranks, continues, and refuses what differs."""
 
 from __future__ import annotations
 

@@ -73,6 +73,7 @@ class BenchTrainer(Trainer):
         self, run_file: RunFile, data_dir: Path | None, run_dir: Path, env: RankEnv, *more: Any
     ) -> None:
         super().__init__(run_file, data_dir or Path(), run_dir, env, *more)
+        self.setup.evaluates_core = False
         self.setup.predicts = env.world_size > 1  # to compare with
         if data_dir is None:
             self.setup.open_data = lambda: synthetic(self.config.sequence_len)  # type: ignore[method-assign]

@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> int:
         print("\n".join(filter(None, (str(end), end.detail))), file=sys.stderr)
         return EXIT_CODES[end.outcome]
     except OSError as error:
-        raise ConfigError(
-            f"Cannot write to {error.filename or args.out}: {error.strerror or error}."
-        ) from None
+        where = error.filename or args.out
+        raise ConfigError(f"Cannot write to {where}: {error.strerror or error}.") from None
     return 0

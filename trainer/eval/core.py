@@ -3,26 +3,29 @@
     result = evaluate_core(model, tokenizer, bundle, group)
     result.metric, result.tasks["hellaswag"].accuracy
 
-Ranks take the items of a task in turn. Each item is computed by itself, so that the result is the same for
-any number of ranks. After every block of items the ranks add up their answers: a rank waits for a slower one
-for the time of a block, not of a task.
+The items of a task are striped over the ranks in blocks. Each item is computed by itself, so that the result
+is the same for any number of ranks. After every block the ranks add up their answers: a rank waits for a
+slower one for the time of a block, not of a task.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trainer.data.loader import proportional_split, rank_rows
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
 from trainer.eval.core_bundle import CHOICE, LANGUAGE, OPTIONS, SCHEMA, Bundle, Task
 from trainer.eval.core_prompts import Prompt, make_prompts
+from trainer.formatting import render_table
 from trainer.model.gpt import GPT
 
 BLOCK = 16  # items of a rank between two sums over the ranks
@@ -67,6 +70,16 @@ class CoreResult:
         }
         return {"core_metric": self.metric, "tasks": tasks}
 
+    def describe(self) -> str:
+        """The metric, and the accuracies of all tasks as a table."""
+        rows: list[list[Any]] = [["task", "items", "accuracy", "centered"]]
+        rows += [
+            [label, each.items, f"{each.accuracy:.4f}", f"{each.centered:.4f}"]
+            for label, each in self.tasks.items()
+        ]
+        rows.append(["CORE", "", "", f"{self.metric:.4f}"])
+        return f"CORE metric {self.metric:.4f}\n{render_table(rows)}"
+
     def to_csv(self) -> str:
         """A line per task with accuracy and centered accuracy, then the metric: nanochat's table."""
         rows = [("Task", "Accuracy", "Centered")]
@@ -79,7 +92,7 @@ class CoreResult:
 class Progress:
     """How far an evaluation is. part: the share of its work that is done, about; seconds: so far.
 
-    block_tokens: those of the rank that has the most in the block that begins, times the number of ranks.
+    block_tokens: those of the rank that has the most in the block that begins.
     """
 
     task: str
@@ -92,6 +105,10 @@ class Progress:
     @property
     def seconds_left(self) -> float | None:
         return self.seconds / self.part * (1 - self.part) if self.part else None
+
+
+class StoppedEvaluationError(Exception):
+    """Raised on all ranks if one of them has asked to stop the evaluation."""
 
 
 def ignore(*_: Any) -> None:
@@ -107,12 +124,17 @@ def evaluate_core(
     finished: Mapping[str, TaskResult] | None = None,
     on_block: Callable[[Progress], None] = ignore,
     on_task: Callable[[str, TaskResult, float], None] = ignore,
+    shares: Sequence[int] = (),
+    should_stop: Callable[[], bool] = bool,
 ) -> CoreResult:
     """Evaluate all tasks of `bundle`. A collective call; every rank returns the same result.
 
     finished: results of tasks that are not evaluated again, equal on all ranks. on_block is called before
-    each block of items, on_task after each task with its label, result and seconds.
+    each block of items, on_task after each task with its label, result and seconds. Ranks take items in
+    proportion to `shares`; empty: equally many. Raises StoppedEvaluationError after a block in which
+    `should_stop` of a rank is true.
     """
+    shares = shares or [1] * group.world_size
     results = dict(finished or {})
     open_tasks = [task for task in bundle.tasks if task.label not in results]
     works = [work_of(task) for task in open_tasks]
@@ -122,22 +144,22 @@ def evaluate_core(
             started, correct = time.monotonic(), 0
             step = BLOCK * group.world_size
             for first in range(0, len(task.items), step):
-                numbers = range(first, min(first + step, len(task.items)))
-                mine = [
-                    make_prompts(task, i, tokenizer, model.cos.size(0))
-                    for i in numbers[group.rank :: group.world_size]
-                ]
+                block = np.arange(first, min(first + step, len(task.items)))
+                numbers = rank_rows(block, proportional_split(shares, len(block)), group.rank).tolist()
+                mine = [make_prompts(task, i, tokenizer, model.cos.size(0)) for i in numbers]
                 part = (sum(works[:number]) + works[number] * first / len(task.items)) / sum(works)
                 tokens = _most_tokens(group, mine)
                 seconds = time.monotonic() - began
                 on_block(Progress(task.label, first, len(task.items), part, seconds, tokens))
                 answers = [
                     _is_correct(model, task, task.items[i].get("gold", 0), prompts)
-                    for i, prompts in zip(numbers[group.rank :: group.world_size], mine, strict=True)
+                    for i, prompts in zip(numbers, mine, strict=True)
                 ]
-                total = torch.tensor([float(sum(answers))], dtype=torch.float64)
+                total = torch.tensor([sum(answers), should_stop()], dtype=torch.float64)
                 group.all_reduce([total])
-                correct += round(total.item())
+                if total[1]:
+                    raise StoppedEvaluationError
+                correct += round(total[0].item())
             centered = task.centered(correct / len(task.items))
             results[task.label] = TaskResult(correct, len(task.items), centered)
             on_task(task.label, results[task.label], time.monotonic() - started)
@@ -156,9 +178,9 @@ def work_of(task: Task) -> float:
 
 
 def _most_tokens(group: Collectives, mine: list[list[Prompt]]) -> int:
-    """The padded tokens of the rank with the most, times the number of ranks."""
+    """The padded tokens of the rank with the most."""
     tokens = sum(len(prompts) * max(len(prompt.tokens) for prompt in prompts) for prompts in mine)
-    return int(group.gather_int64(torch.tensor([tokens])).max()) * group.world_size
+    return int(group.gather_int64(torch.tensor([tokens])).max())
 
 
 def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> bool:

@@ -71,9 +71,7 @@ def _unpack(archive: Path, folder: Path) -> None:
             members = {info: _checked(info) for info in file.infolist() if not _is_extra(info)}
             sizes = sum(info.file_size for info in members)
             if sizes > MOST_BYTES or len(members) > MOST_FILES:
-                raise DataError(
-                    f"{archive} has {len(members):,} files of {sizes:,} bytes: that is no bundle."
-                )
+                raise DataError(f"{archive} is no bundle: {len(members):,} files of {sizes:,} bytes.")
             roots = [path.parent for path in members.values() if path.name == TASKS]
             if not roots:
                 raise DataError(f"{archive} is no CORE bundle: it has no {TASKS}.")

@@ -24,12 +24,12 @@ from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store
 from trainer.eval import bits_per_byte, sample
-from trainer.eval.core import CoreResult, Progress, TaskResult, evaluate_core
+from trainer.eval.core import Progress, TaskResult, evaluate_core
 from trainer.eval.core_bundle import Bundle, read_bundle
 from trainer.eval.core_download import fetch_bundle
 from trainer.eval.parts import Parts
 from trainer.eval.results import Results
-from trainer.formatting import counted, duration, render_table
+from trainer.formatting import counted, duration
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
@@ -187,7 +187,7 @@ class Evaluation:
         )
         if self.env.is_coordinator:
             self.results.add_core(result, self.args.core_max_per_task)
-            self.log.info(core_table(result), extra=fields("core", **result.to_dict()))
+            self.log.info(result.describe(), extra=fields("core", **result.to_dict()))
 
     def _report_progress(self, progress: Progress) -> None:
         if not self.env.is_coordinator or time.monotonic() - self._reported_at < PROGRESS_SECONDS:
@@ -215,14 +215,3 @@ def task_line(label: str, result: TaskResult, seconds: float) -> str:
         f"CORE {label}: accuracy {result.accuracy:.4f}, centered {result.centered:.4f} "
         f"({counted(result.items, 'item')}, {duration(seconds)})"
     )
-
-
-def core_table(result: CoreResult) -> str:
-    """The accuracies of all tasks and the CORE metric as a table."""
-    rows: list[list[Any]] = [["task", "items", "accuracy", "centered"]]
-    rows += [
-        [label, each.items, f"{each.accuracy:.4f}", f"{each.centered:.4f}"]
-        for label, each in result.tasks.items()
-    ]
-    rows.append(["CORE", "", "", f"{result.metric:.4f}"])
-    return f"CORE metric {result.metric:.4f}\n{render_table(rows)}"

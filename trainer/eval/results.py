@@ -65,7 +65,7 @@ class Results:
             write_whole(self.folder / TABLE, result.to_csv().encode())
 
     def _read(self, name: str, key: Mapping[str, Any]) -> dict[str, Any]:
-        """The content of a file, empty if it is missing. Raises ConfigError unless it has the values `key`."""
+        """The content of a file, empty if it is missing. Raises ConfigError if it lacks the values `key`."""
         if self.folder is None:
             return {}
         path = self.folder / name

@@ -146,6 +146,10 @@ class RunStatus:
             self._stage_entered, self._stage = now, stage
             self._record.blame = None
 
+    def begin_stage_again(self) -> None:
+        """Count the seconds of the current stage from now on, because a part of it is done."""
+        self._stage_entered = self._clock()
+
     @property
     def stage(self) -> Stage:
         """The current stage, and the seconds since it began."""

@@ -4,6 +4,7 @@ facts.json     run_id, experiment, params and tags of the run
 metrics.jsonl  one line for each step and evaluation: step, figures, time
 system.jsonl   one line for each sample of the host of rank 0: number of the sample as `step`, figures, time
 samples/       generated texts, step_000100.txt
+core/          accuracy by task of an evaluation of CORE, step_000100.csv
 plots/         drawn from metrics.jsonl at the end
 tracker.json   what the server has received; only the sender writes it
 """
@@ -23,7 +24,7 @@ from trainer.data.files import is_full, sync_file, write_json
 from trainer.tracking.names import metric_of
 
 FACTS, METRICS, SYSTEM, CURSOR = "facts.json", "metrics.jsonl", "system.jsonl", "tracker.json"
-SAMPLES, PLOTS = "samples", "plots"
+SAMPLES, CORE, PLOTS = "samples", "core", "plots"
 EARLIER_EXPERIMENT = "nanofleet"  # of runs whose facts.json names none
 KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.txt")
 

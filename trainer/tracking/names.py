@@ -19,6 +19,7 @@ METRICS = {
     "mfu": "train/mfu",
     "epoch": "train/epoch",
     "val_bpb": "val/bpb",
+    "core_metric": "core_metric",
     "total_training_flops": "total_training_flops",
     "total_training_time": "total_training_time",
     "loss": "train/step_loss",

@@ -206,6 +206,14 @@ class Reporter:
             )
         return is_best
 
+    def core(self, metric: float, table: str, text: str) -> None:
+        """Report an evaluation of CORE to tracker and log: the metric, a table for a file, and a text."""
+        if self.tracker is not None:
+            step = self.train_state.step
+            self.tracker.step(step, {"core_metric": metric})
+            self.tracker.core(step, table)
+            self.log.info(f"step {step}: {text}", extra=fields("core", step=step, core_metric=metric))
+
     def sample(self, text: str) -> None:
         """Report a sample of generated text to outcome, tracker and log."""
         self.attempt.update(sample=text)

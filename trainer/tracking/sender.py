@@ -144,7 +144,8 @@ class Sender:
                 new_lines.offset = batch[-1][1]
                 if running:
                     self.report_lag()
-        self._put_files(run, (self.run_dir / files.SAMPLES).glob("*"))
+        for folder in (files.SAMPLES, files.CORE):
+            self._put_files(run, (self.run_dir / folder).glob("*"))
 
     def _finish(self, outcome: str | None) -> None:
         self._send(running=False)

@@ -64,9 +64,15 @@ class Tracker:
 
     def sample(self, step: int, text: str) -> None:
         """Write a text that was generated after `step` to samples/step_NNNNNN.txt."""
-        folder = self._run_dir / files.SAMPLES
-        folder.mkdir(exist_ok=True)
-        write_whole(folder / f"step_{step:06d}.txt", (text.rstrip("\n") + "\n").encode())
+        self._write(files.SAMPLES, f"step_{step:06d}.txt", text.rstrip("\n") + "\n")
+
+    def core(self, step: int, table: str) -> None:
+        """Write the accuracies of an evaluation of CORE after `step` to core/step_NNNNNN.csv."""
+        self._write(files.CORE, f"step_{step:06d}.csv", table)
+
+    def _write(self, folder: str, name: str, text: str) -> None:
+        (self._run_dir / folder).mkdir(exist_ok=True)
+        write_whole(self._run_dir / folder / name, text.encode())
 
     def close(self, outcome: str, hurry: bool = False) -> None:
         """End the tracking. Waits while the sender makes progress, at most 30 s, with `hurry` at most 1 s."""

@@ -1,0 +1,44 @@
+"""CORE between two steps of a run: the watchdog learns how long each block may take, and a stop ends it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.process_group import Collectives
+from trainer.eval.core import CoreResult, Progress, StoppedEvaluationError, evaluate_core
+from trainer.eval.core_bundle import Bundle
+from trainer.health.run_status import RunStatus
+from trainer.health.watchdog import Watchdog
+from trainer.model.gpt import GPT
+
+
+def evaluate(
+    model: GPT,
+    tokenizer: Tokenizer,
+    bundle: Bundle,
+    group: Collectives,
+    shares: Sequence[int],
+    run_status: RunStatus,
+    watchdog: Watchdog,
+    should_stop: Callable[[], bool],
+) -> CoreResult | None:
+    """Evaluate CORE on all ranks. A collective call. Returns None if `should_stop` of a rank became true.
+
+    shares: the rows of a step by rank. The watchdog compares a block with steps of as many tokens.
+    """
+    before = watchdog.evaluation_steps
+    slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank
+
+    def begin_block(progress: Progress) -> None:
+        run_status.begin_stage_again()
+        watchdog.evaluation_steps = max(before, progress.block_tokens / slowest)
+
+    try:
+        return evaluate_core(
+            model, tokenizer, bundle, group, on_block=begin_block, shares=shares, should_stop=should_stop
+        )
+    except StoppedEvaluationError:
+        return None
+    finally:
+        watchdog.evaluation_steps = before
