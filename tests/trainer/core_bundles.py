@@ -7,18 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from golden_chat import GOLDEN
 from reference import fill_by_formula
 
-from trainer.data.tokenizer import Tokenizer
 from trainer.model.gpt import GPT, GPTConfig
 
-GOLDEN: dict[str, Any] = json.loads((Path(__file__).parent / "golden_chat.json").read_text())
 FIXTURE = Path(__file__).resolve().parents[1] / "fixtures" / "core"
-
-
-def byte_tokenizer() -> Tokenizer:
-    """Single bytes as ids 0 to 255, then the special tokens."""
-    return Tokenizer([bytes([value]) for value in range(256)])
 
 
 def golden_model() -> GPT:

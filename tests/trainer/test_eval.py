@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from conftest import free_port, train_here
-from core_bundles import GOLDEN, byte_tokenizer, golden_bundle, golden_model
+from core_bundles import golden_bundle, golden_model
+from golden_chat import GOLDEN, byte_tokenizer
 
 from trainer.__main__ import main
 from trainer.checkpoint import storage
@@ -223,3 +224,19 @@ def test_data_with_another_tokenizer_are_refused(
     checkpoint: Path, data_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert "have another tokenizer" in refusal(capfd, checkpoint, "--bpb", "--data-dir", data_dir)
+
+
+def test_questions_are_answered(checkpoint: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    letters, texts = tmp_path / "letters.jsonl", tmp_path / "texts.jsonl"
+    asked = {"question": "Which is eaten?", "choices": ["bread", "stone"]}
+    letters.write_text("".join(json.dumps({**asked, "answer": answer}) + "\n" for answer in "AB"))
+    texts.write_text(json.dumps({"question": "1 and 1?", "answer": "two"}) + "\n")
+    given = ["--chat-task", letters, "--chat-task", texts, "--chat-max-tokens", "4", "--out", tmp_path]
+    assert evaluate(checkpoint, *given) == 0
+    found = result_of(tmp_path, "chat")
+    assert {name: task["accuracy"] for name, task in found["tasks"].items()} == {"letters": 0.5, "texts": 0}
+    assert found["chatcore_metric"] == 0
+    assert "ChatCORE metric 0.0000" in capfd.readouterr().out
+    twice = ["--chat-task", letters, "--chat-task", tmp_path / "more" / "letters.jsonl"]
+    said = refusal(capfd, checkpoint, *twice)
+    assert "--chat-task has files of one name" in said

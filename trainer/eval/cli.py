@@ -18,6 +18,7 @@ from trainer.config import ConfigError
 from trainer.eval.parts import parts_of
 from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.rank_env import RankEnv
+from trainer.options import number_from_zero
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -32,6 +33,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--core-max-per-task", type=int, default=0, metavar="N", help="items of a task at most; 0: all")
     add("--core-url", default="", metavar="URL", help="zip file of a bundle: downloads it to --core first")
     add("--core-sha256", default="", metavar="HEX", help="sha256 of the zip file")
+    add(
+        "--chat-task",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="questions; may be repeated",
+    )
+    add("--chat-samples", type=int, default=1, metavar="N", help="answers to a question (%(default)s)")
+    add(
+        "--chat-temperature",
+        type=number_from_zero,
+        default=0.0,
+        metavar="X",
+        help="0: no sampling (%(default)s)",
+    )
+    add("--chat-max-tokens", type=int, default=256, metavar="N", help="tokens of an answer (%(default)s)")
     add("--sample", action="store_true", help="a sample of text")
     add("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="keeps eval.json and the results of finished CORE tasks")

@@ -15,20 +15,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trainer.data.loader import proportional_split, rank_rows
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
 from trainer.eval.core_bundle import CHOICE, LANGUAGE, OPTIONS, SCHEMA, Bundle, Task
 from trainer.eval.core_prompts import Prompt, make_prompts
+from trainer.eval.striping import add_up, blocks, own_items
 from trainer.formatting import render_table
 from trainer.model.gpt import GPT
 
-BLOCK = 16  # items of a rank between two sums over the ranks
 # nanochat's models take prompts of this many times sequence_len: its rotary tables have that length.
 LONGEST_CONTEXT = 10
 
@@ -44,6 +42,11 @@ class TaskResult:
     @property
     def accuracy(self) -> float:
         return self.correct / self.items
+
+
+def task_result(task: Task, correct: int, items: int) -> TaskResult:
+    """The result of a task with `correct` right answers to `items` items."""
+    return TaskResult(correct, items, task.centered(correct / items))
 
 
 @dataclass(frozen=True)
@@ -134,7 +137,6 @@ def evaluate_core(
     proportion to `shares`; empty: equally many. Raises StoppedEvaluationError after a block in which
     `should_stop` of a rank is true.
     """
-    shares = shares or [1] * group.world_size
     results = dict(finished or {})
     open_tasks = [task for task in bundle.tasks if task.label not in results]
     works = [work_of(task) for task in open_tasks]
@@ -142,26 +144,22 @@ def evaluate_core(
     with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
         for number, task in enumerate(open_tasks):
             started, correct = time.monotonic(), 0
-            step = BLOCK * group.world_size
-            for first in range(0, len(task.items), step):
-                block = np.arange(first, min(first + step, len(task.items)))
-                numbers = rank_rows(block, proportional_split(shares, len(block)), group.rank).tolist()
+            for block in blocks(len(task.items), group):
+                numbers = own_items(block, group, shares)
                 mine = [make_prompts(task, i, tokenizer, model.cos.size(0)) for i in numbers]
-                part = (sum(works[:number]) + works[number] * first / len(task.items)) / sum(works)
+                part = (sum(works[:number]) + works[number] * block[0] / len(task.items)) / sum(works)
                 tokens = _most_tokens(group, mine)
                 seconds = time.monotonic() - began
-                on_block(Progress(task.label, first, len(task.items), part, seconds, tokens))
+                on_block(Progress(task.label, block[0], len(task.items), part, seconds, tokens))
                 answers = [
                     _is_correct(model, task, task.items[i].get("gold", 0), prompts)
                     for i, prompts in zip(numbers, mine, strict=True)
                 ]
-                total = torch.tensor([sum(answers), should_stop()], dtype=torch.float64)
-                group.all_reduce([total])
-                if total[1]:
+                right, stops = add_up(group, sum(answers), should_stop())
+                if stops:
                     raise StoppedEvaluationError
-                correct += round(total[0].item())
-            centered = task.centered(correct / len(task.items))
-            results[task.label] = TaskResult(correct, len(task.items), centered)
+                correct += right
+            results[task.label] = task_result(task, correct, len(task.items))
             on_task(task.label, results[task.label], time.monotonic() - started)
     return CoreResult({task.label: results[task.label] for task in bundle.tasks})
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store
 from trainer.eval import bits_per_byte, sample
-from trainer.eval.core import Progress, TaskResult, evaluate_core
+from trainer.eval.chat_tasks import ChatTask, Sampling, check_letter, evaluate_task, read_task
+from trainer.eval.core import Progress, TaskResult, evaluate_core, task_result
 from trainer.eval.core_bundle import Bundle, read_bundle
 from trainer.eval.core_download import fetch_bundle
 from trainer.eval.parts import Parts
@@ -52,6 +54,8 @@ class Evaluation:
         self.meta: dict[str, Any] = {}
         self.data: Dataset | None = None
         self.bundle: Bundle | None = None
+        self.chat = list[ChatTask]()
+        self.finished: dict[str, list[int]] = {}  # CORE tasks: right answers and items; on rank 0
         self._reported_at = 0.0
 
     def run(self) -> None:
@@ -68,6 +72,8 @@ class Evaluation:
             self._write_sample()
         if self.bundle is not None:
             self._evaluate_core(self.bundle)
+        if self.chat:
+            self._evaluate_chat()
         self.group.close()
         if self.env.is_coordinator and self.args.out:
             self.log.info(f"The results are in {self.args.out}.", extra=fields("out"))
@@ -119,7 +125,13 @@ class Evaluation:
             self.bundle = read_bundle(self.parts.core).limited(args.core_max_per_task)
             self.finished = self.results.begin_core(self.bundle, args.core_max_per_task)
             compared |= {"CORE bundle": self.bundle.digest[:16], "max per task": str(args.core_max_per_task)}
+        self.chat = [read_task(path) for path in self.parts.chat]
+        compared |= {f"questions {task.name}": task.digest[:16] for task in self.chat}
+        compared |= {"answers": str(self._sampling())} if self.chat else {}
         self.model, self.tokenizer = load_model(args.checkpoint)
+        letters = {letter for task in self.chat for each in task.questions for letter in each.letters}
+        for letter in sorted(letters):
+            check_letter(self.tokenizer, letter)
         if self.parts.bpb:
             self.data = Dataset.open(args.data_dir, self.model.config.sequence_len)
             if self.data.tokenizer != self.tokenizer:
@@ -165,13 +177,12 @@ class Evaluation:
 
     def _evaluate_core(self, bundle: Bundle) -> None:
         # Only rank 0 knows the finished tasks.
-        finished = self.finished if self.env.is_coordinator else {}
-        known = {label: [result.correct, result.items] for label, result in finished.items()}
-        sent = self.group.gather_bytes(json.dumps(known).encode() if self.env.is_coordinator else b"")[0]
+        known = json.dumps(self.finished).encode() if self.env.is_coordinator else b""
+        counts = json.loads(self.group.gather_bytes(known)[0])
         finished = {
-            task.label: TaskResult(*counts, task.centered(counts[0] / counts[1]))
+            task.label: task_result(task, *counts[task.label])
             for task in bundle.tasks
-            if (counts := json.loads(sent).get(task.label))
+            if task.label in counts
         }
         if finished and self.env.is_coordinator:
             text = f"CORE: {counted(len(finished), 'task')} of {len(bundle.tasks)} were finished before."
@@ -188,6 +199,35 @@ class Evaluation:
         if self.env.is_coordinator:
             self.results.add_core(result, self.args.core_max_per_task)
             self.log.info(result.describe(), extra=fields("core", **result.to_dict()))
+
+    def _sampling(self) -> Sampling:
+        args = self.args
+        return Sampling(args.chat_samples, args.chat_temperature, args.chat_max_tokens)
+
+    def _evaluate_chat(self) -> None:
+        results = {}
+        for task in self.chat:
+            report = partial(self._report_questions, task)
+            result = evaluate_task(self.model, self.tokenizer, task, self.group, self._sampling(), report)
+            results[task.name] = result
+            if self.env.is_coordinator:
+                text = f"accuracy {result.accuracy:.4f}, centered {result.centered:.4f}"
+                self.log.info(
+                    f"{task.name}: {text} ({counted(result.items, 'question')})",
+                    extra=fields("chat_task", task=task.name, **result.to_dict()),
+                )
+        if self.env.is_coordinator:
+            metric = sum(result.centered for result in results.values()) / len(results)
+            tasks = {name: result.to_dict() for name, result in results.items()}
+            found = {"chatcore_metric": metric, "tasks": tasks}
+            self.results.add("chat", found)
+            self.log.info(f"ChatCORE metric {metric:.4f}", extra=fields("chat", **found))
+
+    def _report_questions(self, task: ChatTask, done: int) -> None:
+        if self.env.is_coordinator and done and time.monotonic() - self._reported_at >= PROGRESS_SECONDS:
+            self._reported_at = time.monotonic()
+            text = f"{task.name}: {done} of {counted(len(task.questions), 'question')}"
+            self.log.info(text, extra=fields("chat_progress", task=task.name, done=done))
 
     def _report_progress(self, progress: Progress) -> None:
         if not self.env.is_coordinator or time.monotonic() - self._reported_at < PROGRESS_SECONDS:

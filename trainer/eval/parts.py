@@ -19,6 +19,7 @@ class Parts:
     bpb: bool
     core: Path | None
     sample: bool
+    chat: tuple[Path, ...] = ()  # files of questions
 
 
 def parts_of(args: argparse.Namespace) -> Parts:
@@ -31,7 +32,12 @@ def parts_of(args: argparse.Namespace) -> Parts:
         raise ConfigError("--core-url needs --core, the folder for the bundle.")
     if args.core_sha256 and not re.fullmatch(r"[0-9a-fA-F]{64}", args.core_sha256):
         raise ConfigError("--core-sha256 takes 64 hex digits.")
-    if args.bpb or args.core or args.sample:
-        return Parts(args.bpb, args.core, args.sample)
+    names = [path.stem for path in args.chat_task]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--chat-task has files of one name: {', '.join(names)}. Rename one of them.")
+    if args.chat_samples < 1 or args.chat_max_tokens < 1:
+        raise ConfigError("--chat-samples and --chat-max-tokens take whole numbers from 1.")
+    if args.bpb or args.core or args.sample or args.chat_task:
+        return Parts(args.bpb, args.core, args.sample, tuple(args.chat_task))
     core = args.data_dir and args.data_dir / BUNDLE
     return Parts(args.data_dir is not None, core if core and core.is_dir() else None, True)

@@ -1,6 +1,6 @@
 """The files of an evaluation in its --out folder. They belong to one checkpoint and are written whole.
 
-eval.json   the result of each part: bpb, core, sample; a later command adds parts
+eval.json   the result of each part: bpb, core, chat, sample; a later command adds parts
 core.json   the answers of finished CORE tasks, so that an interrupted evaluation continues after them
 core.csv    a line per CORE task, as nanochat writes it
 """
@@ -42,15 +42,17 @@ class Results:
             content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
             write_json(self.folder / RESULT, content)
 
-    def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, TaskResult]:
-        """The results of finished tasks of the bundle. Raises ConfigError if they are of another one."""
+    def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
+        """Right answers and items of each finished task. Raises ConfigError if they are of another bundle."""
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
-        return {
-            task.label: TaskResult(done[0], done[1], task.centered(done[0] / done[1]))
-            for task in bundle.tasks
-            if (done := self._core["tasks"].get(task.label))
-        }
+        tasks = self._core["tasks"]
+        for counts in tasks.values() if isinstance(tasks, dict) else [None]:
+            valid = isinstance(counts, list) and [type(count) for count in counts] == [int, int]
+            if not valid or not 0 <= counts[0] <= counts[1] or not counts[1]:
+                path = self.folder and self.folder / CORE
+                raise ConfigError(f"{path} is damaged. Remove it, and evaluate again.")
+        return dict(tasks)
 
     def add_task(self, label: str, result: TaskResult) -> None:
         """Keep the result of a CORE task."""

@@ -1,0 +1,230 @@
+"""Questions for a model that was tuned to chat: reads files of them, makes prompts, counts right answers.
+
+    task = read_task(Path("questions.jsonl"))
+    result = evaluate_task(model, tokenizer, task, group, Sampling())
+
+A line of a file is a JSON object. A categorical task has a question, its choices, and as answer the index or
+the letter of the right one: the letter with the highest logit is the answer, as in nanochat's chat_eval. A
+generative task has a question and a text as answer: it is right if one of the generated texts is equal, apart
+from blanks at the ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import string
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.data import DataError
+from trainer.data.conversations import render_for_completion, special
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.process_group import Collectives
+from trainer.eval.core import LONGEST_CONTEXT, ignore
+from trainer.eval.sample import generate
+from trainer.eval.striping import add_up, blocks, own_items
+from trainer.model.gpt import GPT
+
+LETTERS = string.ascii_uppercase
+# The prompt of nanochat's multiple-choice tasks: a model that was tuned on them knows no other.
+BEFORE, CHOICE = "Multiple Choice question: {question}\n", "- {choice}={letter}\n"
+AFTER = "\nRespond only with the letter of the correct answer."
+END = "<|assistant_end|>"
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question. With choices, `answer` is the letter of the right one; else the text that is expected."""
+
+    question: str
+    choices: tuple[str, ...]
+    answer: str
+
+    @property
+    def letters(self) -> str:
+        return LETTERS[: len(self.choices)]
+
+    def prompt(self, tokenizer: Tokenizer) -> list[int]:
+        """Token ids of the question as the message of a user, up to where the assistant answers."""
+        text = self.question
+        if self.choices:
+            lines = [
+                CHOICE.format(choice=choice, letter=letter)
+                for choice, letter in zip(self.choices, self.letters, strict=True)
+            ]
+            text = BEFORE.format(question=self.question) + "".join(lines) + AFTER
+        return render_for_completion([{"role": "user", "content": text}], tokenizer)
+
+
+@dataclass(frozen=True)
+class ChatTask:
+    """A file of questions, all with choices or all without; `name` is that of the file."""
+
+    name: str
+    questions: tuple[Question, ...]
+    digest: str  # sha256 (hex) of the file
+
+    @property
+    def is_categorical(self) -> bool:
+        return bool(self.questions[0].choices)
+
+    @property
+    def baseline(self) -> float:
+        """The accuracy of guessing."""
+        if not self.is_categorical:
+            return 0.0
+        return sum(1 / len(question.choices) for question in self.questions) / len(self.questions)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How answers are generated. temperature 0: the most likely tokens; then one sample is enough."""
+
+    samples: int = 1
+    temperature: float = 0.0
+    max_tokens: int = 256
+    seed: int = 42
+
+
+@dataclass(frozen=True)
+class ChatResult:
+    """Questions answered right, all questions, and the accuracy of guessing."""
+
+    correct: int
+    items: int
+    baseline: float
+
+    @property
+    def accuracy(self) -> float:
+        return self.correct / self.items
+
+    @property
+    def centered(self) -> float:
+        """The accuracy on a scale on which guessing is 0 and all right is 1."""
+        return (self.accuracy - self.baseline) / (1 - self.baseline)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        figures = {"correct": self.correct, "items": self.items}
+        return {"accuracy": self.accuracy, "centered": self.centered, **figures}
+
+
+def read_task(path: Path) -> ChatTask:
+    """Read the questions of a file. Raises DataError, which names the file and the line."""
+    try:
+        raw = path.read_bytes()
+        lines = raw.decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(f"Cannot read the questions {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        raise DataError(f"{path}, line {line}: not UTF-8.") from None
+    questions = []
+    for number, text in enumerate(lines, 1):
+        if text.strip():
+            where = f"{path}, line {number}"
+            questions.append(_question(where, text))
+            if bool(questions[-1].choices) != bool(questions[0].choices):
+                raise DataError(f"{where}: a file has questions with choices or without: split it in two.")
+    if not questions:
+        raise DataError(f"{path} has no question: a line is an object with question, answer and choices.")
+    return ChatTask(path.stem, tuple(questions), hashlib.sha256(raw).hexdigest())
+
+
+def _question(where: str, text: str) -> Question:
+    """The question in a line. Raises DataError."""
+    try:
+        item = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{where}: not JSON ({error}).") from None
+    if not isinstance(item, dict) or not isinstance(item.get("question"), str):
+        raise DataError(f"{where}: the item lacks question, a text.")
+    question, answer = item["question"], item.get("answer")
+    if "choices" not in item:
+        if not isinstance(answer, str) or not answer.strip():
+            raise DataError(f"{where}: answer is {answer!r}: without choices it takes a text.")
+        return Question(question, (), answer)
+    choices = item["choices"]
+    texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    if not texts or not 2 <= len(choices) <= len(LETTERS):
+        raise DataError(f"{where}: choices is no list of 2 to {len(LETTERS)} texts.")
+    letters = LETTERS[: len(choices)]
+    if type(answer) is int and 0 <= answer < len(choices):
+        answer = letters[answer]
+    if not isinstance(answer, str) or len(answer) != 1 or answer not in letters:
+        raise DataError(
+            f"{where}: answer is {answer!r}: it takes an index from 0 to {len(choices) - 1} or a letter from "
+            f"A to {letters[-1]}."
+        )
+    return Question(question, tuple(choices), answer)
+
+
+@torch.no_grad()
+def evaluate_task(
+    model: GPT,
+    tokenizer: Tokenizer,
+    task: ChatTask,
+    group: Collectives,
+    sampling: Sampling,
+    on_block: Callable[[int], None] = ignore,
+) -> ChatResult:
+    """Count the right answers of all ranks. A collective call with the same result on any number of ranks.
+
+    on_block is called before each block of questions with the number of those that are done. Raises DataError
+    if a letter is not one token.
+    """
+    correct = 0
+    with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
+        for block in blocks(len(task.questions), group):
+            on_block(block[0])
+            numbers = own_items(block, group)
+            right = sum(_is_right(model, tokenizer, task, number, sampling) for number in numbers)
+            correct += add_up(group, right)[0]
+    return ChatResult(correct, len(task.questions), task.baseline)
+
+
+def _is_right(model: GPT, tokenizer: Tokenizer, task: ChatTask, number: int, sampling: Sampling) -> bool:
+    question = task.questions[number]
+    prompt = question.prompt(tokenizer)
+    if question.choices:
+        return likeliest_letter(model, tokenizer, prompt, question.letters) == question.answer
+    samples = sampling.samples if sampling.temperature else 1
+    seeds = (sampling.seed + number * samples + sample for sample in range(samples))
+    return any(
+        tokenizer.decode(list(complete(model, tokenizer, prompt, sampling, seed))).strip()
+        == question.answer.strip()
+        for seed in seeds
+    )
+
+
+def likeliest_letter(model: GPT, tokenizer: Tokenizer, prompt: list[int], letters: str) -> str:
+    """The letter with the highest logit after the prompt. Raises DataError if one is not a single token."""
+    ids = [check_letter(tokenizer, letter) for letter in letters]
+    kept = torch.tensor([prompt[-model.cos.size(0) :]], device=model.device)
+    last = torch.zeros(kept.shape, dtype=torch.bool, device=model.device)
+    last[0, -1] = True
+    return letters[int(model.logits_at(kept, last)[0, ids].argmax())]
+
+
+def check_letter(tokenizer: Tokenizer, letter: str) -> int:
+    """The token id of a letter. Raises DataError if the tokenizer has no single token for it."""
+    ids = tokenizer.encode(letter)
+    if len(ids) != 1:
+        raise DataError(f"The letter {letter} is {len(ids)} tokens of this tokenizer, and choices need one.")
+    return ids[0]
+
+
+def complete(
+    model: GPT, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling, seed: int = 42
+) -> Iterator[int]:
+    """Yield the tokens of an answer, up to the end of the assistant's message or of the document."""
+    ends = (special(tokenizer, END), tokenizer.bos_id)
+    for token in generate(model, prompt, sampling.max_tokens, sampling.temperature, seed):
+        if token in ends:
+            return
+        yield token
