@@ -166,6 +166,8 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
     assert "results of another bundle and max per task" in refusal(
         capfd, checkpoint, "--core", bundle, "--out", out
     )
+    (out / "core.json").write_text(json.dumps({**content, "max_per_task": 0, "tasks": {"mc": [5, 4]}}))
+    assert "core.json is damaged" in refusal(capfd, checkpoint, "--core", bundle, "--out", out)
     (out / "core.json").write_text("{")
     assert "core.json is damaged" in refusal(capfd, checkpoint, "--core", bundle, "--out", out)
     content = json.loads((out / "eval.json").read_text())

@@ -54,6 +54,7 @@ def test_a_server_in_health_has_everything_once(
     notes = begin(server.uri, said=said)
     steps(notes, 1, 500)
     notes.sample(250, "Once upon a time")
+    notes.core(250, "Task, Accuracy, Centered\n")
     notes.step(500, {"val_bpb": 1.25})
     until(lambda: any("Tracked at" in line for line in said), "it says where")
     assert track(server.uri)[0] == 2, "the run itself is sending"
@@ -71,6 +72,7 @@ def test_a_server_in_health_has_everything_once(
     assert FACTS.tags.items() <= run["tags"].items()
     artifacts = dict(run["artifacts"])
     assert artifacts["samples/step_000250.txt"] == b"Once upon a time\n"
+    assert artifacts["core/step_000250.csv"] == b"Task, Accuracy, Centered\n"
     assert artifacts["metrics.jsonl"] == (tmp_path / "metrics.jsonl").read_bytes()
     assert {"plots/loss.png", "plots/throughput.png", "outcome.json", "system.jsonl"} <= artifacts.keys()
 

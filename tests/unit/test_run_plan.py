@@ -296,6 +296,8 @@ def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> Non
     assert (made["action"], made["message"]) == ("resume", "")
     assert made["file"]["config"] == {
         **old["config"],
+        "core_metric_every": 0,
+        "core_metric_max_per_task": 500,
         "local_topk": 0,
         "recompute": "none",
         "tracker_experiment": "nanofleet",

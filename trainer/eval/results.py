@@ -47,11 +47,9 @@ class Results:
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
         tasks = self._core["tasks"]
-        for counts in tasks.values() if isinstance(tasks, dict) else [None]:
-            valid = isinstance(counts, list) and [type(count) for count in counts] == [int, int]
-            if not valid or not 0 <= counts[0] <= counts[1] or not counts[1]:
-                path = self.folder and self.folder / CORE
-                raise ConfigError(f"{path} is damaged. Remove it, and evaluate again.")
+        if not isinstance(tasks, dict) or not all(map(_is_count, tasks.values())):
+            path = self.folder and self.folder / CORE
+            raise ConfigError(f"{path} is damaged. Remove it, and evaluate again.")
         return dict(tasks)
 
     def add_task(self, label: str, result: TaskResult) -> None:
@@ -89,3 +87,9 @@ class Results:
                 f"{path} has results of another {what}. Give another --out, or remove the files in it."
             )
         return content
+
+
+def _is_count(found: Any) -> bool:
+    """Whether this is a list of right answers and items."""
+    is_pair = isinstance(found, list) and [type(number) for number in found] == [int, int]
+    return is_pair and 0 <= found[0] <= found[1] and found[1] > 0
