@@ -1,1 +1,1 @@
-"""Bits per byte on validation rows, and text sampled from a model."""
+"""Bits per byte, CORE, answers to questions, and text sampled from a model: during a run and by `eval`."""
