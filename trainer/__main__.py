@@ -1,6 +1,7 @@
 """The subcommands of the trainer; each has its own --help.
 
 python -m trainer prepare --source FOLDER --out data
+python -m trainer conversations --conversations chats.jsonl --data-dir data --out chats
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer bench --depth 4 8
 python -m trainer plan --data-dir data --depth 4              # under torchrun on every host, as for train
@@ -30,7 +31,7 @@ from trainer.config import (
     RunFile,
     parse_shares,
 )
-from trainer.data import DataError, prepare
+from trainer.data import DataError, chat_cli, prepare
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
 from trainer.interchange import cli as interchange
@@ -191,6 +192,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "prepare": Command("turn text into shards, a tokenizer and rows", prepare.add_arguments, prepare.run),
+    "conversations": Command(
+        "turn conversations into data to fine-tune on", chat_cli.add_arguments, chat_cli.run
+    ),
     "train": Command("train, as one process or under torchrun", add_train_arguments, train),
     "plan": Command("predict the seconds of a step in each sync mode", add_run_arguments, plan),
     "threads": Command("choose processors and threads", threads_cli.add_arguments, threads_cli.run),
