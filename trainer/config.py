@@ -64,8 +64,6 @@ def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> An
 class RunConfig:
     """All settings of a run. The constructor raises ConfigError for bad values; `from_strings` casts text."""
 
-    stage: str = setting("base", "base, or sft: train the model of a checkpoint further on conversations")
-    parent: str = setting("", "with stage sft, RUN_ID/step_NNNNNN/SHA256 of the checkpoint it begins with")
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
     aspect_ratio: int = setting(64, "width per layer: n_embd is depth * aspect_ratio in whole heads")
     head_dim: int = setting(128, "width of one attention head, even")
@@ -91,6 +89,8 @@ class RunConfig:
     warmup_steps: int = setting(40, "steps of linear warm-up")
     warmdown_ratio: float = setting(0.65, "fraction of the run over which rates fall")
     final_lr_frac: float = setting(0.05, "fraction of the rates at the end")
+    stage: str = setting("base", "base, or sft: train the model of a checkpoint further on conversations")
+    parent: str = setting("", "with stage sft, RUN_ID/step_NNNNNN/SHA256 of the checkpoint it begins with")
     eval_every: int = setting(250, "steps between evaluations; 0: only at the end", RUNTIME)
     eval_tokens: int = setting(65536, "validation tokens of an evaluation over all ranks", RUNTIME)
     sample_every: int = setting(0, "steps between samples of text; 0: only at the end", RUNTIME)

@@ -157,6 +157,23 @@ def test_documents_and_conversations_are_not_confused(
         train_here(chats, tmp_path / "b")
 
 
+def test_a_fine_tuned_model_goes_to_nanochat_and_back(base: Path, chats: Path, tmp_path: Path) -> None:
+    fine_tune(base, chats, tmp_path / "run", num_iterations=1)
+    path = tmp_path / "run" / "checkpoints" / "step_000001"
+    out = tmp_path / "nanochat"
+    assert main(["export", "--checkpoint", str(path), "--to", "nanochat", "--out", str(out)]) == 0
+    names = sorted(file.name for file in (out / "chatsft_checkpoints" / "d2").iterdir())
+    assert names == ["meta_000001.json", "model_000001.pt"]
+    assert not (out / "base_checkpoints").exists()
+    back = ["import", "--from-nanochat", str(out), "--stage", "sft", "--run-dir", str(tmp_path / "back")]
+    assert main(back) == 0
+    state = storage.load(tmp_path / "back" / "checkpoints" / "step_000001")
+    weights = storage.load(path).model
+    assert all(torch.equal(state.model[name], tensor) for name, tensor in weights.items())
+    config = state.meta["config"]
+    assert (config["stage"], config["init_lr_frac"], config["weight_decay"]) == ("sft", 0.8, 0.0)
+
+
 # -- training ----------------------------------------------------------------------------------------------
 
 
