@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,21 @@ def test_a_fine_tuned_model_goes_to_nanochat_and_back(base: Path, chats: Path, t
     assert (config["stage"], config["init_lr_frac"], config["weight_decay"]) == ("sft", 0.8, 0.0)
 
 
+@pytest.mark.processes
+def test_a_run_file_has_all_but_the_path_of_the_checkpoint(base: Path, chats: Path, tmp_path: Path) -> None:
+    """What a playbook does: settings and parent in the run file, the path as an option of rank 0."""
+    config = RunConfig.from_strings(settings_of(base, num_iterations=1))
+    (tmp_path / "run.json").write_text(json.dumps(RunFile("chat", config).to_dict()))
+    command = [sys.executable, "-m", "trainer", "train", "--run-file", str(tmp_path / "run.json")]
+    command += ["--data-dir", str(chats), "--run-dir", str(tmp_path / "run")]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "--from-checkpoint DIR" in json.loads((tmp_path / "run" / "outcome.json").read_text())["reason"]
+    subprocess.run([*command, "--from-checkpoint", str(base)], cwd=root, capture_output=True, check=True)
+    assert len(losses(tmp_path / "run")) == 1
+
+
 # -- training ----------------------------------------------------------------------------------------------
 
 
@@ -189,6 +206,8 @@ def test_an_epoch_lowers_the_loss_and_the_run_resumes_bitwise(
     assert curve[-1] < curve[0]
     newest = tmp_path / "whole" / "checkpoints" / f"step_{steps:06d}"
     assert storage.read_meta(newest)["config"]["parent"] == parent_of(storage.read_meta(base))
+    facts = json.loads((tmp_path / "whole" / "facts.json").read_text())
+    assert (facts["tags"]["stage"], facts["tags"]["parent_run"]) == ("sft", "here")
     evaluated = [line for line in lines_of(tmp_path / "whole") if "val_bpb" in line]
     assert evaluated[-1]["val_bpb"] > 0
 
