@@ -1,6 +1,7 @@
 """The subcommands of the trainer; each has its own --help.
 
 python -m trainer prepare --source FOLDER --out data
+python -m trainer conversations --conversations chats.jsonl --data-dir data --out chats
 python -m trainer train --data-dir data --run-dir runs/mine --depth 4 --num-iterations 100
 python -m trainer bench --depth 4 8
 python -m trainer plan --data-dir data --depth 4              # under torchrun on every host, as for train
@@ -31,7 +32,7 @@ from trainer.config import (
     RunFile,
     parse_shares,
 )
-from trainer.data import DataError, prepare
+from trainer.data import DataError, chat_cli, prepare
 from trainer.eval import cli as evaluation
 from trainer.health import restart_policy
 from trainer.host.logger import flush_streams
@@ -39,6 +40,7 @@ from trainer.interchange import cli as interchange
 from trainer.options import add_config_arguments, number_from_zero
 from trainer.placement import threads_cli
 from trainer.presets import PRESETS, PresetError, apply_preset
+from trainer.stages import SFT, sft_settings
 from trainer.tracking import sender
 
 if TYPE_CHECKING:
@@ -89,7 +91,13 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help=f"settings by name, which the options below replace: {' or '.join(PRESETS)}",
     )
-    add_config_arguments(command)
+    command.add_argument(
+        "--from-checkpoint",
+        type=Path,
+        metavar="DIR",
+        help="with --stage sft, the checkpoint (step_NNNNNN) whose model is fine-tuned; rank 0 reads it",
+    )
+    add_config_arguments(command, left_out=("parent",))
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
@@ -114,7 +122,8 @@ def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_file_from(args: argparse.Namespace) -> RunFile:
     """Load the file of --run-file; without it, build a RunFile from the options. Raises ConfigError."""
-    given = {name: getattr(args, name) for name in RunConfig.field_names() if getattr(args, name) is not None}
+    values = {name: getattr(args, name, None) for name in RunConfig.field_names()}
+    given = {name: value for name, value in values.items() if value is not None}
     if args.run_file:
         if given or args.run_id or args.shares or args.preset:
             raise ConfigError(
@@ -122,8 +131,18 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
                 "--preset and the options of settings."
             )
         return RunFile.load(args.run_file)
+    from_checkpoint = args.from_checkpoint
+    if (given.get("stage") == SFT) != bool(from_checkpoint):
+        raise ConfigError(
+            "--stage sft and --from-checkpoint DIR go together: sft fine-tunes the model of a checkpoint."
+        )
     try:
-        config = RunConfig.from_strings(apply_preset(args.preset, given))
+        settings = apply_preset(args.preset, given)
+        if from_checkpoint:
+            from trainer.checkpoint.storage import read_meta
+
+            settings = sft_settings(read_meta(from_checkpoint, files=()), settings)
+        config = RunConfig.from_strings(settings)
     except PresetError as error:
         raise ConfigError(str(error)) from None
     return RunFile(args.run_id or config.default_run_id(), config, shares=parse_shares(args.shares))
@@ -142,7 +161,7 @@ def train(args: argparse.Namespace) -> int:
             log.info("Importing torch; after a reboot this may take a minute.")
         from trainer.train import Trainer
 
-        trainer = Trainer(run_file, args.data_dir, args.run_dir, env, attempt, log)
+        trainer = Trainer(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
         return trainer.run(args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
@@ -160,7 +179,10 @@ def plan(args: argparse.Namespace) -> int:
     env, run_file = RankEnv.from_environment(), run_file_from(args)
     with tempfile.TemporaryDirectory(prefix="nanofleet-plan-") as folder:
         run_dir = Path(folder)
-        trainer = Trainer(run_file, args.data_dir, run_dir, env, Attempt(run_dir, env), RunLogger(env))
+        attempt = Attempt(run_dir, env)
+        trainer = Trainer(
+            run_file, args.data_dir, run_dir, env, attempt, RunLogger(env), args.from_checkpoint
+        )
         setup = trainer.setup
         setup.predicts, setup.trains = True, False
         trainer.watchdog.start()
@@ -193,6 +215,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "prepare": Command("turn text into shards, a tokenizer and rows", prepare.add_arguments, prepare.run),
+    "conversations": Command(
+        "turn conversations into data to fine-tune on", chat_cli.add_arguments, chat_cli.run
+    ),
     "train": Command("train, as one process or under torchrun", add_train_arguments, train),
     "plan": Command("predict the seconds of a step in each sync mode", add_run_arguments, plan),
     "threads": Command("choose processors and threads", threads_cli.add_arguments, threads_cli.run),

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-SCHEMA = 4  # of run files and of meta.json in checkpoints
+SCHEMA = 5  # of run files and of meta.json in checkpoints
 IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
 MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
@@ -65,20 +65,16 @@ class RunConfig:
     """All settings of a run. The constructor raises ConfigError for bad values; `from_strings` casts text."""
 
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
-    aspect_ratio: int = setting(
-        64, "width per layer: n_embd is depth * aspect_ratio rounded up to whole heads"
-    )
+    aspect_ratio: int = setting(64, "width per layer: n_embd is depth * aspect_ratio in whole heads")
     head_dim: int = setting(128, "width of one attention head, even")
     n_kv_head: int = setting(0, "key/value heads, a divisor of the number of heads; 0: as many as heads")
     sequence_len: int = setting(1024, "tokens of context, T")
     window_pattern: str = setting("SSSL", "attention windows tiled over the layers: S short, L whole context")
     device_batch_size: int = setting(2, "sequences of a micro-batch: more is faster, takes memory", RUNTIME)
     recompute: str = setting("none", "layers: backward computes each layer again, for less memory", RUNTIME)
-    total_batch_size: int = setting(
-        4096, "tokens of a step over all ranks; 0 or auto: by the size of the model"
-    )
+    total_batch_size: int = setting(4096, "tokens of a step over all ranks; 0 or auto: by the model's size")
     num_iterations: int = setting(
-        5000, "steps of the run; 0: from target_flops or, without it, target_param_data_ratio", HORIZON
+        5000, "steps of the run; 0: from target_flops, else target_param_data_ratio; sft: an epoch", HORIZON
     )
     target_flops: float = setting(0.0, "floating-point operations of the whole run; 0: not set", HORIZON)
     target_param_data_ratio: float = setting(
@@ -89,9 +85,12 @@ class RunConfig:
     matrix_lr: float = setting(0.02, "Muon rate of the matrices in the blocks")
     scalar_lr: float = setting(0.5, "AdamW rate of the per-layer scalars")
     weight_decay: float = setting(0.28, "Muon's cautious decay before scaling")
+    init_lr_frac: float = setting(1.0, "factor of all rates; 0.8 with stage sft")
     warmup_steps: int = setting(40, "steps of linear warm-up")
     warmdown_ratio: float = setting(0.65, "fraction of the run over which rates fall")
     final_lr_frac: float = setting(0.05, "fraction of the rates at the end")
+    stage: str = setting("base", "base, or sft: train the model of a checkpoint further on conversations")
+    parent: str = setting("", "with stage sft, RUN_ID/step_NNNNNN/SHA256 of the checkpoint it begins with")
     eval_every: int = setting(250, "steps between evaluations; 0: only at the end", RUNTIME)
     eval_tokens: int = setting(65536, "validation tokens of an evaluation over all ranks", RUNTIME)
     core_metric_every: int = setting(0, "steps between evaluations of CORE; 0: never", RUNTIME)
@@ -106,10 +105,7 @@ class RunConfig:
     device: str = setting(
         "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)", RUNTIME
     )
-    dtype: str = setting(
-        "auto",
-        f"number format of GEMMs: {' or '.join(DTYPES)} (auto: the faster one on this host)",
-    )
+    dtype: str = setting("auto", f"number format of GEMMs: {' or '.join(DTYPES)} (auto: the faster one)")
     threads: int = setting(0, "threads of a rank; 0 or auto: OMP_NUM_THREADS, else measured", RUNTIME)
     sync: str = setting(
         "dense",
@@ -254,7 +250,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
-    (lambda v: v > 0, "must be above 0", "target_param_data_ratio"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),
@@ -263,6 +259,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v in DEVICES, f"must be {' or '.join(DEVICES)}", "device"),
     (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
     (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),
+    (lambda v: v in ("base", "sft"), "must be base or sft", "stage"),
     (lambda v: v in RECOMPUTE, f"must be {' or '.join(RECOMPUTE)}", "recompute"),
     (lambda v: v in TRACKERS, f"must be {' or '.join(TRACKERS)}", "tracker"),
     (

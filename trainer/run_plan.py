@@ -38,8 +38,12 @@ class Plan:
         return sum(self.shares)
 
 
-def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = ()) -> Plan:
+def make_plan(
+    config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = (), train_rows: int = 0
+) -> Plan:
     """Derive the plan of a run; `shares` are the rows per rank, empty for an equal split.
+
+    train_rows: rows of the data, for a run of stage sft whose length is an epoch.
 
     Raises ConfigError if a step has fewer rows than ranks, or `shares` do not add up to the rows of a step.
     """
@@ -74,20 +78,25 @@ def make_plan(config: RunConfig, vocab_size: int, world_size: int, shares: Seque
         model=model,
         scaling_params=size,
         total_batch_size=batch,
-        num_iterations=_horizon(config, model, size, batch),
+        num_iterations=_horizon(config, model, size, batch, math.ceil(train_rows / rows)),
         scales=batch_scales(batch, size, reference_size),
         shares=list(shares) or equal_split(rows, world_size),
     )
 
 
-def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int) -> int:
-    """The number of steps: num_iterations, else from target_flops, else from target_param_data_ratio."""
+def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int, epoch: int) -> int:
+    """The number of steps: num_iterations, else from target_flops, else from target_param_data_ratio.
+
+    In stage sft it is an `epoch` instead of the last one.
+    """
     if config.num_iterations:
         return config.num_iterations
     if config.target_flops:
         with torch.device("meta"):
             flops = GPT(model).flops_per_token()
         return max(1, round(config.target_flops / (flops * batch)))
+    if config.stage == "sft":
+        return max(1, epoch)
     return steps_for_ratio(config.target_param_data_ratio, size, batch)
 
 
@@ -123,6 +132,9 @@ def describe_plan(
             f"local: each rank trains by itself on {own} a step; "
             f"a sync round after every {counted(config.local_steps, 'step')}"
         )
+    if config.stage == "sft":
+        text.append(f"sft: fine-tunes {config.parent}; {epochs:.2f} epochs of {counted(train_rows, 'row')}")
+        return "\n".join(text)
     if ratio < config.target_param_data_ratio / 2:
         wanted = steps_for_ratio(config.target_param_data_ratio, plan.scaling_params, plan.total_batch_size)
         text.append(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.checkpoint import compatibility, exchange, storage
+from trainer.checkpoint import compatibility, exchange, fine_tuning, storage
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import State, TrainState
 from trainer.config import ConfigError, RunFile, code_digest
@@ -65,6 +65,7 @@ class RunSetup:
     predicts = False
     trains = True
     evaluates_core = True
+    from_checkpoint: Path | None = None  # what a run of stage sft begins with; rank 0 reads it
 
     plan: Plan  # its batch split is that at the first step
     data: Dataset
@@ -198,8 +199,13 @@ class RunSetup:
             self.data = self.open_data()
             info, hashes = self.data.info, self.data.hashes | self._read_core()
             self.plan = make_plan(
-                self.config, info.vocab_size, self.env.world_size, self.run_file.fixed_shares
+                self.config,
+                info.vocab_size,
+                self.env.world_size,
+                self.run_file.fixed_shares,
+                info.train_rows,
             )
+            fine_tuning.check_data(self.config, info, self.data_dir)
             if self.run_file.trainer_digest not in ("", code_digest()):
                 raise ConfigError(
                     "The run file was written for another version of the trainer than that of this host. "
@@ -316,8 +322,12 @@ class RunSetup:
 
     def _load_state(self) -> State:
         storage.remove_leftovers(self.checkpoints)
-        state = storage.newest(self.checkpoints, self.log.info) or State({"step": 0}, {}, {})
         hashes, run_id = self.data.hashes, self.run_file.run_id
+        state = storage.newest(self.checkpoints, self.log.info)
+        if state is None and self.config.stage == "sft":
+            state = fine_tuning.initial_state(self.from_checkpoint, self.config, self.plan.model, hashes)
+            self.log.info(f"Fine-tuning the model of {self.config.parent}.")
+        state = state or State({"step": 0}, {}, {})
         if state.step:
             compatibility.check_continues(state, self.config, hashes, run_id)
             steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)

@@ -15,7 +15,6 @@ from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,7 +24,7 @@ from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.data.files import is_full
-from trainer.data.loader import Batch, active_rows, rank_rows, read_batch
+from trainer.data.loader import Batch, read_batch
 from trainer.distributed.digest import ParameterCheck, compare_batches
 from trainer.distributed.process_group import UNMEASURED_TIMEOUT, PeerLost
 from trainer.distributed.step_sync import StepReport, StepSummary, StepSync
@@ -40,6 +39,7 @@ from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
 from trainer.placement.batch_split import Balancer
 from trainer.placement.decide import rank_names
+from trainer.rank_batch import RankBatch, rank_batch
 from trainer.setup import RunSetup
 from trainer.tracking.reporter import Reporter
 
@@ -59,6 +59,7 @@ class Trainer:
         env: RankEnv,
         attempt: Attempt,
         log: RunLogger,
+        from_checkpoint: Path | None = None,
     ) -> None:
         self.run_file = run_file
         self.config, self.run_dir = run_file.config, run_dir
@@ -66,6 +67,7 @@ class Trainer:
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
         self.setup = RunSetup(run_file, data_dir, run_dir, env, self.run_status, self.watchdog, log)
+        self.setup.from_checkpoint = from_checkpoint
         self.stopping = False  # whether all ranks end after this step
         self.reporter = Reporter(self.run_status, attempt, log, env.is_host_leader)
         self.stop_file = run_dir / "stop"
@@ -142,18 +144,18 @@ class Trainer:
 
         # Batch: this rank's rows of the global batch.
         self.run_status.enter("data")
-        idx_BT, targets_BT, active, by_rank = self._batch(step)
+        batch = self._batch(step)
 
         # Forward and backward.
-        self.sync.begin_step(active, by_rank)
+        self.sync.begin_step(batch.active, batch.active_by_rank)
         computing = time.monotonic()
-        loss_sum = self.forward_backward(idx_BT, targets_BT)
+        loss_sum = self.forward_backward(batch.idx, batch.targets)
         compute_seconds = time.monotonic() - computing
 
         # Gradient sync: start the sums, each on its owner rank, some only in self.sync.step(); none in local.
         self.run_status.enter("sync")
         pending = self.step_sync.start(self._step_report(loss_sum, compute_seconds, step + 1))
-        self.sync.reduce_gradients(self.plan.total_batch_size, idx_BT.numel())
+        self.sync.reduce_gradients(batch.n_targets, batch.n_targets_of_rank)
 
         # Optimizer step: the parameters that this rank owns, and those that all ranks step.
         self.run_status.enter("optimizer")
@@ -166,7 +168,7 @@ class Trainer:
         if is_last:
             self._finish_sync()
         summary = self.step_sync.finish(pending)
-        loss = self._mean_loss(summary, step + 1)
+        loss = self._mean_loss(summary, batch.n_targets, step + 1)
         self._check_ranks(summary, step + 1)
 
         # Logging.
@@ -184,15 +186,12 @@ class Trainer:
     def _before_step(self, step: int) -> None:
         """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
-    def _batch(self, step: int) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
-        """Inputs and targets of this rank, (rows, T) each; active rows: of all ranks, and of each rank."""
+    def _batch(self, step: int) -> RankBatch:
+        """What this rank trains on in `step`, counted from 0."""
         batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
-        mine = rank_rows(batch.tokens, self.plan.shares, self.env.rank)
-        tokens = torch.from_numpy(mine.astype(np.int64)).to(self.setup.numerics.device)
-        by_rank = [torch.from_numpy(ids) for ids in active_rows(batch.tokens, self.plan.shares)]
-        return tokens[:, :-1], tokens[:, 1:], torch.from_numpy(batch.active).to(tokens.device), by_rank
+        return rank_batch(batch, self.plan.shares, self.env.rank, self.setup.numerics.device)
 
     def _read(self, step: int) -> Batch:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
@@ -223,8 +222,10 @@ class Trainer:
         """Set the optimizer's rates for `step`. Returns (multiplier of all learning rates, that of Muon)."""
         config, n = self.config, self.plan.num_iterations
         rates = config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
-        multiplier = lr_schedule.lr_multiplier(step, n, *rates)
+        multiplier = config.init_lr_frac * lr_schedule.lr_multiplier(step, n, *rates)
         momentum = lr_schedule.muon_momentum(step, n, config.warmdown_ratio)
+        if config.stage == "sft":
+            momentum = lr_schedule.sft_muon_momentum(step)
         self.optimizer.set_schedule(multiplier, momentum, lr_schedule.muon_weight_decay(step, n))
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
 
@@ -273,9 +274,9 @@ class Trainer:
             next_batch=checksum,
         )
 
-    def _mean_loss(self, summary: StepSummary, step: int) -> float:
-        """The mean loss per token over all ranks. Raises Final if it is not finite or a save has failed."""
-        loss = summary.loss_sum / self.plan.total_batch_size
+    def _mean_loss(self, summary: StepSummary, n_targets: int, step: int) -> float:
+        """The mean loss per target over all ranks. Raises Final if it is not finite or a save has failed."""
+        loss = summary.loss_sum / n_targets
         if summary.failed_save:
             self.group.raise_problems(self.checkpoint_writer.problem)
         if not math.isfinite(loss):

@@ -40,10 +40,12 @@ def test_the_digest_is_of_the_identity_alone() -> None:
     config = RunConfig()
     assert RunConfig(**OTHERS).digest() == config.digest()
     assert RunConfig(num_iterations=6000).default_run_id() == config.default_run_id()
+    texts = {"window_pattern": "L", "dtype": "float32", "sync": "exact", "sync_allow": "fast"}
+    texts |= {"stage": "sft", "parent": "other/step_000001/0123456789ab"}
     for name in RunConfig.field_names(IDENTITY):
         value = getattr(config, name)
-        other = {"window_pattern": "L", "dtype": "float32", "sync": "exact", "sync_allow": "fast"}.get(name)
-        changed = RunConfig(**{name: other or {"local_bits": 4, "head_dim": 64}.get(name, value / 2 or 2)})
+        other = texts.get(name) or {"local_bits": 4, "head_dim": 64}.get(name) or value / 2 or 2
+        changed = RunConfig(**{name: other})
         assert changed.digest() != config.digest(), name
     sections = [RunConfig.field_names(section) for section in (IDENTITY, HORIZON, RUNTIME)]
     assert sorted(sum(sections, ())) == sorted(RunConfig.field_names())

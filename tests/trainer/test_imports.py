@@ -13,12 +13,12 @@ ROOT = Path(__file__).resolve().parents[2]
 # Lowest level first: a package imports only from levels listed before its own.
 LEVELS = (
     ("config", "formatting"),
-    ("options", "presets"),
+    ("options", "presets", "stages"),
     ("host",),
     ("data", "model", "optim"),
     ("outcome",),
     ("distributed",),
-    ("sync", "run_plan"),
+    ("sync", "run_plan", "rank_batch"),
     ("health",),
     ("placement", "checkpoint"),
     ("eval", "tracking"),

@@ -301,6 +301,9 @@ def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> Non
         "local_topk": 0,
         "recompute": "none",
         "tracker_experiment": "nanofleet",
+        "stage": "base",
+        "parent": "",
+        "init_lr_frac": 1.0,
     }
     del old["config"]["local_delay"]
     old["config"]["flux"] = 3

@@ -30,7 +30,7 @@ from trainer.options import add_config_arguments
 
 RESULT = "bench.json"
 STEPS = 5
-SET_HERE = ("num_iterations", "total_batch_size", "depth")
+SET_HERE = ("num_iterations", "total_batch_size", "depth", "stage", "parent")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

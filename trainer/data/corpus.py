@@ -139,7 +139,7 @@ def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> 
     with Progress("writing shards", n_bytes) as progress:
         for number, (_, documents) in enumerate(itertools.groupby(_planned(spool, plan), itemgetter(0))):
             path = folder / shard_name(number)
-            n_documents, text_bytes = _write_shard(path, (data for _, data in documents), progress)
+            n_documents, text_bytes = write_shard(path, (data for _, data in documents), progress)
             entries.append(
                 {
                     "name": path.name,
@@ -159,7 +159,7 @@ def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
         start += len(data)
 
 
-def _write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
+def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
     """Write `documents`, in UTF-8, to the parquet file `path`; returns their number and their bytes."""
     schema = pa.schema([("text", pa.string())])
     n_documents = n_bytes = 0

@@ -49,6 +49,7 @@ class Dataset:
             "rows": info.digest[:16],
         }
         train, val = (
-            Split(info.open(name), info.sums[name], str(info.path / f"{name}.bin")) for name in SPLITS
+            Split(info.open(name), info.sums[name], str(info.path / f"{name}.bin"), info.masked)
+            for name in SPLITS
         )
         return cls(Tokenizer.load(data_dir / "tokenizer"), info, train, val, hashes)

@@ -98,7 +98,7 @@ def prepare_corpus(
 
     digest = source_digest(files, max_bytes, shard_bytes, seed)
     with locked(out / ".lock"):
-        return _prepare(out, digest, make, vocab_size, tokenizer, clock)
+        return make_directory(out, digest, make, vocab_size, tokenizer, clock)
 
 
 def prepare_shards(
@@ -124,7 +124,7 @@ def prepare_shards(
     clock.lap("looking")
     digest = source_digest(files, sorted(known.items()))
     with locked(out / ".lock"):
-        return _prepare(
+        return make_directory(
             out, digest, lambda to: (adopt(files, to, known), Counter()), vocab_size, tokenizer, clock
         )
 
@@ -161,7 +161,7 @@ def prepare_public(
 
     digest = source_digest([], url, *names, sorted(given.items()))
     with locked(out / ".lock"):
-        return _prepare(out, digest, make, vocab_size, tokenizer, clock, {"base_url": url})
+        return make_directory(out, digest, make, vocab_size, tokenizer, clock, {"base_url": url})
 
 
 def _kept(out: Path, url: str, sums: Mapping[str, str]) -> dict[str, Entry]:
@@ -185,7 +185,7 @@ def _kept(out: Path, url: str, sums: Mapping[str, str]) -> dict[str, Entry]:
     }
 
 
-def _prepare(
+def make_directory(
     out: Path,
     digest: str,
     make: Make,
@@ -196,7 +196,8 @@ def _prepare(
 ) -> Prepared:
     """Make shards and tokenizer unless `out` has those of this digest. The caller holds the lock.
 
-    The tokenizer has `vocab_size` tokens, or is the existing one in `tokenizer_dir`.
+    The tokenizer has `vocab_size` tokens, or is the existing one in `tokenizer_dir`. `notes` are added to the
+    manifest.
     """
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)

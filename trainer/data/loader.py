@@ -3,6 +3,8 @@
 No state is kept between steps: the loss curve does not depend on the number of ranks, and a resumed run
 computes its next batch from the number of the step. The permutations of two epochs are cached: 16 bytes per
 row. The CRC-32 of each row is verified at every read, to detect bits that change on the disk or in memory.
+
+Rows of conversations are uint32. A token that the model is trained to predict has the bit TRAINED.
 """
 
 import functools
@@ -15,23 +17,27 @@ from numpy.typing import NDArray
 
 from trainer.data import RowsChangedError
 
+TRAINED = np.uint32(2**31)
+IGNORED_TARGET = -1  # a target without a loss, as in trainer.model.loss
+
 
 class Split:
     """Rows of shape (n, T+1), indexed by an array of row numbers.
 
     Each read verifies the rows that it returns. `sums` is the CRC-32 of each row, shape (n,); `name` is the
-    path of the file, for messages.
+    path of the file, for messages; `masked`: whether only tokens with the bit TRAINED are targets.
     """
 
-    def __init__(self, rows: NDArray[Any], sums: NDArray[np.uint32], name: str) -> None:
+    def __init__(self, rows: NDArray[Any], sums: NDArray[np.uint32], name: str, masked: bool = False) -> None:
         self._rows, self._sums, self._name = rows, sums, name
+        self.masked = masked
         self.shape = rows.shape
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, numbers: NDArray[np.int64]) -> NDArray[Any]:
-        """A copy of the rows `numbers`, shape (len(numbers), T+1).
+        """A copy of the rows `numbers`, shape (len(numbers), T+1), with the bits TRAINED.
 
         Raises RowsChangedError if a CRC-32 differs.
         """
@@ -50,6 +56,26 @@ class Split:
 def row_sums(rows: NDArray[Any]) -> NDArray[np.uint32]:
     """The CRC-32 of the bytes of each row, uint32 of shape (n,)."""
     return np.fromiter(map(zlib.crc32, np.ascontiguousarray(rows)), dtype=np.uint32, count=len(rows))
+
+
+class Sequences(NamedTuple):
+    """Token ids of rows, and the targets: each token's successor, IGNORED_TARGET where it has no loss."""
+
+    tokens: NDArray[Any]  # (rows, T+1)
+    targets: NDArray[np.int64]  # (rows, T)
+
+
+def read_sequences(data: Split | NDArray[Any], numbers: NDArray[np.int64]) -> Sequences:
+    """Read the rows `numbers` of `data`. Raises RowsChangedError if a row differs from its checksum."""
+    return _decode(data, data[numbers])
+
+
+def _decode(data: Split | NDArray[Any], rows: NDArray[Any]) -> Sequences:
+    if not (isinstance(data, Split) and data.masked):
+        return Sequences(rows, rows[:, 1:].astype(np.int64))
+    tokens = rows & ~TRAINED
+    trained = rows[:, 1:] & TRAINED != 0
+    return Sequences(tokens, np.where(trained, tokens[:, 1:].astype(np.int64), IGNORED_TARGET))
 
 
 def permutation(n: int, *seed: int) -> NDArray[np.int64]:
@@ -95,7 +121,8 @@ class Batch(NamedTuple):
 
     tokens: NDArray[Any]  # (rows, T+1)
     active: NDArray[np.int64]  # the active rows: all input ids, each once, ascending
-    checksum: int  # of both and of the rows' numbers: below 2^53, so that a float64 holds it
+    checksum: int  # of the rows, their numbers and `active`: below 2^53, so that a float64 holds it
+    targets: NDArray[np.int64]  # (rows, T)
 
 
 def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: int) -> Batch:
@@ -104,12 +131,18 @@ def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: 
     Raises RowsChangedError if `data` is a Split and a row differs from its checksum.
     """
     numbers = batch_rows(seed, step, rows_per_step, len(data))
-    tokens = data[numbers]
+    rows = data[numbers]
+    tokens, targets = _decode(data, rows)
     active = np.unique(tokens[:, :-1]).astype(np.int64)
     checksum = 0
-    for part in (numbers, tokens, active):
+    for part in (numbers, rows, active):
         checksum = zlib.crc32(part.tobytes(), checksum)
-    return Batch(tokens, active, len(active) << 32 | checksum)
+    return Batch(tokens, active, len(active) << 32 | checksum, targets)
+
+
+def count_targets(targets: NDArray[np.int64]) -> int:
+    """The number of targets with a loss."""
+    return int(np.count_nonzero(targets != IGNORED_TARGET))
 
 
 def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:

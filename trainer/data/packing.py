@@ -1,8 +1,10 @@
-"""Best-fit packing: documents -> full rows.
+"""Best-fit packing: documents -> full rows, and conversations -> padded rows.
 
 Each row starts with <|bos|> and is full. The remaining room of a row takes the largest document that fits; if
 none fits, the shortest one is cut. The rest of a cut document becomes a document of its own, so no token is
 lost except those of the last row, if it cannot be filled.
+
+A conversation is never cut: if none fits, the rest of the row is padded. So no token is lost.
 """
 
 from bisect import bisect_left, insort
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 
 BUFFER_DOCUMENTS = 1000
 BUFFER_TOKENS = 2**24
+BUFFER_CONVERSATIONS = 100  # as in nanochat (scripts/chat_sft.py)
 
 
 class Buffer:
@@ -36,6 +39,18 @@ class Buffer:
         """Remove and return the longest document of at most `room` tokens; if none fits, the shortest."""
         position = max(0, bisect_left(self.order, (room + 1, 0)) - 1)
         length, arrival = self.order.pop(position)
+        self.tokens -= length
+        return self.documents.pop(arrival)
+
+    def longest_fit(self, room: int) -> NDArray[Any] | None:
+        """Remove and return the longest document of at most `room` tokens, of several the first to arrive.
+
+        None if none fits.
+        """
+        position = bisect_left(self.order, (room + 1, 0)) - 1
+        if position < 0:
+            return None
+        length, arrival = self.order.pop(bisect_left(self.order, (self.order[position][0], 0)))
         self.tokens -= length
         return self.documents.pop(arrival)
 
@@ -75,4 +90,36 @@ def fill_rows(documents: Iterator[NDArray[Any]], row_tokens: int, bos_id: int) -
             if len(document) > room:
                 document[room - 1] = bos_id
                 buffer.add(document[room - 1 :])
+        yield row
+
+
+def fill_padded_rows(
+    conversations: Iterator[NDArray[Any]], row_tokens: int, padding: int
+) -> Iterator[NDArray[Any]]:
+    """Pack `conversations`, arrays of at most `row_tokens` tokens, into rows of `row_tokens` tokens.
+
+    None is cut. The remaining room of a row takes the longest one that fits, out of a buffer of
+    BUFFER_CONVERSATIONS; if none fits, it is filled with `padding`.
+    """
+    buffer = Buffer()
+    exhausted = False
+    while True:
+        row = np.empty(0)
+        filled = 0
+        while filled < row_tokens:
+            while not exhausted and len(buffer.order) < BUFFER_CONVERSATIONS:
+                conversation = next(conversations, None)
+                if conversation is None:
+                    exhausted = True
+                else:
+                    buffer.add(conversation)
+            conversation = buffer.longest_fit(row_tokens - filled)
+            if conversation is None:
+                break
+            if not filled:
+                row = np.full(row_tokens, padding, dtype=conversation.dtype)
+            row[filled : filled + len(conversation)] = conversation
+            filled += len(conversation)
+        if not filled:
+            return
         yield row

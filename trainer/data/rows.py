@@ -2,7 +2,8 @@
 
     info = pack(data_dir, sequence_len); rows = info.open("train")
 
-packing.py fills the rows. The sha256 of each file is stored when it is packed and verified whenever `pack`
+packing.py fills the rows; those of conversations (chat_rows.py) are padded and have the bit TRAINED of
+loader.py. The sha256 of each file is stored when it is packed and verified whenever `pack`
 finds the file. The same pass over the bytes computes the checksum of each row for loader.py.
 """
 
@@ -22,6 +23,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from trainer.data import DataError
+from trainer.data.chat_rows import CHAT_PACKING, chat_rows
 from trainer.data.corpus import SHARDS, read_manifest
 from trainer.data.files import file_sha256, locked, sync_file, sync_folder, write_json
 from trainer.data.loader import row_sums
@@ -32,6 +34,7 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 PACKING = 1  # version of the packing algorithm, part of the digest
 SPLITS = ("train", "val")
+CONVERSATIONS = "conversations"  # the kind of a manifest; that of documents has none
 BLOCK_BYTES = 2**20  # per read, about
 
 
@@ -40,7 +43,8 @@ class RowsInfo:
     """The packed rows of a data directory for one sequence length, in the folder `path`.
 
     `packed` is False if `pack` found existing rows; `seconds` and `tokens_per_s` are then 0. `sums` maps
-    "train" and "val" to the CRC-32 of each row; it is empty if the files were not verified.
+    "train" and "val" to the CRC-32 of each row; it is empty if the files were not verified. `masked`: whether
+    the rows are of conversations; `counts` then has the numbers of chat_rows.COUNTED by split.
     """
 
     path: Path
@@ -52,22 +56,33 @@ class RowsInfo:
     train_sha256: str
     val_sha256: str
     packed: bool
+    masked: bool = False
+    counts: Mapping[str, Mapping[str, int]] = field(default_factory=dict, compare=False)
     seconds: float = 0.0
     tokens_per_s: float = 0.0
     sums: Mapping[str, NDArray[np.uint32]] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def row_bytes(self) -> int:
-        return (self.sequence_len + 1) * row_dtype(self.vocab_size).itemsize
+        return (self.sequence_len + 1) * self.dtype.itemsize
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return np.dtype(np.uint32) if self.masked else row_dtype(self.vocab_size)
 
     def open(self, split: str) -> NDArray[Any]:
         """The rows of "train" or "val", shape (n, T+1), memory-mapped: only indexed ones are read."""
         return np.memmap(
             self.path / f"{split}.bin",
-            dtype=row_dtype(self.vocab_size),
+            dtype=self.dtype,
             mode="r",
             shape=(getattr(self, f"{split}_rows"), self.sequence_len + 1),
         )
+
+
+def is_chat(manifest: Mapping[str, Any]) -> bool:
+    """Whether the shards of a data directory are conversations, not documents."""
+    return manifest.get("kind") == CONVERSATIONS
 
 
 def row_dtype(vocab_size: int) -> np.dtype[Any]:
@@ -78,10 +93,14 @@ def row_dtype(vocab_size: int) -> np.dtype[Any]:
 def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
     """The sha256, 64 hex digits, of what determines the rows.
 
-    That is: the version of the packing algorithm, the shards, the tokenizer and the sequence length.
+    That is: the version of the packing algorithm, the shards, the tokenizer and the sequence length; and that
+    they hold conversations, if they do.
     """
     shards = [shard["sha256"] for shard in manifest["shards"]]
-    return hashlib.sha256(json.dumps([PACKING, shards, tokenizer_sha256, sequence_len]).encode()).hexdigest()
+    content = [PACKING, shards, tokenizer_sha256, sequence_len]
+    if is_chat(manifest):
+        content.append([CONVERSATIONS, CHAT_PACKING])
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
 def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
@@ -119,7 +138,7 @@ def pack(data_dir: Path | str, sequence_len: int, threads: int = 0) -> RowsInfo:
     except (OSError, DataError) as error:
         problem = str(error)
         if isinstance(error, OSError):
-            size = row_dtype(tokenizer.vocab_size).itemsize
+            size = 4 if is_chat(manifest) else row_dtype(tokenizer.vocab_size).itemsize
             problem = (
                 f"The rows cannot be written to {data_dir / 'rows'}: {error.strerror or error}. They take "
                 f"{size} bytes a token. Fix that and type the same again."
@@ -170,11 +189,19 @@ def _pack(
             "sequence_len": sequence_len,
             "vocab_size": tokenizer.vocab_size,
         }
+        counts: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+        if is_chat(manifest):
+            meta |= {"masked": True, "counts": counts}
         for split in SPLITS:
             shards = [shard for shard in manifest["shards"] if shard["split"] == split]
-            documents = _encoded(data_dir, shards, tokenizer, split, threads)
-            rows = fill_rows(documents, sequence_len + 1, tokenizer.bos_id)
-            meta[f"{split}_rows"], meta[f"{split}_sha256"] = _write_rows(temporary / f"{split}.bin", rows)
+            with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
+                texts = _texts(data_dir, shards, progress)
+                if is_chat(manifest):
+                    rows = chat_rows(texts, tokenizer, sequence_len, counts[split])
+                else:
+                    documents = _encoded(texts, tokenizer, threads)
+                    rows = fill_rows(documents, sequence_len + 1, tokenizer.bos_id)
+                meta[f"{split}_rows"], meta[f"{split}_sha256"] = _write_rows(temporary / f"{split}.bin", rows)
         _refuse_too_little(meta, data_dir)
         write_json(temporary / "meta.json", meta)
         if folder.exists():
@@ -191,7 +218,12 @@ def _pack(
 
 
 def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
-    for split, least in (("train", 2), ("val", 1)):
+    if meta.get("masked") and not (meta["train_rows"] and meta["val_rows"]):
+        raise DataError(
+            f"In no conversation of one split of {data_dir} is there a token of an assistant among the first "
+            f"{meta['sequence_len'] + 1}: give a greater sequence length."
+        )
+    for split, least in () if meta.get("masked") else (("train", 2), ("val", 1)):
         if meta[f"{split}_rows"] < least:
             raise DataError(
                 f"Too little text in {data_dir}: the {split} split fills {meta[f'{split}_rows']} row(s) of "
@@ -200,17 +232,14 @@ def _refuse_too_little(meta: dict[str, Any], data_dir: Path) -> None:
             )
 
 
-def _encoded(
-    data_dir: Path, shards: list[dict[str, Any]], tokenizer: Tokenizer, split: str, threads: int
-) -> Iterator[NDArray[Any]]:
-    """Yield each document of `shards`, in order, as an array: <|bos|> and the token ids of its text."""
+def _encoded(texts: Iterator[str], tokenizer: Tokenizer, threads: int) -> Iterator[NDArray[Any]]:
+    """Yield each document of `texts`, in order, as an array: <|bos|> and the token ids of its text."""
     dtype = row_dtype(tokenizer.vocab_size)
-    with Progress(f"packing {split} rows", sum(shard["text_bytes"] for shard in shards)) as progress:
-        for ids in tokenizer.encode_batch(_texts(data_dir, shards, progress), threads):
-            document = np.empty(len(ids) + 1, dtype=dtype)
-            document[0] = tokenizer.bos_id
-            document[1:] = ids
-            yield document
+    for ids in tokenizer.encode_batch(texts, threads):
+        document = np.empty(len(ids) + 1, dtype=dtype)
+        document[0] = tokenizer.bos_id
+        document[1:] = ids
+        yield document
 
 
 def _texts(data_dir: Path, shards: list[dict[str, Any]], progress: Progress) -> Iterator[str]:

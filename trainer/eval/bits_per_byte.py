@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from trainer.data.loader import Split, proportional_split, rank_rows
+from trainer.data.loader import IGNORED_TARGET, Split, proportional_split, rank_rows, read_sequences
 from trainer.distributed.process_group import Collectives
 from trainer.model.gpt import GPT
 
@@ -35,8 +35,9 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate on the first rows that hold `eval_tokens` targets, rounded up, at most all. A collective call.
 
-    rows: (n, T+1) token ids. token_bytes: (V,) bytes of text of each token, 0 for special tokens, which
-    val_bpb leaves out. Each rank evaluates a part of the rows in proportion to its rows per step in `shares`.
+    rows: (n, T+1) token ids; of conversations, only trained tokens are targets. token_bytes: (V,) bytes of
+    text of each token, 0 for special tokens, which val_bpb leaves out. Each rank evaluates a part of the rows
+    in proportion to its rows per step in `shares`.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)
@@ -44,18 +45,20 @@ def evaluate(
     token_bytes = token_bytes.to(device)
     totals = torch.zeros(4, dtype=torch.float64)  # nats of targets with bytes, bytes, nats of all, tokens
     for start in range(0, len(mine), device_batch_size):
-        batch = torch.from_numpy(rows[mine[start : start + device_batch_size]].astype(np.int64)).to(device)
-        targets = batch[:, 1:].flatten()
-        losses = model(batch[:, :-1], batch[:, 1:], loss_reduction="none").double()  # (rows * T)
-        size = token_bytes[targets]
+        tokens, targets = read_sequences(rows, mine[start : start + device_batch_size])
+        idx_BT = torch.from_numpy(tokens[:, :-1].astype(np.int64)).to(device)
+        targets_BT = torch.from_numpy(targets).to(device)
+        losses = model(idx_BT, targets_BT, loss_reduction="none").double()  # (rows * T)
+        counted = (targets_BT != IGNORED_TARGET).flatten()
+        size = token_bytes[targets_BT.flatten().clamp_min(0)] * counted
         totals += torch.stack(
             [
                 losses[size > 0].sum(),
                 size.sum().double(),
                 losses.sum(),
-                torch.tensor(float(len(targets)), dtype=torch.float64, device=device),
+                counted.sum().double(),
             ]
         ).cpu()
     group.all_reduce([totals])
-    nats_with_bytes, text_bytes, nats, tokens = totals.tolist()
-    return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / tokens)
+    nats_with_bytes, text_bytes, nats, n_targets = totals.tolist()
+    return Evaluation(nats_with_bytes / (math.log(2) * max(text_bytes, 1)), nats / max(n_targets, 1))

@@ -53,7 +53,7 @@ def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: b
     weights = read_state_dict(pair.model)
     check_fits(weights, model, pair.model)
     weights, note = to_float32(weights, pair.model)
-    config = run_config(model, description)
+    config = run_config(model, description, pair.stage)
     step = 0 if restart else pair.step
     folder = run_dir / "checkpoints"
     target = folder / f"step_{step:06d}"

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config import ConfigError, RunConfig
 from trainer.interchange.layout import find_pair, find_tokenizer
+from trainer.stages import BASE, SFT
 
 if TYPE_CHECKING:
     from trainer.data.tokenizer import Tokenizer
@@ -32,7 +33,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="DIR", help="a nanochat base directory, new or in use"
     )
     parser.add_argument(
-        "--model-tag", default="", metavar="TAG", help="folder under base_checkpoints (default: d<depth>)"
+        "--model-tag", default="", metavar="TAG", help="name of the model's folder (default: d<depth>)"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace existing files with other content")
 
@@ -59,6 +60,12 @@ def add_import_arguments(parser: argparse.ArgumentParser) -> None:
         help="count from step 0: a new run, with any settings, that starts from these weights",
     )
     parser.add_argument("--model-tag", default="", metavar="TAG", help="which model (default: the deepest)")
+    parser.add_argument(
+        "--stage",
+        choices=[BASE, SFT],
+        default=BASE,
+        help="of a base directory, take a base model or a fine-tuned one (%(default)s)",
+    )
     parser.add_argument("--step", type=int, metavar="N", help="step of the checkpoint (default: the last)")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="FILE", help="its tokenizer.pkl, if it is in another folder"
@@ -79,9 +86,10 @@ def run_export(args: argparse.Namespace) -> int:
     if done.note:
         print(f"export: {done.note}")
     base = shlex.quote(str(args.out.resolve()))
+    script, option = ("chat_cli", "-i sft") if done.pair.stage == SFT else ("base_eval", "--eval sample")
     print(
-        f"export: in nanochat's folder: NANOCHAT_BASE_DIR={base} python -m scripts.base_eval "
-        f"--model-tag {done.pair.folder.name} --step {done.pair.step} --eval sample"
+        f"export: in nanochat's folder: NANOCHAT_BASE_DIR={base} python -m scripts.{script} "
+        f"--model-tag {done.pair.folder.name} --step {done.pair.step} {option}"
     )
     print("export: without the optimizer state: nanochat can use and fine-tune the model, not resume it")
     return 0
@@ -135,7 +143,7 @@ def _import_data(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
 def _import_checkpoint(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
     from trainer.interchange.adopt import adopt_checkpoint
 
-    pair = find_pair(args.from_nanochat, args.model_tag, args.step)
+    pair = find_pair(args.from_nanochat, args.model_tag, args.step, args.stage)
     done = adopt_checkpoint(pair, tokenizer, args.run_dir, args.restart)
     print(f"import: {pair.model} is {done.path}" + (" already" if done.unchanged else ""))
     if done.note:

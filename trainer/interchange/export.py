@@ -21,7 +21,7 @@ from trainer.data import DataError
 from trainer.data.files import file_sha256, sync_file, sync_folder
 from trainer.data.tokenizer import Tokenizer
 from trainer.interchange import pickled_tokenizer
-from trainer.interchange.layout import CHECKPOINTS, TOKEN_BYTES, TOKENIZER, Pair
+from trainer.interchange.layout import FOLDERS, TOKEN_BYTES, TOKENIZER, Pair
 from trainer.interchange.meta import upstream_meta
 from trainer.interchange.weights import check_fits, to_float32
 from trainer.model.gpt import GPTConfig
@@ -58,8 +58,9 @@ def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = Fal
             f"{step_dir} has a model for {model.vocab_size:,} tokens and a tokenizer of "
             f"{tokenizer.vocab_size:,}: they must be equal. Export another checkpoint."
         )
-    pair = Pair(out / CHECKPOINTS / tag, meta["step"])
-    description = upstream_meta(meta, RunConfig(**meta["config"]), model)
+    config = RunConfig(**meta["config"])
+    pair = Pair(out / FOLDERS[config.stage] / tag, meta["step"])
+    description = upstream_meta(meta, config, model)
     # nanochat finds a checkpoint by its model file, so that is written last.
     contents: dict[Path, Callable[[BinaryIO], object]] = {
         out / TOKENIZER: lambda file: file.write(pickled_tokenizer.pickled(tokenizer)),

@@ -2,6 +2,7 @@
 
 BASE/base_checkpoints/d8/model_000100.pt         weights by parameter name
                         /meta_000100.json        configuration of the model
+    /chatsft_checkpoints/d8/...                  the same of a fine-tuned model
     /tokenizer/tokenizer.pkl  token_bytes.pt     tokenizer, and the number of bytes of each token
     /base_data_climbmix/shard_00000.parquet ...  documents; base_data is the older name
 """
@@ -13,8 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import ConfigError
+from trainer.stages import BASE, SFT
 
 CHECKPOINTS = "base_checkpoints"
+FOLDERS = {BASE: CHECKPOINTS, SFT: "chatsft_checkpoints"}  # of each stage
 TOKENIZER = Path("tokenizer", "tokenizer.pkl")
 TOKEN_BYTES = Path("tokenizer", "token_bytes.pt")
 MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
@@ -28,6 +31,11 @@ class Pair:
     step: int
 
     @property
+    def stage(self) -> str:
+        """The stage of training, by the name of the folder of models that contains `folder`."""
+        return SFT if self.folder.resolve().parent.name == FOLDERS[SFT] else BASE
+
+    @property
     def model(self) -> Path:
         return self.folder / f"model_{self.step:06d}.pt"
 
@@ -36,8 +44,10 @@ class Pair:
         return self.folder / f"meta_{self.step:06d}.json"
 
 
-def find_pair(path: Path, model_tag: str = "", step: int | None = None) -> Pair:
+def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: str = BASE) -> Pair:
     """Find the checkpoint at `path`: a model_*.pt, a folder of them, or a base directory.
+
+    In a base directory, `stage` selects the base models or the fine-tuned ones.
 
     Of several, it chooses as nanochat does: the deepest d<number>, the last step. Raises ConfigError.
     """
@@ -48,7 +58,7 @@ def find_pair(path: Path, model_tag: str = "", step: int | None = None) -> Pair:
         return _whole(Pair(path.parent, int(match[1])))
     if not path.is_dir():
         raise ConfigError(f"There is no file or folder {path}.")
-    folder = path if _steps(path) else _tagged(path / CHECKPOINTS, model_tag)
+    folder = path if _steps(path) else _tagged(path / FOLDERS[stage], model_tag)
     steps = _steps(folder)
     if not steps:
         raise ConfigError(f"There is no checkpoint (such as model_000100.pt) in {folder}.")
@@ -63,7 +73,11 @@ def find_tokenizer(path: Path) -> Path:
         raise ConfigError(f"There is no file or folder {path}.")
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     # A folder of checkpoints is two levels below the base directory.
-    bases = [folder] if (folder / CHECKPOINTS).is_dir() else [folder, *folder.parents][:3]
+    bases = (
+        [folder]
+        if any((folder / name).is_dir() for name in FOLDERS.values())
+        else [folder, *folder.parents][:3]
+    )
     for base in bases:
         if (base / TOKENIZER).is_file():
             return base / TOKENIZER
@@ -93,8 +107,8 @@ def _tagged(checkpoints: Path, model_tag: str) -> Path:
     tags = [folder for folder in checkpoints.glob("*") if folder.is_dir()]
     if not tags:
         raise ConfigError(
-            f"There is no checkpoint in {checkpoints.parent}: no {CHECKPOINTS}, no model_*.pt. Give a base "
-            "directory of nanochat, or a folder of its checkpoints."
+            f"There is no checkpoint in {checkpoints.parent}: no {checkpoints.name}, no model_*.pt. Give a "
+            "base directory of nanochat, or a folder of its checkpoints."
         )
     if model_tag:
         if checkpoints / model_tag not in tags:

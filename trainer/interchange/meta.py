@@ -11,6 +11,7 @@ from typing import Any
 
 from trainer.config import ConfigError, RunConfig
 from trainer.model.gpt import GPTConfig
+from trainer.stages import BASE, SFT, SFT_SETTINGS
 
 # Settings with the same name in both programs that define the training. Those that depend on the machine
 # (evaluation, saving, micro-batch) are not converted.
@@ -78,14 +79,16 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
         raise ConfigError(f"The model_config in {path} is invalid: {error}.") from None
 
 
-def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
+def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> RunConfig:
     """The settings of a run that trains `model`; settings that `meta` lacks have their defaults.
 
-    `meta` is the content of a meta file. Raises ConfigError if no aspect_ratio gives the width of the model.
+    These are the ones of `stage`. `meta` is the content of a meta file. Raises ConfigError if no aspect_ratio
+    gives the width of the model.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
     settings: dict[str, Any] = {
+        **(SFT_SETTINGS if stage == SFT else {}),
         "depth": model.n_layer,
         "aspect_ratio": _aspect_ratio(model, user.get("aspect_ratio")),
         "head_dim": model.head_dim,
@@ -94,7 +97,7 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any]) -> RunConfig:
         "window_pattern": model.window_pattern,
         "total_batch_size": _batch(meta.get("total_batch_size"), model.sequence_len),
     }
-    for name in (*SCHEDULE, *HORIZON):
+    for name in (*SCHEDULE, *HORIZON, *(("init_lr_frac",) if stage == SFT else ())):
         value = 0 if name in HORIZON and user.get(name) == UNSET else user.get(name)
         with contextlib.suppress(ConfigError):  # an invalid value leaves the default
             RunConfig.from_strings({name: value})
@@ -110,6 +113,8 @@ def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) 
     tokens = meta.get("tokens", 0)
     batch = tokens // step if step else config.total_batch_size
     user = {name: getattr(config, name) for name in (*SHAPE, *SCHEDULE, "device_batch_size")}
+    if config.stage == SFT:
+        user["init_lr_frac"] = config.init_lr_frac
     return {
         "step": step,
         "val_bpb": meta.get("val_bpb"),

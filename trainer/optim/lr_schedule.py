@@ -15,6 +15,8 @@ BATCH_EXPONENT = 0.383  # the best batch grows as tokens ** 0.383: Power Lines, 
 
 MOMENTUM_START, MOMENTUM_PEAK, MOMENTUM_END = 0.85, 0.97, 0.90
 MOMENTUM_WARMUP_STEPS = 400
+SFT_MOMENTUM_PEAK = 0.95
+SFT_MOMENTUM_WARMUP_STEPS = 300
 
 
 class BatchScales(NamedTuple):
@@ -98,6 +100,12 @@ def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) 
     if step < MOMENTUM_WARMUP_STEPS:
         return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS
     return MOMENTUM_PEAK - (MOMENTUM_PEAK - MOMENTUM_END) * _warmdown(step, num_iterations, warmdown_ratio)
+
+
+def sft_muon_momentum(step: int) -> float:
+    """Muon's momentum at `step` of a run of stage sft: it rises for 300 steps and stays."""
+    done = min(1.0, step / SFT_MOMENTUM_WARMUP_STEPS)
+    return MOMENTUM_START + (SFT_MOMENTUM_PEAK - MOMENTUM_START) * done
 
 
 def muon_weight_decay(step: int, num_iterations: int) -> float:

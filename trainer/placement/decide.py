@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from trainer.config import EXACT_MODES, RunConfig, canonical_json
 from trainer.data.dataset import Dataset
-from trainer.data.loader import batch_rows
+from trainer.data.loader import batch_rows, read_sequences
 from trainer.distributed.process_group import Collectives, Peer
 from trainer.host.numerics import Numerics
 from trainer.model.gpt import GPT
@@ -132,7 +132,7 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
     def first_seen() -> NDArray[np.int64]:
         """For each token, the number of the first row of the run that has it; sorted ascending."""
         count = min(COUNTED_TOKENS // config.sequence_len, len(data.train))
-        rows = data.train[batch_rows(config.seed, 0, count, len(data.train))]
+        rows = read_sequences(data.train, batch_rows(config.seed, 0, count, len(data.train))).tokens
         _, first = np.unique(rows[:, :-1], return_index=True)
         return np.sort(first // config.sequence_len)
 

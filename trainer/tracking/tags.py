@@ -48,7 +48,11 @@ def facts_of(
         "plan.flops_per_token": flops,
         "plan.flops": flops * tokens,
     }
+    stage = {"stage": run_file.config.stage}
+    if run_file.config.parent:
+        stage |= {"parent_run": run_file.config.parent.partition("/")[0]}
     tags = {
+        **stage,
         "digest.config": config_digest,
         "digest.run_file": run_file.digest(),
         "digest.trainer": code_digest(),

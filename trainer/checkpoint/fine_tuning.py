@@ -1,0 +1,70 @@
+"""How a run of stage sft begins: with the weights and moments of a checkpoint of another run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.checkpoint import storage
+from trainer.checkpoint.exchange import pop_common_state
+from trainer.checkpoint.storage import State
+from trainer.config import ConfigError, RunConfig
+from trainer.data import DataError
+from trainer.data.rows import RowsInfo
+from trainer.model.gpt import GPTConfig
+from trainer.stages import SFT, parent_of
+
+
+def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
+    """Raise DataError if stage sft is given documents, or stage base conversations."""
+    if config.stage == SFT and not info.masked:
+        raise DataError(
+            f"{data_dir} holds documents, and stage sft trains on conversations. Make a data directory of "
+            "them with: python -m trainer conversations"
+        )
+    if config.stage != SFT and info.masked:
+        raise DataError(
+            f"{data_dir} holds conversations, and stage base trains on documents. Fine-tune a model on them "
+            "with --stage sft, or give the data directory that python -m trainer prepare has made."
+        )
+
+
+def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes: Mapping[str, str]) -> State:
+    """The state at step 0: weights and optimizer state of the checkpoint at `path`; of its run nothing else.
+
+    A checkpoint without optimizer state (of nanochat) gives none. The context length may differ. Raises
+    ConfigError or DataError if the checkpoint is not the run's parent, or of another model or tokenizer.
+    """
+    if path is None:
+        raise ConfigError(
+            f"A run of stage sft begins with a checkpoint ({config.parent or 'of stage base'}): give it with "
+            "--from-checkpoint DIR."
+        )
+    state = storage.load(path)
+    if config.parent != parent_of(state.meta):
+        raise ConfigError(
+            f"The run fine-tunes the model of {config.parent}, and {path} is {parent_of(state.meta)}. Give "
+            "the former with --from-checkpoint, or start a new run (with another --run-dir and run id)."
+        )
+    saved = state.meta["model_config"]
+    differing = [
+        f"{name} is {saved[name]!r}, the run's {value!r}"
+        for name, value in dataclasses.asdict(model).items()
+        if name != "sequence_len" and saved[name] != value
+    ]
+    if differing:
+        raise ConfigError(
+            f"The run would fine-tune another model than that of {path}: {'; '.join(differing)}. Leave these "
+            "settings out: they are taken from the checkpoint."
+        )
+    tokenizer = state.meta.get("hashes", {}).get("tokenizer")
+    if tokenizer is not None and hashes.get("tokenizer", tokenizer) != tokenizer:
+        raise DataError(
+            f"The conversations were made with another tokenizer than that of {path}. Make them again with: "
+            f"python -m trainer conversations --tokenizer {path / 'tokenizer'}"
+        )
+    for tensors in state.optim.values():
+        pop_common_state(tensors)  # of the sync mode of the other run
+    optim = {name: tensors for name, tensors in state.optim.items() if tensors}
+    return State({"step": 0}, state.model, optim)

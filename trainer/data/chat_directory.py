@@ -1,0 +1,164 @@
+"""Makes a data directory of conversations, which `train --stage sft` takes.
+
+prepare_conversations([Source(Path("chats.jsonl"))], Path("chats"), Path("data/tokenizer"))
+
+It has the layout of one of documents (directory.py): the "text" of a shard's row is a list of messages as
+JSON, shuffled once, and the manifest has the kind "conversations". Hosts receive, verify and pack it alike.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data import SEED, SHARD_BYTES, DataError
+from trainer.data.conversations import ConversationError, describe_bad, find_files, read_file
+from trainer.data.corpus import source_digest, write_shard
+from trainer.data.directory import Clock, Prepared, make_directory
+from trainer.data.files import file_sha256, locked
+from trainer.data.loader import permutation
+from trainer.data.progress import Progress
+from trainer.data.rows import CONVERSATIONS
+from trainer.data.shards import Entry, shard_name, with_splits
+from trainer.data.sources import SourceFile
+
+VAL_FRACTION = 0.05
+BAD_LINES = "bad lines"
+ORDER, VALIDATION = 0, 1  # what a permutation is for
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or folder of conversations. weight: how many times an epoch has each of them; 0.5: every other.
+
+    A fraction takes a part of them, which the seed selects.
+    """
+
+    path: Path
+    weight: float = 1.0
+
+
+def prepare_conversations(
+    sources: Sequence[Source],
+    out: Path,
+    tokenizer: Path,
+    validation: Sequence[Path] = (),
+    val_fraction: float = VAL_FRACTION,
+    seed: int = SEED,
+    skip_bad: bool = False,
+    shard_bytes: int = SHARD_BYTES,
+) -> Prepared:
+    """Make the data directory `out`; `tokenizer` is the folder of the tokenizer of the model to fine-tune.
+
+    The conversations of `validation` are for validation alone; without any, `val_fraction` of all, at least
+    one. Bad lines raise DataError, or are left out and counted with `skip_bad`. Raises DataError.
+    """
+    clock = Clock()
+    out = out.resolve()
+    given = [(path, source.weight) for source in sources for path in find_files([source.path])]
+    of_validation = find_files(validation)
+    names = [path for path, _ in given] + of_validation
+    arguments = ([weight for _, weight in given], len(of_validation), val_fraction, seed, skip_bad)
+    digest = source_digest([_stat(path) for path in names], CONVERSATIONS, *arguments, shard_bytes)
+    clock.lap("looking")
+
+    def make(folder: Path) -> tuple[list[Entry], Counter[str]]:
+        read, bad = _read(names)
+        if bad and not skip_bad:
+            raise DataError(describe_bad(bad))
+        train, val = _split(read, [weight for _, weight in given], val_fraction, seed)
+        return _write(train, val, folder, shard_bytes), Counter({BAD_LINES: len(bad)} if bad else {})
+
+    with locked(out / ".lock"):
+        return make_directory(out, digest, make, 0, tokenizer, clock, {"kind": CONVERSATIONS})
+
+
+def _stat(path: Path) -> SourceFile:
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from None
+    return SourceFile(str(path.resolve()), status.st_size, status.st_mtime_ns)
+
+
+def _read(files: Sequence[Path]) -> tuple[list[list[bytes]], list[str]]:
+    """The conversations of each file, as JSON, and a text for each bad line of all files."""
+    read: list[list[bytes]] = []
+    bad: list[str] = []
+    for path in files:
+        read.append([])
+        for number, found in read_file(path):
+            if isinstance(found, ConversationError):
+                bad.append(f"{path}:{number}: {found}")
+            else:
+                read[-1].append(json.dumps(found, separators=(",", ":")).encode())
+    return read, bad
+
+
+def _split(
+    read: Sequence[list[bytes]], weights: Sequence[float], val_fraction: float, seed: int
+) -> tuple[list[bytes], list[bytes]]:
+    """The conversations for training, weighted and shuffled, and those for validation.
+
+    read: of each file; the files after those of `weights` are for validation.
+    """
+    files, val = (
+        [list(each) for each in read[: len(weights)]],
+        [c for each in read[len(weights) :] for c in each],
+    )
+    if len(read) == len(weights):
+        every = [(number, at) for number, each in enumerate(files) for at in range(len(each))]
+        n_val = max(1, round(len(every) * val_fraction))
+        chosen = {every[i] for i in permutation(len(every), seed, VALIDATION)[:n_val]} if every else set()
+        val = [files[number][at] for number, at in sorted(chosen)]
+        files = [
+            [text for at, text in enumerate(each) if (number, at) not in chosen]
+            for number, each in enumerate(files)
+        ]
+    train: list[bytes] = []
+    for number, (each, weight) in enumerate(zip(files, weights, strict=True)):
+        whole, part = divmod(round(len(each) * weight), max(1, len(each)))
+        train += each * whole
+        train += [each[i] for i in permutation(len(each), seed, ORDER, number)[:part]]
+    if not train or not val:
+        split = "training" if val else "validation"
+        raise DataError(
+            f"There is no conversation for {split}. Two are the least, one for training and one for "
+            "validation; a weight may leave none of a file."
+        )
+    return [train[i] for i in permutation(len(train), seed, ORDER)], val
+
+
+def _write(train: list[bytes], val: list[bytes], folder: Path, shard_bytes: int) -> list[Entry]:
+    """Write shards of about `shard_bytes` for training, then one for validation; their manifest entries."""
+    entries: list[Entry] = []
+    with Progress("writing shards", sum(map(len, train)) + sum(map(len, val))) as progress:
+        for number, texts in enumerate([*_groups(train, shard_bytes), val]):
+            path = folder / shard_name(number)
+            count, size = write_shard(path, iter(texts), progress)
+            entries.append(
+                {
+                    "name": path.name,
+                    "sha256": file_sha256(path),
+                    "bytes": path.stat().st_size,
+                    "documents": count,
+                    "text_bytes": size,
+                }
+            )
+    return with_splits(entries)
+
+
+def _groups(texts: Sequence[bytes], group_bytes: int) -> Iterator[list[bytes]]:
+    group: list[bytes] = []
+    size = 0
+    for text in texts:
+        group.append(text)
+        size += len(text)
+        if size >= group_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
