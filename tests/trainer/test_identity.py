@@ -21,6 +21,8 @@ OTHERS = {
     "recompute": "layers",
     "eval_every": 3,
     "eval_tokens": 64,
+    "core_metric_every": 0,
+    "core_metric_max_per_task": 10,
     "sample_every": 4,
     "save_every": 2,
     "save_minutes": 1.5,
