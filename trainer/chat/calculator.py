@@ -29,8 +29,8 @@ OPERATORS: dict[type[ast.operator], Callable[[float, float], float]] = {
 def calculate(text: str) -> str | None:
     """The result of an expression as text; None if it is refused, too long, too large or not valid.
 
-    Arithmetic has digits, + - * / . ( ) and blanks; commas are removed. There is no power and no //. The other form
-    is 'text'.count('part') on string literals.
+    Arithmetic has digits, + - * / . ( ) and blanks; commas are removed. There is no power and no //. The
+    other form is 'text'.count('part') on string literals.
     """
     if len(text) > LONGEST:
         return None

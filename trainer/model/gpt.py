@@ -135,7 +135,7 @@ class KVCache:
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
         """Append the keys and values of new tokens in `layer`, and attend to them and to the earlier ones.
 
-        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Keys that no query sees are not read.
+        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Reads only keys that a query sees.
         """
         end = self.length + k.size(2)
         self.k_LBHTE[layer, :, :, self.length : end] = k
@@ -161,13 +161,13 @@ class KVCacheRows:
         return [cache.length for cache in self.caches]
 
     @property
-    def last_B1D(self) -> Tensor:
+    def last_B1D(self) -> Tensor:  # noqa: N802
         return torch.cat([cache.last_B1D for cache in self.caches])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
         """As KVCache.attend, each row with its own keys and values."""
         rows = zip(self.caches, q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([cache.attend(layer, *qkv, window, grouped) for cache, *qkv in rows])
+        return torch.cat([cache.attend(layer, q1, k1, v1, window, grouped) for cache, q1, k1, v1 in rows])
 
     def advance(self, last_B1D: Tensor, count: int) -> None:
         for cache, last in zip(self.caches, last_B1D.split(1), strict=True):
@@ -334,7 +334,8 @@ class GPT(nn.Module):
 
         Logits are (B, T, V) in float32 or better. loss_reduction selects the mean or sum of the losses, a
         scalar, or "none": all losses, (B * T,), without gradients. With a cache, idx continues the sequences
-        in it. last_only: logits of the last token alone, (B, 1, V). Raises ValueError for more than sequence_len tokens, those in the cache included.
+        in it. last_only: logits of the last token alone, (B, 1, V). Raises ValueError for more than
+        sequence_len tokens, those in the cache included.
         """
         x_BTD = self._body(idx, cache)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
