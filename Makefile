@@ -51,6 +51,7 @@ test-fast: lint ## lint, and the tests that start no containers and no ranks: un
 
 .PHONY: test
 test: lab-tools test-fast ## and ranks that train, Molecule on Debian 12 and 13 hosts, and the end-to-end run
+	@scripts/bootstrap.sh browser
 	pytest -n 2 --dist worksteal -m "processes and not slow"
 	scripts/molecule.sh default trixie network
 	pytest -m "lab and not slow"

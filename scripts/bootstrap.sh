@@ -1,6 +1,7 @@
 #!/bin/sh
 # Reports what is missing, then installs it.
 #   scripts/bootstrap.sh lab    the system packages a lab needs (Debian, Ubuntu); sudo only if something is missing
+#   scripts/bootstrap.sh browser  chromium, for the test of the chat page
 #   scripts/bootstrap.sh noble  the keys of Ubuntu's archive, which a lab of Ubuntu 24.04 hosts needs besides
 #   scripts/bootstrap.sh venv   .venv with all that a controller needs, pinned by constraints.txt, and a link by which
 #                               Ansible finds this checkout as the collection nanofleet.fleet
@@ -67,6 +68,12 @@ lab() {
         have crun || set -- "$@" crun
     fi
     install_packages "a lab" "$@"
+}
+
+# Ubuntu's package chromium is only a link to a snap: tests of the page are skipped there unless a browser exists.
+browser() {
+    have chromium || have chromium-browser || have google-chrome || grep -qs '^ID=ubuntu' /etc/os-release ||
+        install_packages "the test of the chat page" chromium
 }
 
 # Debian releases without a package ubuntu-keyring take Ubuntu's own, known by its sha256.
@@ -160,12 +167,13 @@ venv() {
     printf '%s\n' "$digest" >"$stamp"
 }
 
-[ $# -gt 0 ] || die "no part is named. Fix: scripts/bootstrap.sh lab, noble or venv"
+[ $# -gt 0 ] || die "no part is named. Fix: scripts/bootstrap.sh lab, browser, noble or venv"
 for part in "$@"; do
     case $part in
         lab) lab ;;
+        browser) browser ;;
         noble) noble ;;
         venv) venv ;;
-        *) die "unknown part $part. Parts: lab, noble, venv" ;;
+        *) die "unknown part $part. Parts: lab, browser, noble, venv" ;;
     esac
 done

@@ -10,6 +10,8 @@ python -m trainer track --run-dir runs/mine --tracker-uri http://tower:5000
 python -m trainer again --run-dir runs/mine
 python -m trainer sample --checkpoint runs/mine/checkpoints/step_000100 --prompt "The "
 python -m trainer eval --checkpoint runs/mine/checkpoints/step_000100 --data-dir data
+python -m trainer chat --run-dir runs/mine
+python -m trainer serve --run-dir runs/mine --follow --port 8000
 python -m trainer export --checkpoint runs/mine/checkpoints/step_000100 --to nanochat --out nanochat
 python -m trainer import --from-nanochat nanochat --run-dir runs/theirs
 """
@@ -26,6 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.bench import cli as bench
+from trainer.chat.options import add_chat_arguments, add_serve_arguments
 from trainer.config import (
     ConfigError,
     RunConfig,
@@ -205,6 +208,18 @@ def sample(args: argparse.Namespace) -> int:
     return sample.run(args)
 
 
+def chat(args: argparse.Namespace) -> int:
+    from trainer.chat import terminal
+
+    return terminal.run_chat(args)
+
+
+def serve(args: argparse.Namespace) -> int:
+    from trainer.serve import server
+
+    return server.run(args)
+
+
 class Command(NamedTuple):
     """A subcommand. `run` returns the exit code and may raise ConfigError or DataError."""
 
@@ -226,6 +241,8 @@ COMMANDS = {
     "again": Command("decide whether to restart a run", restart_policy.add_arguments, restart_policy.run),
     "sample": Command("generate text from a checkpoint", add_sample_arguments, sample),
     "eval": Command("evaluate a checkpoint", evaluation.add_arguments, evaluation.run),
+    "chat": Command("chat with a model in the terminal", add_chat_arguments, chat),
+    "serve": Command("answer over HTTP, as the API of OpenAI does", add_serve_arguments, serve),
     "export": Command(
         "write a checkpoint in the format of nanochat",
         interchange.add_export_arguments,

@@ -21,10 +21,11 @@ LEVELS = (
     ("sync", "run_plan", "rank_batch"),
     ("health",),
     ("placement", "checkpoint"),
+    ("chat",),
     ("eval", "tracking"),
     ("setup",),
     ("train",),
-    ("bench", "interchange"),
+    ("bench", "interchange", "serve"),
     ("__main__",),
 )
 WITHOUT_COLLECTIVES = ("data", "model", "optim")

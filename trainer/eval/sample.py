@@ -9,49 +9,30 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
+from trainer.chat.engine import COLDEST, Engine, Sampling
+from trainer.chat.engine import run as run_engine
 from trainer.checkpoint.storage import load_model
 from trainer.config import ConfigError
 from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
-from trainer.model.gpt import GPT, KVCache
+from trainer.model.gpt import GPT
 
 KEPT = "sample.txt"  # in the run directory: PROMPT and the newest continuation of it
 PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
-COLDEST = 1e-3  # the lowest temperature above 0: lower ones exceed the range of float32
 REPLACEMENT = "�"  # the tokenizer decodes an incomplete character to it
 
 
-@torch.no_grad()
 def generate(
     model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
 ) -> Iterator[int]:
     """Yield up to `max_tokens` token ids that continue `tokens`; temperature 0 takes the most likely token.
 
-    Tokens are drawn on the CPU, so that a seed gives the same draws on every device. When the context is
-    full, its older half is dropped, so that long texts stay cheap.
+    When the context is full, its older half is dropped, so that long texts stay cheap.
     """
-    generator = torch.Generator().manual_seed(seed)
-    limit = model.config.sequence_len
-    seen = tokens[-limit:]
-    cache, fresh = _new_cache(model), seen
-    for _ in range(max_tokens):
-        if cache.length + len(fresh) > limit:
-            seen = seen[-(limit // 2) :]
-            cache, fresh = _new_cache(model), seen
-        logits = model(torch.tensor([fresh], device=model.device), cache=cache)[0, -1].cpu()
-        if temperature == 0:
-            token = int(logits.argmax())
-        else:
-            token = int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator))
-        yield token
-        seen = [*seen, token]
-        fresh = [token]
-
-
-def _new_cache(model: GPT) -> KVCache:
-    return KVCache(model.config, 1, model.config.sequence_len, model.compute_dtype, model.device)
+    engine = Engine(model)
+    yield from run_engine(
+        engine, engine.start(tokens, Sampling(temperature, 0, max_tokens, seed), slides=True)
+    )
 
 
 def stream_text(

@@ -54,9 +54,11 @@ def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped:
     if n_query == n_key and q_BHTE.device.type == "cpu":
         y_BHTE: Tensor = _InBlocks.apply(q_BHTE, k_BHTE, v_BHTE, min(window, n_key - 1))
         return y_BHTE
-    mask = window_mask(n_query, n_key, window, q_BHTE.device)
+    sees_all = n_query == 1 and n_key <= window + 1
+    mask = None if sees_all else window_mask(n_query, n_key, window, q_BHTE.device)
+    causal = mask is None and not sees_all
     return F.scaled_dot_product_attention(
-        q_BHTE, k_BHTE, v_BHTE, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        q_BHTE, k_BHTE, v_BHTE, attn_mask=mask, is_causal=causal, enable_gqa=grouped
     )
 
 

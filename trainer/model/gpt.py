@@ -16,7 +16,7 @@ Shapes: B rows, T tokens, D = n_embd, H heads of E = head_dim, V vocabulary, L l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -128,12 +128,54 @@ class KVCache:
         self.max_len = max_len
         self.length = 0
 
-    def append(self, layer: int, k_BHTE: Tensor, v_BHTE: Tensor) -> tuple[Tensor, Tensor]:
-        """Append the keys and values of new tokens in `layer`; returns all keys and values of the layer."""
-        end = self.length + k_BHTE.size(2)
-        self.k_LBHTE[layer, :, :, self.length : end] = k_BHTE
-        self.v_LBHTE[layer, :, :, self.length : end] = v_BHTE
-        return self.k_LBHTE[layer, :, :, :end], self.v_LBHTE[layer, :, :, :end]
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row that the cache holds."""
+        return [self.length] * self.last_B1D.size(0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
+        """Append the keys and values of new tokens in `layer`, and attend to them and to the earlier ones.
+
+        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Reads only keys that a query sees.
+        """
+        end = self.length + k.size(2)
+        self.k_LBHTE[layer, :, :, self.length : end] = k
+        self.v_LBHTE[layer, :, :, self.length : end] = v
+        seen = slice(max(0, self.length - window), end)
+        return attend(q, self.k_LBHTE[layer, :, :, seen], self.v_LBHTE[layer, :, :, seen], window, grouped)
+
+    def advance(self, last_B1D: Tensor, count: int) -> None:
+        """Count the new tokens; last_B1D is the embedding of the last of them."""
+        self.last_B1D = last_B1D
+        self.length += count
+
+
+class KVCacheRows:
+    """Caches of one row each, of different lengths, that decode together: row i of the batch is caches[i]."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = caches
+        self.max_len = min(cache.max_len for cache in caches)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [cache.length for cache in self.caches]
+
+    @property
+    def last_B1D(self) -> Tensor:  # noqa: N802
+        return torch.cat([cache.last_B1D for cache in self.caches])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
+        """As KVCache.attend, each row with its own keys and values."""
+        rows = zip(self.caches, q.split(1), k.split(1), v.split(1), strict=True)
+        return torch.cat([cache.attend(layer, q1, k1, v1, window, grouped) for cache, q1, k1, v1 in rows])
+
+    def advance(self, last_B1D: Tensor, count: int) -> None:
+        for cache, last in zip(self.caches, last_B1D.split(1), strict=True):
+            cache.advance(last, count)
+
+
+Cache = KVCache | KVCacheRows
 
 
 class Linear(nn.Linear):
@@ -161,7 +203,7 @@ class Attention(nn.Module):
             self.ve_gate = Linear(VE_GATE_CHANNELS, config.n_kv_head)
 
     def forward(
-        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: Cache | None
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).view(heads) for project in (self.c_q, self.c_k, self.c_v))
@@ -170,9 +212,10 @@ class Attention(nn.Module):
             v = v + gate_BTH1 * ve.view(heads)
         q, k = (rotate_rms(y, *rotary, QK_SCALE) for y in (q, k))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))
-        if cache is not None:
-            k, v = cache.append(self.layer, k, v)
-        y_BHTE = attend(q, k, v, window, self.grouped)
+        if cache is None:
+            y_BHTE = attend(q, k, v, window, self.grouped)
+        else:
+            y_BHTE = cache.attend(self.layer, q, k, v, window, self.grouped)
         return self.c_proj(y_BHTE.transpose(1, 2).reshape(x.shape))
 
 
@@ -195,7 +238,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: KVCache | None
+        self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: Cache | None
     ) -> Tensor:
         """Apply the layer to x (B, T, D); the result has x's dtype, the GEMMs that of the rotary tables."""
         compute_dtype = rotary[0].dtype
@@ -285,18 +328,20 @@ class GPT(nn.Module):
         idx: Tensor,
         targets: Tensor | None = None,
         loss_reduction: LossReduction = "mean",
-        cache: KVCache | None = None,
+        cache: Cache | None = None,
+        last_only: bool = False,
     ) -> Tensor:
         """Logits of the tokens idx (B, T); with targets (B, T), cross-entropy in nats. Target -1 is ignored.
 
         Logits are (B, T, V) in float32 or better. loss_reduction selects the mean or sum of the losses, a
         scalar, or "none": all losses, (B * T,), without gradients. With a cache, idx continues the sequences
-        in it. Raises ValueError for more than sequence_len tokens, those in the cache included.
+        in it. last_only: logits of the last token alone, (B, 1, V). Raises ValueError for more than
+        sequence_len tokens, those in the cache included.
         """
         x_BTD = self._body(idx, cache)
         weight, vocab_size = self.lm_head.weight, self.config.vocab_size
         if targets is None:
-            return self._logits(x_BTD)
+            return self._logits(x_BTD[:, -1:] if last_only else x_BTD)
         flat = x_BTD.flatten(0, 1), weight, targets.flatten(), vocab_size
         if loss_reduction == "none":
             return token_losses(*flat)
@@ -330,22 +375,22 @@ class GPT(nn.Module):
         finally:
             self.cos, self.sin = before
 
-    def _body(self, idx: Tensor, cache: KVCache | None) -> Tensor:
+    def _body(self, idx: Tensor, cache: Cache | None) -> Tensor:
         """The input of lm_head for the tokens idx (B, T): shape (B, T, D), in the compute dtype."""
         config, compute_dtype = self.config, self.compute_dtype
-        start = cache.length if cache else 0
-        end = start + idx.size(1)
+        starts = cache.lengths if cache else [0]
+        end = max(starts) + idx.size(1)
         limit = min(self.cos.size(0), cache.max_len) if cache else self.cos.size(0)
         if end > limit:
             raise ValueError(f"{end} tokens do not fit: at most {limit} here")
         windows = config.windows()
 
         x = rms(self.transformer["wte"](idx))
-        rotary = (self.cos[start:end].to(compute_dtype), self.sin[start:end].to(compute_dtype))
+        at = slice(starts[0], end) if min(starts) == max(starts) else self._positions(starts, idx.size(1))
+        rotary = (self.cos[at].to(compute_dtype), self.sin[at].to(compute_dtype))
         before = cache.last_B1D if cache else torch.zeros_like(x[:, :1])
         previous = torch.cat((before, x[:, :-1]), dim=1)
-        if cache:
-            cache.last_B1D = x[:, -1:]
+        embedded = x
         x = x + self.smear_lambda * torch.sigmoid(self.smear_gate(x[..., :SMEAR_CHANNELS])) * previous
 
         x0 = backout = x
@@ -356,9 +401,13 @@ class GPT(nn.Module):
             if layer == config.n_layer // 2:
                 backout = x
         if cache:
-            cache.length = end
+            cache.advance(embedded[:, -1:], idx.size(1))
 
         return rms(x - self.backout_lambda * backout).to(compute_dtype)
+
+    def _positions(self, starts: Sequence[int], count: int) -> Tensor:
+        """Positions of `count` tokens after each of `starts`: (B, count)."""
+        return torch.tensor(starts, device=self.device)[:, None] + torch.arange(count, device=self.device)
 
     def _layer(
         self,
@@ -367,7 +416,7 @@ class GPT(nn.Module):
         idx: Tensor,
         rotary: Rotary,
         window: int,
-        cache: KVCache | None,
+        cache: Cache | None,
         x0: Tensor,
         x: Tensor,
     ) -> Tensor:

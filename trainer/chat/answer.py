@@ -1,0 +1,58 @@
+"""Turns the tokens of an answer into text as they come, and into the parts of a conversation's message.
+
+answer = Answer(tokenizer); piece = answer.add(token); answer.parts
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trainer.data.tokenizer import Tokenizer
+
+REPLACEMENT = "�"  # the tokenizer decodes an incomplete character to it
+MARKS = {  # special token: (what it begins, what it shows)
+    "<|python_start|>": ("python", "`"),
+    "<|python_end|>": ("text", "`"),
+    "<|output_start|>": ("python_output", " = "),
+    "<|output_end|>": ("text", ""),
+}
+
+
+class Answer:
+    """An answer that grows. `text` is what a person sees: a call is `EXPRESSION` = RESULT."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self.names = {id: name for name, id in tokenizer.specials.items()}
+        self.parts: list[dict[str, str]] = []
+        self.text = ""
+        self._kind, self._ids, self._shown = "text", list[int](), 0
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Add tokens; returns the new text, in whole characters."""
+        before = len(self.text)
+        for token in tokens:
+            name = self.names.get(token)
+            if name is None:
+                self._ids.append(token)
+                self._show(self.tokenizer.decode(self._ids).rstrip(REPLACEMENT))
+            elif name in MARKS:
+                self.end()
+                self._kind, shown = MARKS[name]
+                self.text += shown
+        return self.text[before:]
+
+    def end(self) -> str:
+        """End the part that grows, with the bytes that are no whole character; returns the new text."""
+        before = len(self.text)
+        if self._ids:
+            text = self.tokenizer.decode(self._ids)
+            self._show(text)
+            self.parts.append({"type": self._kind, "text": text})
+        self._kind, self._ids, self._shown = "text", [], 0
+        return self.text[before:]
+
+    def _show(self, text: str) -> None:
+        if len(text) > self._shown:
+            self.text += text[self._shown :]
+            self._shown = len(text)

@@ -1,0 +1,237 @@
+"""Generation with a KV cache: several sequences of different length decode together, a token each a step.
+
+    engine = Engine(model, Tools.of(tokenizer))
+    sequence = engine.start(prompt_ids, Sampling(temperature=0))
+    while not sequence.done:
+        for token in engine.step([sequence])[0]: ...
+
+Prompts are computed in pieces, so that a long one does not delay the others. After <|python_end|> the result
+of the calculator is forced into the sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trainer.chat.calculator import calculate
+from trainer.data.tokenizer import BOS, Tokenizer
+from trainer.model.gpt import GPT, KVCache, KVCacheRows
+
+PIECE = 256  # tokens of a prompt that are computed in a step
+GROWTH = 256  # a cache grows by so many tokens
+COLDEST = 1e-3  # the lowest temperature above 0: lower ones exceed the range of float32
+
+
+class ContextOverflowError(ValueError):
+    """Raised for a prompt that leaves no room for an answer. The message is a sentence for the user."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. temperature 0: the most likely one; top_k 0: from the whole vocabulary."""
+
+    temperature: float = 0.6
+    top_k: int = 50
+    max_tokens: int = 256
+    seed: int | None = None
+
+
+@dataclass(frozen=True)
+class Tools:
+    """The special tokens of a tokenizer that the engine knows, and its conversion of expressions."""
+
+    tokenizer: Tokenizer
+    stop: frozenset[int]
+    python: tuple[int, int] | None
+    output: tuple[int, int] | None
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer) -> Tools:
+        """The tokens of `tokenizer`. One without tokens for Python has no calculator."""
+        ids = tokenizer.specials
+        stop = frozenset(ids[name] for name in (BOS, "<|assistant_end|>") if name in ids)
+
+        def pair(name: str) -> tuple[int, int] | None:
+            both = f"<|{name}_start|>", f"<|{name}_end|>"
+            return (ids[both[0]], ids[both[1]]) if all(each in ids for each in both) else None
+
+        return cls(tokenizer, stop, pair("python"), pair("output"))
+
+    def output_of(self, expression: Sequence[int]) -> list[int]:
+        """The tokens that follow a call of Python with this expression; none if it has no result."""
+        result = calculate(self.tokenizer.decode(expression))
+        if result is None or self.output is None:
+            return []
+        return [self.output[0], *self.tokenizer.encode(result), self.output[1]]
+
+
+class SequenceState:
+    """A sequence that is generated: its tokens, its cache, and why it has ended.
+
+    reason: "stop" after a token that ends an answer, "length" if max_tokens or the context are used up. The
+    token that ends an answer is part of neither `ids` nor the tokens of a step.
+    """
+
+    def __init__(self, prompt: Sequence[int], sampling: Sampling, cache: KVCache, slides: bool) -> None:
+        self.ids = list(prompt)
+        self.prompt_tokens = len(self.ids)
+        self.sampling, self.cache, self.slides = sampling, cache, slides
+        self.fresh = list(prompt)  # not in the cache yet
+        self.forced: deque[int] = deque()
+        self.expression: list[int] | None = None  # inside of a call of Python
+        self.generator = torch.Generator()
+        if sampling.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(sampling.seed)
+        self.reason: str | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.reason is not None
+
+    @property
+    def generated(self) -> int:
+        return len(self.ids) - self.prompt_tokens
+
+    def draw(self, logits_V: Tensor) -> int:
+        """Draw a token. On the CPU, so that a seed gives the same draws on every device."""
+        logits_V, sampling = logits_V.cpu(), self.sampling
+        if sampling.temperature == 0:
+            return int(logits_V.argmax())
+        if 0 < sampling.top_k < logits_V.numel():
+            values, ids = logits_V.topk(sampling.top_k)
+        else:
+            values, ids = logits_V, None
+        drawn = torch.multinomial((values / sampling.temperature).softmax(-1), 1, generator=self.generator)
+        return int(drawn if ids is None else ids[drawn])
+
+
+@dataclass
+class Engine:
+    """Generates tokens with a model. tools None: no token ends a sequence, and there is no calculator."""
+
+    model: GPT
+    tools: Tools | None = None
+    piece: int = PIECE
+    stop: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = self.tools.stop if self.tools else frozenset()
+
+    @property
+    def limit(self) -> int:
+        """Tokens of the context: of prompt and answer together."""
+        return self.model.config.sequence_len
+
+    def start(self, prompt: Sequence[int], sampling: Sampling, slides: bool = False) -> SequenceState:
+        """A sequence that continues `prompt`, token ids. slides: a full context loses its older half.
+
+        Raises ContextOverflowError if the prompt fills the context and the sequence does not slide.
+        """
+        if not prompt:
+            raise ValueError("a prompt has at least one token")
+        if slides:
+            prompt = prompt[-self.limit :]
+        elif len(prompt) >= self.limit:
+            raise ContextOverflowError(
+                f"The prompt has {len(prompt)} tokens, and the context of this model is {self.limit} tokens, "
+                "those of the answer included. Shorten the conversation."
+            )
+        return SequenceState(prompt, sampling, self._cache(len(prompt) + 1), slides)
+
+    @torch.inference_mode()
+    def step(self, sequences: Sequence[SequenceState]) -> list[list[int]]:
+        """Advance each sequence by one model call; returns its new tokens, which may be none.
+
+        A sequence whose prompt is not computed yet advances by a piece of it alone. All others decode
+        together.
+        """
+        logits: dict[int, Tensor] = {}
+        decoding: list[int] = []
+        for index, sequence in enumerate(sequences):
+            if sequence.done:
+                continue
+            self._make_room(sequence)
+            if len(sequence.fresh) == 1:
+                decoding.append(index)
+                continue
+            piece, sequence.fresh = sequence.fresh[: self.piece], sequence.fresh[self.piece :]
+            out = self._forward([piece], sequence.cache)
+            if not sequence.fresh:
+                logits[index] = out[0]
+        if decoding:
+            caches = [sequences[index].cache for index in decoding]
+            out = self._forward(
+                [sequences[index].fresh for index in decoding],
+                caches[0] if len(caches) == 1 else KVCacheRows(caches),
+            )
+            logits.update(zip(decoding, out, strict=True))
+        return [
+            self._next(sequence, logits[index]) if index in logits else []
+            for index, sequence in enumerate(sequences)
+        ]
+
+    def _forward(self, rows: list[list[int]], cache: KVCache | KVCacheRows) -> Tensor:
+        """The logits after the last token of each row: (B, V)."""
+        out: Tensor = self.model(torch.tensor(rows, device=self.model.device), cache=cache, last_only=True)
+        return out[:, -1]
+
+    def _next(self, sequence: SequenceState, logits_V: Tensor) -> list[int]:
+        """Choose the next token of a sequence, forced or drawn; returns it, or nothing at the end."""
+        token = sequence.forced.popleft() if sequence.forced else sequence.draw(logits_V)
+        if token in self.stop:
+            sequence.reason = "stop"
+            return []
+        self._follow_python(sequence, token)
+        sequence.ids.append(token)
+        sequence.fresh = [token]
+        full = len(sequence.ids) >= self.limit and not sequence.slides
+        if full or sequence.generated >= sequence.sampling.max_tokens:
+            sequence.reason = "length"
+        return [token]
+
+    def _follow_python(self, sequence: SequenceState, token: int) -> None:
+        """Collect the expression of a call of Python, and force its result after the end of the call."""
+        if self.tools is None or self.tools.python is None:
+            return
+        start, end = self.tools.python
+        if token == start:
+            sequence.expression = []
+        elif token == end and sequence.expression is not None:
+            sequence.forced.extend(self.tools.output_of(sequence.expression))
+            sequence.expression = None
+        elif sequence.expression is not None:
+            sequence.expression.append(token)
+
+    def _make_room(self, sequence: SequenceState) -> None:
+        """Make the cache long enough for the next tokens; drop the older half of a full context."""
+        cache = sequence.cache
+        needed = cache.length + min(len(sequence.fresh), self.piece)
+        if needed > self.limit:
+            kept = sequence.ids[-(self.limit // 2) :]
+            sequence.fresh, sequence.cache = kept, self._cache(len(kept) + 1)
+        elif needed > cache.max_len:
+            sequence.cache = self._cache(needed, cache)
+
+    def _cache(self, needed: int, earlier: KVCache | None = None) -> KVCache:
+        """A cache of at least `needed` tokens, in steps of GROWTH, with the content of an earlier one."""
+        length = min(-(-needed // GROWTH) * GROWTH, self.limit)
+        model = self.model
+        cache = KVCache(model.config, 1, max(length, 1), model.compute_dtype, model.device)
+        if earlier is not None:
+            cache.k_LBHTE[:, :, :, : earlier.length] = earlier.k_LBHTE[:, :, :, : earlier.length]
+            cache.v_LBHTE[:, :, :, : earlier.length] = earlier.v_LBHTE[:, :, :, : earlier.length]
+            cache.advance(earlier.last_B1D, earlier.length)
+        return cache
+
+
+def run(engine: Engine, sequence: SequenceState) -> Iterable[int]:
+    """Yield the tokens of one sequence until it ends."""
+    while not sequence.done:
+        yield from engine.step([sequence])[0]

@@ -1,0 +1,119 @@
+"""Continuous batching: a thread generates the answers of all active requests together, a token each a step.
+
+    scheduler = Scheduler(loaded, batch=16, queue=64); scheduler.start()
+    request = scheduler.submit(loaded, prompt_ids, sampling, deliver)
+    scheduler.replace(newer)  # active requests keep their model
+
+A request joins as soon as fewer than `batch` are active, in the order of arrival. Each active request gets
+one token a step, so that none waits for the end of another's answer.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from trainer.chat.engine import Sampling, SequenceState
+from trainer.chat.loaded import Loaded
+
+Deliver = Callable[[Sequence[int], str | None], None]
+
+
+class QueueFullError(Exception):
+    """Raised if as many requests wait as may wait. The message is a sentence for the user."""
+
+
+class Request:
+    """A request for an answer. `cancel` ends its generation at the next step."""
+
+    def __init__(self, loaded: Loaded, sequence: SequenceState, deliver: Deliver) -> None:
+        self.loaded, self.sequence, self.deliver = loaded, sequence, deliver
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+
+class Scheduler:
+    def __init__(self, loaded: Loaded, batch: int, queue: int) -> None:
+        self.loaded, self.batch, self.queue = loaded, batch, queue
+        self.waiting: deque[Request] = deque()
+        self.active: list[Request] = []
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, seconds: float = 10.0) -> None:
+        """End all requests with the reason "stopped", and the thread."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(seconds)
+
+    @property
+    def alive(self) -> bool:
+        return self._thread.is_alive()
+
+    def replace(self, loaded: Loaded) -> None:
+        """Answer later requests with another model."""
+        with self._changed:
+            self.loaded = loaded
+
+    def submit(self, loaded: Loaded, prompt: Sequence[int], sampling: Sampling, deliver: Deliver) -> Request:
+        """Queue a request. Raises QueueFullError or ContextOverflowError.
+
+        deliver gets new tokens and None, and at the end the reason: stop, length, stopped or error.
+        """
+        request = Request(loaded, loaded.engine.start(prompt, sampling), deliver)
+        with self._changed:
+            self.waiting = deque(each for each in self.waiting if not each.cancelled)
+            waiting = len(self.waiting) - max(0, self.batch - len(self.active))
+            if waiting >= self.queue:
+                raise QueueFullError(
+                    f"{len(self.waiting)} requests wait already, and {len(self.active)} are answered. "
+                    "Try again in a few seconds."
+                )
+            self.waiting.append(request)
+            self._changed.notify()
+        return request
+
+    def _run(self) -> None:
+        while self._admit():
+            groups: dict[int, list[Request]] = {}
+            for request in self.active:
+                groups.setdefault(id(request.loaded), []).append(request)
+            for group in groups.values():
+                self._advance(group)
+            with self._changed:
+                self.active = [each for each in self.active if not each.sequence.done]
+        for request in [*self.active, *self.waiting]:
+            request.deliver([], "stopped")
+
+    def _admit(self) -> bool:
+        """Wait until there is a request; make waiting ones active. Returns False once it is stopped."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.active or self.waiting or self._stopping)
+            self.active = [each for each in self.active if not each.cancelled]
+            while self.waiting and len(self.active) < self.batch:
+                request = self.waiting.popleft()
+                if not request.cancelled:
+                    self.active.append(request)
+            return not self._stopping
+
+    def _advance(self, group: Sequence[Request]) -> None:
+        """One step of the requests of one model. An error ends these requests, not the server."""
+        try:
+            stepped = group[0].loaded.engine.step([request.sequence for request in group])
+        except Exception:
+            traceback.print_exc()
+            stepped = [[] for _ in group]
+            for request in group:
+                request.sequence.reason = "error"
+        for request, tokens in zip(group, stepped, strict=True):
+            if tokens or request.sequence.done:
+                request.deliver(tokens, request.sequence.reason)
