@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from trainer.model.attention import window_mask
-from trainer.model.gpt import GPT, GPTConfig, KVCache, scaling_params
+from trainer.model.gpt import GPT, GPTConfig, scaling_params
+from trainer.model.kv_cache import KVCache
 
 # Grouped heads, a vocabulary off the multiple of 64, windows shorter than T; one layer; no short window.
 ODD_CONFIGS = [

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from trainer.chat.calculator import calculate
 from trainer.data.tokenizer import BOS, Tokenizer
-from trainer.model.gpt import GPT, KVCache, KVCacheRows
+from trainer.model.gpt import GPT
+from trainer.model.kv_cache import Cache, KVCache, KVCacheRows
 
 PIECE = 256  # tokens of a prompt that are computed in a step
 GROWTH = 256  # a cache grows by so many tokens
@@ -177,7 +178,7 @@ class Engine:
             for index, sequence in enumerate(sequences)
         ]
 
-    def _forward(self, rows: list[list[int]], cache: KVCache | KVCacheRows) -> Tensor:
+    def _forward(self, rows: list[list[int]], cache: Cache) -> Tensor:
         """The logits after the last token of each row: (B, V)."""
         out: Tensor = self.model(torch.tensor(rows, device=self.model.device), cache=cache, last_only=True)
         return out[:, -1]

@@ -18,9 +18,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
-from math import ceil, sqrt
+from math import sqrt
 from typing import Literal
 
 import torch
@@ -28,154 +27,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trainer.model.attention import Rotary, attend, rotary_tables
+from trainer.model.config import SMEAR_CHANNELS, GPTConfig
+from trainer.model.kv_cache import Cache
 from trainer.model.loss import IGNORED_TARGET, LOGIT_CAP, summed_loss, token_losses
 from trainer.model.ops import rms, rotate_rms, squared_relu
 from trainer.model.recompute import recomputed
 
-VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
-SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 VE_GATE_CHANNELS = 12  # a value-embedding gate reads this many channels of its layer's input
 QK_SCALE = 1.2  # sharpens attention after q and k are normalised
 
 LossReduction = Literal["mean", "sum", "none"]
-
-
-@dataclass(frozen=True)
-class GPTConfig:
-    """The shape of a model. Raises ValueError if a value is out of range or contradicts another one."""
-
-    sequence_len: int = 1024
-    vocab_size: int = 32_768
-    n_layer: int = 8
-    n_head: int = 4
-    n_kv_head: int = 4
-    n_embd: int = 512
-    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is L whatever it says
-
-    def __post_init__(self) -> None:
-        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
-        if self.n_embd < SMEAR_CHANNELS:
-            raise ValueError(f"n_embd must be at least {SMEAR_CHANNELS}, not {self.n_embd}")
-        if self.n_embd % self.n_head or self.head_dim % 2:
-            raise ValueError(f"n_embd {self.n_embd} does not make {self.n_head} heads of an even width")
-        if self.n_head % self.n_kv_head:
-            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
-        if not self.window_pattern or set(self.window_pattern) - set("SL"):
-            raise ValueError(f"window_pattern is made of S and L, not {self.window_pattern!r}")
-
-    @classmethod
-    def from_depth(
-        cls,
-        depth: int,
-        vocab_size: int,
-        sequence_len: int = 1024,
-        aspect_ratio: int = 64,
-        head_dim: int = 128,
-        n_kv_head: int = 0,
-        window_pattern: str = "SSSL",
-    ) -> GPTConfig:
-        """The shape of a model of `depth` layers. Width: depth * aspect_ratio, rounded up to whole heads.
-
-        n_kv_head 0: as many as n_head.
-        """
-        n_head = ceil(depth * aspect_ratio / head_dim)
-        kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim
-        return cls(sequence_len, vocab_size, depth, n_head, kv_heads, n_embd, window_pattern)
-
-    @property
-    def head_dim(self) -> int:
-        return self.n_embd // self.n_head
-
-    @property
-    def kv_dim(self) -> int:
-        return self.n_kv_head * self.head_dim
-
-    @property
-    def padded_vocab_size(self) -> int:
-        return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
-
-    def has_value_embedding(self, layer: int) -> bool:
-        """Whether the layer has a value embedding: every second one, including the last."""
-        return layer % 2 == (self.n_layer - 1) % 2
-
-    def windows(self) -> list[int]:
-        """The attention window of each layer in tokens: the query at t sees the keys t - window .. t."""
-        sizes = {"S": ceil(self.sequence_len / 4 / 128) * 128, "L": self.sequence_len}
-        tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
-        return [sizes[letter] for letter in [*tiled[:-1], "L"]]
-
-
-class KVCache:
-    """Keys and values of up to max_len tokens, so that generating a token does not recompute earlier ones.
-
-    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`. dtype: the model's compute_dtype.
-    """
-
-    def __init__(
-        self,
-        config: GPTConfig,
-        batch_size: int,
-        max_len: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        shape = (config.n_layer, batch_size, config.n_kv_head, max_len, config.head_dim)
-        self.k_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
-        self.v_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
-        self.last_B1D = torch.zeros((batch_size, 1, config.n_embd), dtype=dtype, device=device)
-        self.max_len = max_len
-        self.length = 0
-
-    @property
-    def lengths(self) -> list[int]:
-        """The number of tokens of each row that the cache holds."""
-        return [self.length] * self.last_B1D.size(0)
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
-        """Append the keys and values of new tokens in `layer`, and attend to them and to the earlier ones.
-
-        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Reads only keys that a query sees.
-        """
-        end = self.length + k.size(2)
-        self.k_LBHTE[layer, :, :, self.length : end] = k
-        self.v_LBHTE[layer, :, :, self.length : end] = v
-        seen = slice(max(0, self.length - window), end)
-        return attend(q, self.k_LBHTE[layer, :, :, seen], self.v_LBHTE[layer, :, :, seen], window, grouped)
-
-    def advance(self, last_B1D: Tensor, count: int) -> None:
-        """Count the new tokens; last_B1D is the embedding of the last of them."""
-        self.last_B1D = last_B1D
-        self.length += count
-
-
-class KVCacheRows:
-    """Caches of one row each, of different lengths, that decode together: row i of the batch is caches[i]."""
-
-    def __init__(self, caches: Sequence[KVCache]) -> None:
-        self.caches = caches
-        self.max_len = min(cache.max_len for cache in caches)
-
-    @property
-    def lengths(self) -> list[int]:
-        return [cache.length for cache in self.caches]
-
-    @property
-    def last_B1D(self) -> Tensor:  # noqa: N802
-        return torch.cat([cache.last_B1D for cache in self.caches])
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
-        """As KVCache.attend, each row with its own keys and values."""
-        rows = zip(self.caches, q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([cache.attend(layer, q1, k1, v1, window, grouped) for cache, q1, k1, v1 in rows])
-
-    def advance(self, last_B1D: Tensor, count: int) -> None:
-        for cache, last in zip(self.caches, last_B1D.split(1), strict=True):
-            cache.advance(last, count)
-
-
-Cache = KVCache | KVCacheRows
 
 
 class Linear(nn.Linear):

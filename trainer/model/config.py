@@ -1,0 +1,76 @@
+"""The shape of a model, from which its parameters follow. Checkpoints and exports contain it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+VOCAB_MULTIPLE = 64  # tables are padded to it, so that lm_head has a shape matmuls like
+SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
+
+
+@dataclass(frozen=True)
+class GPTConfig:
+    """The shape of a model. Raises ValueError if a value is out of range or contradicts another one."""
+
+    sequence_len: int = 1024
+    vocab_size: int = 32_768
+    n_layer: int = 8
+    n_head: int = 4
+    n_kv_head: int = 4
+    n_embd: int = 512
+    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is L whatever it says
+
+    def __post_init__(self) -> None:
+        for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.n_embd < SMEAR_CHANNELS:
+            raise ValueError(f"n_embd must be at least {SMEAR_CHANNELS}, not {self.n_embd}")
+        if self.n_embd % self.n_head or self.head_dim % 2:
+            raise ValueError(f"n_embd {self.n_embd} does not make {self.n_head} heads of an even width")
+        if self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if not self.window_pattern or set(self.window_pattern) - set("SL"):
+            raise ValueError(f"window_pattern is made of S and L, not {self.window_pattern!r}")
+
+    @classmethod
+    def from_depth(
+        cls,
+        depth: int,
+        vocab_size: int,
+        sequence_len: int = 1024,
+        aspect_ratio: int = 64,
+        head_dim: int = 128,
+        n_kv_head: int = 0,
+        window_pattern: str = "SSSL",
+    ) -> GPTConfig:
+        """The shape of a model of `depth` layers. Width: depth * aspect_ratio, rounded up to whole heads.
+
+        n_kv_head 0: as many as n_head.
+        """
+        n_head = ceil(depth * aspect_ratio / head_dim)
+        kv_heads, n_embd = n_kv_head or n_head, n_head * head_dim
+        return cls(sequence_len, vocab_size, depth, n_head, kv_heads, n_embd, window_pattern)
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def kv_dim(self) -> int:
+        return self.n_kv_head * self.head_dim
+
+    @property
+    def padded_vocab_size(self) -> int:
+        return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+
+    def has_value_embedding(self, layer: int) -> bool:
+        """Whether the layer has a value embedding: every second one, including the last."""
+        return layer % 2 == (self.n_layer - 1) % 2
+
+    def windows(self) -> list[int]:
+        """The attention window of each layer in tokens: the query at t sees the keys t - window .. t."""
+        sizes = {"S": ceil(self.sequence_len / 4 / 128) * 128, "L": self.sequence_len}
+        tiled = [self.window_pattern[i % len(self.window_pattern)] for i in range(self.n_layer)]
+        return [sizes[letter] for letter in [*tiled[:-1], "L"]]

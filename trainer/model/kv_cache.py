@@ -1,0 +1,85 @@
+"""Keys and values of earlier tokens, for generation: of one batch, or of rows of different lengths.
+
+Shapes: L layers, B rows, T tokens, H heads of E numbers, D = n_embd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from trainer.model.attention import attend
+from trainer.model.config import GPTConfig
+
+
+class KVCache:
+    """Keys and values of up to max_len tokens, so that generating a token does not recompute earlier ones.
+
+    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`. dtype: the model's compute_dtype.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        batch_size: int,
+        max_len: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        shape = (config.n_layer, batch_size, config.n_kv_head, max_len, config.head_dim)
+        self.k_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
+        self.v_LBHTE = torch.zeros(shape, dtype=dtype, device=device)
+        self.last_B1D = torch.zeros((batch_size, 1, config.n_embd), dtype=dtype, device=device)
+        self.max_len = max_len
+        self.length = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        """The number of tokens of each row that the cache holds."""
+        return [self.length] * self.last_B1D.size(0)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
+        """Append the keys and values of new tokens in `layer`, and attend to them and to the earlier ones.
+
+        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Reads only keys that a query sees.
+        """
+        end = self.length + k.size(2)
+        self.k_LBHTE[layer, :, :, self.length : end] = k
+        self.v_LBHTE[layer, :, :, self.length : end] = v
+        seen = slice(max(0, self.length - window), end)
+        return attend(q, self.k_LBHTE[layer, :, :, seen], self.v_LBHTE[layer, :, :, seen], window, grouped)
+
+    def advance(self, last_B1D: Tensor, count: int) -> None:
+        """Count the new tokens; last_B1D is the embedding of the last of them."""
+        self.last_B1D = last_B1D
+        self.length += count
+
+
+class KVCacheRows:
+    """Caches of one row each, of different lengths, that decode together: row i of the batch is caches[i]."""
+
+    def __init__(self, caches: Sequence[KVCache]) -> None:
+        self.caches = caches
+        self.max_len = min(cache.max_len for cache in caches)
+
+    @property
+    def lengths(self) -> list[int]:
+        return [cache.length for cache in self.caches]
+
+    @property
+    def last_B1D(self) -> Tensor:  # noqa: N802
+        return torch.cat([cache.last_B1D for cache in self.caches])
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
+        """As KVCache.attend, each row with its own keys and values."""
+        rows = zip(self.caches, q.split(1), k.split(1), v.split(1), strict=True)
+        return torch.cat([cache.attend(layer, q1, k1, v1, window, grouped) for cache, q1, k1, v1 in rows])
+
+    def advance(self, last_B1D: Tensor, count: int) -> None:
+        for cache, last in zip(self.caches, last_B1D.split(1), strict=True):
+            cache.advance(last, count)
+
+
+Cache = KVCache | KVCacheRows
