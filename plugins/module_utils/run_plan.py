@@ -14,8 +14,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
 
-RESERVED = {"tracker", "none"}
-"""Names that a run cannot have: nanofleet-tracker.service is the tracker's unit."""
+RESERVED = {"tracker", "serve", "none"}
+"""Names that a run cannot have: nanofleet-tracker.service is the tracker's unit, for example."""
 State = Mapping[str, Any]
 Ends = dict[str, list[str]]
 

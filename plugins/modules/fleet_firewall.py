@@ -1,4 +1,4 @@
-"""Ansible module: make the ufw rules with the fleet's comment equal to a list; keep all other rules."""
+"""Ansible module: make the ufw rules whose comment has one first word equal to a list; keep all others."""
 
 from __future__ import annotations
 
@@ -34,24 +34,32 @@ def as_rule(source: str, port: str) -> str:
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
     """(rules to add, rules to delete), in a stable order. present: {rule: comment}.
 
-    A rule of a fleet with another comment is added again, which changes its comment. The rule for SSH is
-    kept.
+    A rule with the same first word in another comment is added again, which changes its comment. The rule for
+    SSH is kept.
     """
+    mark = mark_of(comment)
 
     def lacks(rule: str) -> bool:
         found = present.get(rule)
-        return found is None or (is_ours(found) and found != comment)
+        return found is None or (is_ours(found, mark) and found != comment)
 
     add = [rule for rule in dict.fromkeys(wanted) if lacks(rule)]
     delete = [
-        rule for rule, found in present.items() if is_ours(found) and not of_ssh(found) and rule not in wanted
+        rule
+        for rule, found in present.items()
+        if is_ours(found, mark) and not of_ssh(found) and rule not in wanted
     ]
     return add, delete
 
 
-def is_ours(comment: str) -> bool:
-    """Whether a rule with this comment belongs to a fleet: the first word is nanofleet."""
-    return comment.partition(" ")[0] == "nanofleet"
+def mark_of(comment: str) -> str:
+    """The first word of a comment: nanofleet for the rules of a fleet, nanofleet-serve for a model server's."""
+    return comment.partition(" ")[0]
+
+
+def is_ours(comment: str, mark: str = "nanofleet") -> bool:
+    """Whether the comment of a rule begins with the word `mark`."""
+    return mark_of(comment) == mark
 
 
 def of_ssh(comment: str) -> bool:
@@ -119,8 +127,8 @@ def main() -> None:
     present = parse_added(run(ufw, "show", "added"))
     active = "Status: active" in run(ufw, "status")
     was = "active" if active else "inactive"
-    before = [rule for rule, found in present.items() if is_ours(found)]
-    enabled_here = any(of_ssh(found) for found in present.values())
+    before = [rule for rule, found in present.items() if is_ours(found, mark_of(comment))]
+    enabled_here = mark_of(comment) == "nanofleet" and any(of_ssh(found) for found in present.values())
     removing = params["state"] == "absent"
     if removing:
         add, delete = list[str](), before

@@ -25,7 +25,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
     listeners,
 )
 
-TRACKER_UNIT = PREFIX + "tracker.service"
+SERVERS = (PREFIX + "tracker.service", PREFIX + "serve.service")
+"""Units of the fleet that are no runs."""
 
 
 def read_state(params: dict[str, Any]) -> dict[str, Any]:
@@ -33,7 +34,8 @@ def read_state(params: dict[str, Any]) -> dict[str, Any]:
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = known_units(PREFIX + "*.service")
-    units.pop(TRACKER_UNIT, None)
+    for server in SERVERS:
+        units.pop(server, None)
     at_boot = boot_entry.entries()
     active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
     with acting_as(params["user"]):
