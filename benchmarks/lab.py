@@ -19,6 +19,7 @@ the tables have both.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import itertools
 import json
@@ -346,7 +347,7 @@ def run(
 
 def conclude(job: Job) -> int:
     """Write and print the tables of all results. Returns 1 if a requested case could not be measured."""
-    lines = [machine(), ""]
+    lines = [f"{machine()}, {time.strftime('%Y-%m-%d')}.", ""]
     host, _ = load(job.out / "host/stages")
     if host:
         lines += [host_table(host), ""]
@@ -397,9 +398,19 @@ def machine() -> str:
 
     facts = host_facts()
     return (
-        f"{facts.get('cpu', platform.machine())}, {facts['cores']} cores, {facts.get('memory', '?')}, "
-        f"{facts.get('system', '')}, torch {facts.get('torch', '?')}, {time.strftime('%Y-%m-%d')}."
+        f"{facts.get('cpu', platform.machine())}{_instructions()}, {facts['cores']} cores, "
+        f"{facts.get('memory', '?')}, {facts.get('system', '')}, torch {facts.get('torch', '?')}"
     )
+
+
+def _instructions() -> str:
+    """The instruction sets that decide the GEMM rate, as the kernel lists them; "" if it lists none."""
+    with contextlib.suppress(OSError):
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+        known = {"avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX"}
+        found = [name for flag, name in known.items() if flag in flags]
+        return f" with {', '.join(found)}{'' if 'AMX' in found else ', no AMX'}" if found else ""
+    return ""
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import may_become_root
 
-ROLES = ("run_remove", "tracker", "dataset", "network", "runtime", "claim")
+ROLES = ("run_remove", "serve", "tracker", "dataset", "network", "runtime", "claim")
 CONFIRM = "repeat the command with -e reset_confirm=true"
 
 
