@@ -53,7 +53,7 @@ def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list
 
 
 def mark_of(comment: str) -> str:
-    """The first word of a comment: nanofleet for the rules of a fleet, nanofleet-serve for a model server's."""
+    """The first word of a comment: nanofleet for a fleet, nanofleet-serve for a model server."""
     return comment.partition(" ")[0]
 
 
