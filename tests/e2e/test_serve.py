@@ -38,7 +38,7 @@ def asked(url: str, key: str = "") -> dict[str, str]:
 def test_a_run_answers_the_controller_alone(fleet: Fleet, dataset: Path) -> None:
     fleet.play("setup.yml", data_dir=dataset)
     refused = fleet.play("serve.yml", fails=True, serve_host="nowhere").stdout
-    assert "NF430: serve_host is nowhere" in " ".join(refused.split())
+    assert "NF440: serve_host is nowhere" in " ".join(refused.split())
     fleet.play("train.yml", run_id="served", steps=6, **TINY)
     fleet.play("playbooks/watch.yml", run_id="served")
     fleet.play("serve.yml", run_id="served", follow=True)
@@ -51,7 +51,7 @@ def test_a_run_answers_the_controller_alone(fleet: Fleet, dataset: Path) -> None
 
 def test_a_port_that_is_held_is_refused_by_its_holder(fleet: Fleet) -> None:
     refused = fleet.play("serve.yml", fails=True, run_id="served", serve_port=22).stdout
-    assert "NF434: Port 22 of" in " ".join(refused.split())
+    assert "NF444: Port 22 of" in " ".join(refused.split())
 
 
 def test_it_moves_to_another_host_with_a_key(fleet: Fleet) -> None:
