@@ -252,7 +252,7 @@ def test_a_run_is_fine_tuned_on_conversations(fleet: Fleet, dataset: Path, tmp_p
     ask, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Nothing at all."}
     chats.write_text(f"{json.dumps([ask, answer])}\n" * 400)
     asked = {"stage": "sft", "from_run": "e2e", "run_id": "chat", "data_dir": dataset, "eval_tokens": 1024}
-    fleet.play("train.yml", conversations=chats, **asked)
+    fleet.play("train.yml", conversations=f"{chats}=3", **asked)
     fleet.play("playbooks/watch.yml", run_id="chat")
     steps = metrics(fleet, "chat")
     assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
@@ -261,7 +261,7 @@ def test_a_run_is_fine_tuned_on_conversations(fleet: Fleet, dataset: Path, tmp_p
     assert config["parent"].startswith("e2e/step_000030/")
     outcome = json.loads(fleet.on(HOSTS[0], f"cat {RUN}/chat/outcome.json"))
     assert (outcome["outcome"], outcome["step"]) == ("finished", steps[-1]["step"]), outcome
-    again = fleet.play("train.yml", conversations=chats, **asked)
+    again = fleet.play("train.yml", conversations=f"{chats}=3", **asked)
     assert (again.changed(), "The run chat has finished" in " ".join(again.stdout.split())) == (0, True)
     fleet.on(HOSTS[0], f"rm -r {RUN}/chat")
     fleet.on(HOSTS[1], f"rm -r {RUN}/chat")
