@@ -13,6 +13,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import checkpoint_step, run_of_unit
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
+from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
 RESERVED = {"tracker", "serve", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit, for example."""
@@ -66,6 +67,12 @@ def plan_run(
         before = stored or {}
         # An existing run keeps its own values for every setting that is not given.
         config = trainer.RunConfig.resumed(before.get("config") or {}, given)
+        if config.stage == SFT and given.get("stage") != SFT:
+            raise RefusedError(
+                f"The run {name} fine-tunes {config.parent}. To resume it, repeat the command that started "
+                f"it: -e stage=sft -e run_id={name} -e from_run={config.parent.split('/')[0]} "
+                "-e conversations=FILE.jsonl."
+            )
         chosen_from, own = list(before.get("chosen_from") or []), list(before.get("hosts") or [])
         if not (chosen_from and set(own) <= set(hosts)):
             chosen_from, own = [], list(hosts)

@@ -246,6 +246,31 @@ def test_data_that_the_hosts_do_not_hold_are_refused(fleet: Fleet, dataset: Path
     assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"]
 
 
+def test_a_run_is_fine_tuned_on_conversations(fleet: Fleet, dataset: Path, tmp_path: Path) -> None:
+    """An epoch from the newest checkpoint of a run, with the settings of that run."""
+    chats = tmp_path / "chats.jsonl"
+    ask, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Nothing at all."}
+    chats.write_text(f"{json.dumps([ask, answer])}\n" * 400)
+    asked = {"stage": "sft", "from_run": "e2e", "run_id": "chat", "data_dir": dataset, "eval_tokens": 1024}
+    fleet.play("train.yml", conversations=f"{chats}=3", **asked)
+    fleet.play("playbooks/watch.yml", run_id="chat")
+    steps = metrics(fleet, "chat")
+    assert steps[-1]["loss"] < steps[0]["loss"] - 0.3
+    config = json.loads(fleet.on(HOSTS[1], f"cat {RUN}/chat/run.json"))["config"]
+    assert (config["depth"], config["sequence_len"], config["stage"]) == (2, 128, "sft")
+    assert config["parent"].startswith("e2e/step_000030/")
+    outcome = json.loads(fleet.on(HOSTS[0], f"cat {RUN}/chat/outcome.json"))
+    assert (outcome["outcome"], outcome["step"]) == ("finished", steps[-1]["step"]), outcome
+    again = fleet.play("train.yml", conversations=f"{chats}=3", **asked)
+    assert (again.changed(), "The run chat has finished" in " ".join(again.stdout.split())) == (0, True)
+    fleet.on(HOSTS[0], f"rm -r {RUN}/chat")
+    fleet.on(HOSTS[1], f"rm -r {RUN}/chat")
+
+    chats.write_text(chats.read_text() + "[]\n")
+    refused = " ".join(fleet.play("train.yml", fails=True, conversations=chats, **asked).stdout.split())
+    assert f"NF616: The conversations cannot be used. conversations: {chats}:401: " in refused
+
+
 def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     inventory = tmp_path / "hosts.yml"
     text = fleet.inventory.read_text()

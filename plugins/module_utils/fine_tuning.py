@@ -1,0 +1,205 @@
+"""The decision of train.yml about a run of stage sft: its settings, and the checkpoint that it begins with.
+
+Pure functions of the result of the module parent_checkpoint. The same command again finds the run that it
+has started, also when the base run has been trained further or its checkpoint has been removed since.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding
+from ansible_collections.nanofleet.fleet.trainer.config import ConfigError, RunConfig, check_schema
+from ansible_collections.nanofleet.fleet.trainer.stages import SFT, parent_of, sft_settings
+
+SHAPE = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "window_pattern")
+HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
+"""Folders that the unit of a run does not see (ProtectHome, PrivateTmp)."""
+Found = Mapping[str, Any]
+
+
+class RefusedError(Exception):
+    """The run must not start. `finding` is the reason."""
+
+    def __init__(self, reason: Finding) -> None:
+        super().__init__(reason["problem"])
+        self.finding = reason
+
+
+def plan(
+    host: str,
+    found: Found,
+    given: Mapping[str, Any],
+    run_id: str,
+    from_checkpoint: str = "",
+    tokenizer_sha256: str = "",
+    sandboxed: bool = True,
+) -> dict[str, Any]:
+    """{"config", "run_id", "arguments"} of the run: settings, name ("": the default), trainer options.
+
+    host: the coordinator. found: result of parent_checkpoint there. given: settings that were set. run_id:
+    the requested name. tokenizer_sha256: of the conversations. Raises RefusedError.
+    """
+    chosen = _chosen(found, from_checkpoint)
+    try:
+        meta = _migrated(chosen) if chosen else None
+        run = _existing(found, meta, given, run_id, from_checkpoint)
+        if run:
+            return _resumed(host, found, given, run, chosen)
+        if not chosen or meta is None:
+            raise RefusedError(_nothing(host, found, from_checkpoint))
+        settings = {name: value for name, value in given.items() if name != "parent"}
+        _check_shape(meta, settings)
+        _check_tokenizer(meta, tokenizer_sha256)
+        if sandboxed and _is_hidden(chosen["path"]):
+            raise RefusedError(_hidden(host, chosen["path"]))
+        config = sft_settings(meta, settings)
+        RunConfig.from_strings(config)
+    except ConfigError as error:
+        problem = f"The run cannot be made from these settings. {error}"
+        raise RefusedError(finding("NF426", "stage=sft", problem, "correct the setting")) from None
+    return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
+
+
+def _chosen(found: Found, from_checkpoint: str) -> Mapping[str, Any] | None:
+    """The checkpoint that was named, or the newest one of the base run; None if there is none."""
+    saved: Sequence[Mapping[str, Any]] = found["checkpoints"]
+    if from_checkpoint and not os.path.isabs(from_checkpoint):
+        step = from_checkpoint.rpartition("/")[2]
+        saved = [each for each in saved if os.path.basename(each["path"]) == step]
+    return saved[-1] if saved else None
+
+
+def _migrated(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The meta.json of a checkpoint with settings of this release. Raises ConfigError."""
+    meta = dict(checkpoint["meta"])
+    check_schema(meta.get("schema"), f"The checkpoint {checkpoint['path']}")
+    try:
+        config = RunConfig.load(meta["config"])[0].to_dict()
+        parent_of(meta)
+    except (KeyError, TypeError, AttributeError, StopIteration, ValueError):
+        raise ConfigError(f"The file meta.json of the checkpoint {checkpoint['path']} is damaged.") from None
+    return {**meta, "config": config}
+
+
+def _existing(
+    found: Found, meta: Mapping[str, Any] | None, given: Mapping[str, Any], run_id: str, from_checkpoint: str
+) -> Mapping[str, Any] | None:
+    """The run that this command has started before; None if it starts a new one. meta: of the checkpoint.
+
+    A run that has a name of its own is found by it. Another one is found by its settings: it began with this
+    checkpoint, or with an earlier one of the same base run and has not finished.
+    """
+    for run in found["tuned"]:
+        before = RunConfig.load(run["config"])[0]
+        of_base = _is_of(before.parent, found["run"], meta, from_checkpoint)
+        if run_id:
+            if run["run_id"] != run_id:
+                continue
+            if not of_base:
+                raise RefusedError(_of_another(run_id, before.parent, found["run"] or from_checkpoint))
+            return run
+        if not of_base or run["run_id"] != before.default_run_id():
+            continue
+        if meta is None:
+            same = RunConfig.resumed(run["config"], given)
+        else:
+            same = RunConfig.from_strings({**sft_settings(meta, given), "parent": before.parent})
+        begun_here = meta is None or before.parent == parent_of(meta)
+        if same.digest() == before.digest() and (begun_here or run.get("outcome") != "finished"):
+            return run
+    return None
+
+
+def _is_of(parent: str, run: str, meta: Mapping[str, Any] | None, from_checkpoint: str) -> bool:
+    """Whether a run with this `parent` fine-tunes the base run, or the checkpoint, that was named."""
+    if from_checkpoint:
+        if meta is not None:
+            return parent == parent_of(meta)
+        return os.path.isabs(from_checkpoint) or parent.startswith(f"{from_checkpoint}/")
+    return parent.split("/")[0] == run
+
+
+def _resumed(
+    host: str,
+    found: Found,
+    given: Mapping[str, Any],
+    run: Mapping[str, Any],
+    chosen: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """The plan for a run that exists. Its parent is read only until it has a checkpoint of its own."""
+    parent = run["config"]["parent"]
+    saved = [*found["checkpoints"], *([chosen] if chosen else [])]
+    paths = [each["path"] for each in saved if parent_of(each["meta"]) == parent]
+    if not paths and not run["has_checkpoint"]:
+        base, step = parent.split("/")[:2]
+        name = run["run_id"]
+        problem = (
+            f"The run {name} has no checkpoint yet, and the one it begins with, {step} of {base}, is gone."
+        )
+        fix = f"restore it on {host}, or start a new run: -e run_id=NAME"
+        raise RefusedError(finding("NF427", host, problem, fix))
+    return {
+        "config": {**given, "stage": SFT, "parent": parent},
+        "run_id": run["run_id"],
+        "arguments": ["--from-checkpoint", paths[-1]] if paths else [],
+    }
+
+
+def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+    cast = RunConfig.from_strings({**meta["config"], **given})
+    base = meta["config"]
+    if names := [name for name in SHAPE if name in given and getattr(cast, name) != base[name]]:
+        each = ", ".join(f"{name} is {base[name]}, not {getattr(cast, name)}" for name in names)
+        problem = f"The model of {meta['run_id']} has another shape: {each}."
+        fix = f"repeat the command without {' and '.join(names)}: the checkpoint has them"
+        raise RefusedError(finding("NF428", "stage=sft", problem, fix))
+
+
+def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
+    own = str((meta.get("hashes") or {}).get("tokenizer") or "")
+    if own and sha256 and not sha256.startswith(own):
+        run = meta["run_id"]
+        problem = f"The conversations were made with another tokenizer than that of the base run {run}."
+        fix = f"add -e data_dir=FOLDER, the data directory on which {run} was trained"
+        raise RefusedError(finding("NF429", "data_dir", problem, fix))
+
+
+def _is_hidden(path: str) -> bool:
+    return any(path == folder or path.startswith(folder + "/") for folder in HIDDEN)
+
+
+def _hidden(host: str, path: str) -> Finding:
+    problem = f"The unit of a run does not see {path}: its home and /tmp are empty."
+    fix = (
+        f"copy the folder to /var/lib/nanofleet/imported on {host}, for its service user to read, and name it"
+    )
+    return finding("NF430", host, problem, fix)
+
+
+def _of_another(run_id: str, parent: str, asked: str) -> Finding:
+    problem = f"The run {run_id} exists and fine-tunes {parent}, not {asked}."
+    fix = "choose another name for a new run: -e run_id=NAME"
+    return finding("NF431", f"-e run_id={run_id}", problem, fix)
+
+
+def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
+    """The finding for a run or checkpoint that is not there."""
+    run = found["run"]
+    if os.path.isabs(from_checkpoint):
+        problem = f"There is no checkpoint {from_checkpoint} on {host}, or its service user cannot read it."
+        fix = f"name a folder step_NNNNNN with a meta.json on {host}, the coordinator"
+        return finding("NF432", "from_checkpoint", problem, fix)
+    if not found["known"]:
+        listed = ", ".join(found["runs"]) or "none"
+        problem = f"The coordinator {host} has no run {run}; its newest runs: {listed}."
+        return finding("NF433", "from_run", problem, "name one of them, or train the base run first")
+    if not found["checkpoints"]:
+        problem = f"The run {run} has no checkpoint on {host}, its coordinator."
+        fix = f"let it finish, or stop it, which saves: ansible-playbook stop.yml -e run_id={run}"
+        return finding("NF434", "from_run", problem, fix)
+    listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])
+    problem = f"There is no checkpoint {from_checkpoint} on {host}; those of the run: {listed}."
+    return finding("NF435", "from_checkpoint", problem, f"name one of them, or use -e from_run={run}")
