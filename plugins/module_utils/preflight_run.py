@@ -81,7 +81,7 @@ def _stored(facts: Facts) -> Mapping[str, Any]:
 class Need:
     """GiB of memory and disk that the ranks of a run need on a host.
 
-    parts: of each rank. once: of the host as a whole, besides. copy_gb: of these, the copy of a checkpoint.
+    parts: GiB per rank. once: further GiB per host. copy_gb: the part of `once` for the copy of a checkpoint.
     coordinates: whether the host is the coordinator.
     """
 

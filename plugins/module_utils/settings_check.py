@@ -88,7 +88,7 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     """A finding about `-e` with a name that is not one of `names`."""
     given = f"-e {name}={value}"
     if name in role_names():
-        problem = "no setting but a variable that the playbooks set themselves."
+        problem = "This is not a setting. The playbooks set this variable themselves."
         return finding("NF001", given, problem, f"repeat the command without -e {name}; {SETTINGS_PAGE}")
     if name == "_raw_params":
         word = str(value).split()[0]

@@ -28,7 +28,7 @@ def own_items(block: range, group: Collectives, shares: Sequence[int] = ()) -> l
 
 
 def add_up(group: Collectives, *values: float) -> list[int]:
-    """The sums of whole numbers over all ranks. A collective call."""
+    """The sum of each value over all ranks, rounded to an integer. All ranks must call it."""
     totals = torch.tensor(values, dtype=torch.float64)
     group.all_reduce([totals])
     return [round(total) for total in totals.tolist()]

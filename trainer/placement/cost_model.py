@@ -110,7 +110,10 @@ class CostModel:
         return min((speed.step_alone(rows), rank) for rank, speed in enumerate(self.speeds))
 
     def step(self, mode: str, rows: int, shares: Sequence[int] = ()) -> float:
-        """Predicted seconds of a step on all ranks. `shares`: rows per rank, by default self.shares(rows)."""
+        """Predicted seconds of a step of `rows` rows in all, in the sync mode `mode`.
+
+        shares: rows per rank, by default self.shares(rows).
+        """
         _check(mode)
         shares = shares or self.shares(rows)
         compute = slowest([speed.row for speed in self.speeds], shares)
