@@ -124,7 +124,10 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
             f"net.ipv4.ip_local_port_range was {ports['before'].replace(' ', '-')}, not the kernel's "
             f"default. setup.yml sets it to {span}; reset.yml restores the former range."
         )
-        remedy = f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
+        remedy = (
+            "nothing if you have not set it yourself; the file that sets it: "
+            f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
+        )
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
         problem = (

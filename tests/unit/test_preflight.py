@@ -70,7 +70,7 @@ def test_a_variable_that_plays_hand_to_roles_is_no_setting(name: str) -> None:
     """With -e, which goes before all else, the tracker's environment would get the trainer's extra."""
     [(where, problem, remedy)] = check({name: "x"})
     assert where == f"-e {name}=x"
-    assert problem == "no setting but a variable that the playbooks set themselves."
+    assert problem == "This is not a setting. The playbooks set this variable themselves."
     assert remedy.startswith(f"repeat the command without -e {name}")
 
 
