@@ -45,8 +45,10 @@ def test_a_run_answers_the_controller_alone(fleet: Fleet, dataset: Path) -> None
     url = f"http://{address(fleet, HOSTS[0])}:8000"
     assert asked(url)["model"] == "served"
     assert fleet.play("serve.yml", run_id="served", follow=True).changed() == 0
-    peer = f"curl --silent --max-time 3 {url}/health || echo refused"
-    assert fleet.on(HOSTS[1], peer) == "refused", "a peer is neither the controller nor in serve_from"
+    tries = f'connect_ex(("{address(fleet, HOSTS[0])}", 8000))'
+    peer = f"python3 -c 'import socket; s = socket.socket(); s.settimeout(3); print(s.{tries})'"
+    assert fleet.on(HOSTS[1], peer) != "0", "a peer is neither the controller nor in serve_from"
+    assert fleet.on(HOSTS[0], peer) == "0", "the host itself connects"
 
 
 def test_a_port_that_is_held_is_refused_by_its_holder(fleet: Fleet) -> None:
