@@ -87,7 +87,8 @@ def _unpack(archive: Path, folder: Path) -> None:
             folder.rmdir()
         os.replace(temporary, folder)
         sync_folder(folder.parent)
-    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, NotImplementedError) as error:
+    # Damaged, compressed data that are damaged, cut off; encrypted or compressed in an unknown way.
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
         raise DataError(f"{archive} cannot be unpacked ({error}). Remove it and download it again.") from None
     except OSError as error:
         raise DataError(f"{archive} cannot be unpacked to {folder}: {error.strerror or error}.") from None

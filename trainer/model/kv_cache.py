@@ -69,7 +69,7 @@ class KVCacheRows:
         return [cache.length for cache in self.caches]
 
     @property
-    def last_B1D(self) -> Tensor:  # noqa: N802
+    def last_B1D(self) -> Tensor:  # noqa: N802 - an attribute of KVCache, with its shape in the name
         return torch.cat([cache.last_B1D for cache in self.caches])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
