@@ -24,7 +24,7 @@ from trainer.serve.server import listen
 CONFIG = GPTConfig(512, 265, 2, 2, 2, 32, "SL")
 
 
-def write_checkpoint(run_dir: Path, step: int = 7) -> Path:
+def write_checkpoint(run_dir: Path, step: int = 7, stage: str = "base") -> Path:
     """Write a checkpoint of a model with random weights, of the run `tiny`; returns its path."""
     model = GPT(CONFIG)
     generator = torch.Generator().manual_seed(step)
@@ -33,7 +33,7 @@ def write_checkpoint(run_dir: Path, step: int = 7) -> Path:
         p.data.add_(0.1 * torch.randn(p.shape, generator=generator))
     tokenizer = run_dir / "tokenizer"
     byte_tokenizer().save(tokenizer)
-    meta = {"step": step, "run_id": "tiny", "config": RunConfig().to_dict()}
+    meta = {"step": step, "run_id": "tiny", "config": RunConfig(stage=stage).to_dict()}
     meta["model_config"] = dataclasses.asdict(CONFIG)
     return save(run_dir / "checkpoints", State(meta, model.state_dict(), {}), tokenizer)
 

@@ -11,6 +11,7 @@ from served import write_checkpoint
 
 from trainer.__main__ import main
 from trainer.chat.answer import Answer
+from trainer.chat.loaded import load
 
 GREEDY = ["--temperature", "0", "--max-tokens", "12", "--dtype", "float32"]
 
@@ -61,3 +62,8 @@ def test_an_answer_shows_whole_characters_and_calls() -> None:
     assert answer.text == "€`1+1` = 2!"
     kinds = [(part["type"], part["text"]) for part in answer.parts]
     assert kinds == [("text", "€"), ("python", "1+1"), ("python_output", "2"), ("text", "!")]
+
+
+def test_only_a_model_of_stage_sft_counts_as_fine_tuned(checkpoint: Path, tmp_path: Path) -> None:
+    assert not load(checkpoint, "float32").fine_tuned
+    assert load(write_checkpoint(tmp_path, stage="sft"), "float32").fine_tuned
