@@ -61,7 +61,7 @@ from fleet import corpus
 from trainer.bench import SCHEMA
 from trainer.bench.report import compare, load
 from trainer.bench.text import percent
-from trainer.config import code_digest
+from trainer.code_digest import code_digest
 
 ROOT = Path(__file__).resolve().parents[1]
 LINK_MBIT = {"1gbit": 1000.0, "100mbit": 100.0}

@@ -29,12 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.bench import cli as bench
 from trainer.chat.options import add_chat_arguments, add_serve_arguments
-from trainer.config import (
-    ConfigError,
-    RunConfig,
-    RunFile,
-    parse_shares,
-)
+from trainer.config import ConfigError, RunConfig, RunFile, parse_shares
 from trainer.data import DataError, chat_cli, prepare
 from trainer.eval import cli as evaluation
 from trainer.health import restart_policy
@@ -162,9 +157,11 @@ def train(args: argparse.Namespace) -> int:
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
             log.info("Importing torch; after a reboot this may take a minute.")
+        from trainer.elastic_train import ElasticTrainer
         from trainer.train import Trainer
 
-        trainer = Trainer(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
+        kind = ElasticTrainer if run_file.config.elastic and env.world_size > 1 else Trainer
+        trainer = kind(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
         return trainer.run(args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)

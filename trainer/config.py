@@ -28,8 +28,8 @@ from typing import Any
 
 SCHEMA = 5  # of run files and of meta.json in checkpoints
 IDENTITY, HORIZON, RUNTIME = "identity", "horizon", "runtime"
-MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 RUN_ID_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
+MUTABLE = (HORIZON, RUNTIME)  # what may change when a run is resumed
 EXPERIMENT_PATTERN = re.compile(r"(?=.{1,250}\Z)(?! )([\w.:/ -]|\{depth\})+(?<! )")
 DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16", "float64")
@@ -120,6 +120,9 @@ class RunConfig:
     local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, 2, or 32 for no rounding")
     local_topk: int = setting(0, "with sync local, values sent of each 4,096, the largest; 0: all")
     local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
+    elastic: bool = setting(False, "whether hosts may leave and join while the run trains", RUNTIME)
+    min_hosts: int = setting(1, "with elastic, the least number of hosts; with fewer the run waits", RUNTIME)
+    snapshot_seconds: float = setting(60.0, "with elastic, seconds between copies of the state", RUNTIME)
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
     tracker_experiment: str = setting(
         "nanochat-d{depth}",
@@ -141,6 +144,7 @@ class RunConfig:
                 0 <= self.local_delay < self.local_steps,
                 f"must be at least 0 and below local_steps, {self.local_steps} here",
             )
+        self._require("elastic", not (self.elastic and self.sync == "local"), "does not go with sync local")
         if self.num_iterations and self.target_flops:
             raise ConfigError(
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
@@ -240,16 +244,21 @@ class RunConfig:
         return cls(**cast)
 
 
-_KINDS = {"int": "a whole number", "float": "a number", "str": "a string"}
+_KINDS = {"int": "a whole number", "float": "a number", "str": "a string", "bool": "true or false"}
+BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 # Conditions of single settings: (whether it holds for the value, its text in the message, the settings).
 _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "depth aspect_ratio head_dim sequence_len device_batch_size"),
-    (lambda v: v >= 1, "must be at least 1", "eval_tokens keep_checkpoints local_steps"),
+    (lambda v: v >= 1, "must be at least 1", "eval_tokens keep_checkpoints local_steps min_hosts"),
     (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
-    (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
+    (
+        lambda v: v > 0,
+        "must be above 0",
+        "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr snapshot_seconds",
+    ),
     (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
@@ -278,6 +287,8 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
 
 def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
+    if kind == "bool" and text.lower() in BOOLS:
+        return BOOLS[text.lower()]
     if kind == "str" and value is not None and not isinstance(value, bool):
         return text
     if name in AUTO_IS_0 and text.lower() == "auto":
@@ -434,13 +445,3 @@ def parse_shares(value: Any) -> tuple[int, ...] | str:
         raise ConfigError(
             f"shares is {value!r}: it takes equal, auto, or rows by rank such as 3,2."
         ) from None
-
-
-def code_digest() -> str:
-    """SHA-256 (hex) of all Python files of the package trainer: it identifies the trainer's version."""
-    root = Path(__file__).resolve().parent
-    total = hashlib.sha256()
-    for path in sorted(root.rglob("*.py"), key=lambda p: p.relative_to(root).as_posix()):
-        total.update(path.relative_to(root).as_posix().encode() + b"\0")
-        total.update(hashlib.sha256(path.read_bytes()).digest())
-    return total.hexdigest()

@@ -15,12 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint import compatibility, exchange, fine_tuning, storage
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import State, TrainState
-from trainer.config import ConfigError, RunFile, code_digest
+from trainer.code_digest import code_digest
+from trainer.config import ConfigError, RunFile
 from trainer.data import DataError
 from trainer.data.dataset import Dataset
 from trainer.data.files import write_whole
@@ -106,27 +108,54 @@ class RunSetup:
             options = dataclasses.replace(options, cpu=self._bind_threads(options.cpu))
         records = self._load_and_check(options)
         kind, reason = decide_device(config.device, {str(record): record.shown for record in records})
+        kind = self._check_kind(kind)
         self.numerics = options.on(kind)
         if options.cuda and kind == "cpu":
             self.numerics = self._bind_threads(self.numerics)
-        peers = [record.peer for record in records]
-        self.watchdog.set_peers(peers, {record.rank: record.endpoint for record in records})
-        self.group = Collectives.open(env, peers, self.store, self.numerics.device)
-        self.group.waiting = self.run_status.waiting
-        self.run_status.is_waiting = lambda: self.group.is_waiting
         if env.is_host_leader:
             self._log_ranks(records, kind, reason)
+        self.config_digest = config.digest()
+        self._begin(records, options.cuda if kind != "cuda" and config.device == "auto" else None)
 
+    def _begin(self, records: list[consistency.Record], gpu: Numerics | None) -> None:
+        """Connect the ranks, and build and load what they train. gpu: of this rank, if it is idle."""
+        self._connect(records)
         self.run_status.enter("resume")
         self._build()
         state = exchange.broadcast_meta(self.group, self._initial_state())
         self._restore_arithmetic(state.meta)
-        self._decide_placement(
-            state.meta, options.cuda if kind != "cuda" and config.device == "auto" else None
-        )
+        self._decide_placement(state.meta, gpu)
         self.group.owner_speeds = list(self.placement.owner_speeds)
         self.sync = self.make_sync()
         self._resume(state)
+        if state.step:
+            text = f"Resuming from the checkpoint of step {state.step}."
+            self.log.info(text, extra=fields("resumed", step=state.step))
+            if self.env.is_coordinator:
+                self.train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
+        self._gather_facts(records)
+        self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
+
+    def _check_kind(self, kind: str) -> str:
+        """The device kind on which the ranks compute, given that their devices allow `kind`."""
+        return kind
+
+    def _connect(self, records: list[consistency.Record]) -> None:
+        """Open the process group of the ranks in `records`, which are in rank order."""
+        self.watchdog.set_peers(
+            [record.peer for record in records], {record.rank: record.endpoint for record in records}
+        )
+        self.group = Collectives.open(
+            self.env, [record.peer for record in records], self.store, self.numerics.device
+        )
+        self._watch_group()
+
+    def _watch_group(self) -> None:
+        self.group.waiting = self.run_status.waiting
+        self.run_status.is_waiting = lambda: self.group.is_waiting
+
+    def _gather_facts(self, records: list[consistency.Record]) -> None:
+        """Gather what each rank says about its arithmetic, for checkpoints and the tracker."""
         if self.numerics.threads > usable_cores():
             self.log.info(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "
@@ -141,7 +170,6 @@ class RunSetup:
         decide.compare_placements(self.group.peers, digests)
         self.facts_by_rank = [record.facts | found for record, found in zip(records, facts, strict=True)]
         self.micro_batches = [int(record.shown["micro-batch"]) for record in records]
-        self.config_digest = str(state.meta.get("config_digest") or config.digest())
 
     def _bind_threads(self, numerics: Numerics) -> Numerics:
         return bind_threads(numerics, self.config, self.env, self.run_dir, self.log)
@@ -189,7 +217,7 @@ class RunSetup:
         """
         self.store = None
         if self.env.world_size > 1:
-            self.store = join_store(self.env, self.run_file.run_id)
+            self.store = self._open_store()
             self.watchdog.start_exchange(prefix_of(self.env))
         problem: ConfigError | DataError | None = None
         info, hashes = None, {}
@@ -213,12 +241,19 @@ class RunSetup:
                 )
         except (ConfigError, DataError) as error:
             problem = error
-            if self.store is None:
+            if self.env.world_size == 1:
                 raise
         record = consistency.make_record(
             self.env, self.run_file, options, info, hashes, str(problem or ""), self.watchdog.endpoint
         )
         record.shown["micro-batch"] = str(self.micro_batch)
+        return self._find_ranks(record)
+
+    def _open_store(self) -> dist.Store:
+        return join_store(self.env, self.run_file.run_id)
+
+    def _find_ranks(self, record: consistency.Record) -> list[consistency.Record]:
+        """Exchange the records of all ranks and compare them; `record` is that of this rank."""
         return consistency.check_consistency(
             self.store, record, self.env.world_size, is_alive=self.watchdog.is_alive
         )
@@ -276,11 +311,6 @@ class RunSetup:
             self.group.broadcast_owned({0: tensor.view(-1)})
         self._resume_optimizer(state)
         self.train_state = TrainState.from_meta(state.meta)
-        if state.step:
-            text = f"Resuming from the checkpoint of step {state.step}."
-            self.log.info(text, extra=fields("resumed", step=state.step))
-            if self.env.is_coordinator:
-                self.train_state.checkpoint = f"checkpoints/step_{state.step:06d}"
 
     def _resume_optimizer(self, state: State) -> None:
         """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
@@ -289,17 +319,17 @@ class RunSetup:
             common[name] = exchange.pop_common_state(tensors)
             if self.sync.owner_of(name) in (None, self.group.rank) and tensors:
                 rows = self.sync.owned_rows(name, self.group.rank)
-                mine[name] = tensors if rows is None else _rows_of(tensors, rows)
+                mine[name] = tensors if rows is None else exchange.rows_of(tensors, rows)
         common = {name: tensors for name, tensors in common.items() if tensors}
         own: dict[str, Tensor] = {}
         if "own_sha256" in state.meta:
-            found = load_rank_state(self.run_dir, state.meta, self.env.rank)
+            found = load_rank_state(self.run_dir, state.meta, self.group.rank)
             if found:
                 own, optim = found
                 mine = optim or mine  # that of rank 0 is in the checkpoint
             else:
                 self.log.info(
-                    f"This host has no state of rank {self.env.rank} of step {state.step}: the rank "
+                    f"This host has no state of rank {self.group.rank} of step {state.step}: the rank "
                     "continues from the shared parameters, with the optimizer state of rank 0."
                 )
         self.optimizer.load_state_dict(mine)
@@ -357,7 +387,7 @@ class RunSetup:
             self.plan = dataclasses.replace(self.plan, shares=meta["shares"])
         now = self.numerics
         if self._same_hosts(meta):
-            saved = meta["numerics"][self.env.rank]
+            saved = meta["numerics"][self.group.rank]
             self.numerics = restore_numerics(now, saved, self.config.threads)
             if changes := now.binding.changes(saved):
                 self.log.info(f"The threads of the checkpoint are not used: {changes}.")
@@ -418,8 +448,3 @@ class RunSetup:
             self.placement.tags(),
         )
         return Tracker(self.run_dir, self.train_state.step, facts, uri, self.log.info)
-
-
-def _rows_of(tensors: Mapping[str, Tensor], rows: Tensor) -> dict[str, Tensor]:
-    """The state of the rows `rows` of a parameter, from that of all its rows."""
-    return {key: tensor[rows] if tensor.dim() else tensor for key, tensor in tensors.items()}

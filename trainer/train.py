@@ -41,6 +41,7 @@ from trainer.placement.batch_split import Balancer
 from trainer.placement.decide import rank_names
 from trainer.rank_batch import RankBatch, rank_batch
 from trainer.setup import RunSetup
+from trainer.stages import SFT
 from trainer.tracking.reporter import Reporter
 
 # The time-out of a collective, once steps are measured. The watchdog reports and ends lost ranks long before;
@@ -50,6 +51,8 @@ TIMEOUT_STEPS = 20
 
 class Trainer:
     """Runs one attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd."""
+
+    setup_class = RunSetup
 
     def __init__(
         self,
@@ -61,24 +64,22 @@ class Trainer:
         log: RunLogger,
         from_checkpoint: Path | None = None,
     ) -> None:
-        self.run_file = run_file
-        self.config, self.run_dir = run_file.config, run_dir
+        self.run_file, self.config, self.run_dir = run_file, run_file.config, run_dir
         self.env, self.attempt, self.log = env, attempt, log
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
-        self.setup = RunSetup(run_file, data_dir, run_dir, env, self.run_status, self.watchdog, log)
+        self.setup = self.setup_class(run_file, data_dir, run_dir, env, self.run_status, self.watchdog, log)
         self.setup.from_checkpoint = from_checkpoint
         self.stopping = False  # whether all ranks end after this step
         self.reporter = Reporter(self.run_status, attempt, log, env.is_host_leader)
-        self.stop_file = run_dir / "stop"
-        self.timeout = UNMEASURED_TIMEOUT
+        self.stop_file, self.timeout = run_dir / "stop", UNMEASURED_TIMEOUT
         self.checkpoint_writer = CheckpointWriter(
             run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, log.info
         )
         attempt.before_end = self._complete
 
     def _run(self, tracker_uri: str) -> str:
-        """Set up this rank, train, close; returns the closing sentence. Raises RunEnd, Stopped included."""
+        """Set up this rank, train, close; returns the closing sentence. Raises RunEnd."""
         self.attempt.update(run_id=self.run_file.run_id)
         self.run_status.start()
         self.watchdog.start()
@@ -107,6 +108,11 @@ class Trainer:
     def _set_up(self) -> None:
         setup = self.setup
         setup.run()
+        self._begin()
+
+    def _begin(self) -> None:
+        """Take over what the setup has made."""
+        setup = self.setup
         self.plan, self.data, self.group = setup.plan, setup.data, setup.group
         self.model, self.optimizer, self.sync = setup.model, setup.optimizer, setup.sync
         self.step_sync = StepSync(self.group, self.plan.rows_per_step)
@@ -131,7 +137,6 @@ class Trainer:
             self.reporter.shares(self.plan.shares)
         self._read_first_batch(first)
         for step in range(first, self.plan.num_iterations):
-            self._before_step(step)
             self.train_step(step)
             if self.stopping:
                 return True
@@ -180,18 +185,15 @@ class Trainer:
             self._set_timeout()
 
         # Evaluation, sample and checkpoint.
-        self.stopping = summary.stop and not is_last
+        self.summary, self.stopping = summary, summary.stop and not is_last
         self._evaluate_and_save(summary, step + 1, is_last)
-
-    def _before_step(self, step: int) -> None:
-        """Called before each step, counted from 0. Does nothing; BenchTrainer overrides it to measure."""
 
     def _batch(self, step: int) -> RankBatch:
         """What this rank trains on in `step`, counted from 0."""
         batch = self._next_batch  # the next one is read too: ranks compare it before they train on it
         if step + 1 < self.plan.num_iterations:
             self._next_batch = self._read(step + 1)
-        return rank_batch(batch, self.plan.shares, self.env.rank, self.setup.numerics.device)
+        return rank_batch(batch, self.plan.shares, self.group.rank, self.setup.numerics.device)
 
     def _read(self, step: int) -> Batch:
         return read_batch(self.data.train, self.config.seed, step, self.plan.rows_per_step)
@@ -207,7 +209,7 @@ class Trainer:
         """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats."""
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
-        size = self.setup.micro_batches[self.env.rank]
+        size = self.setup.micro_batches[self.group.rank]
         batches = list(zip(idx_BT.split(size), targets_BT.split(size), strict=True))
         for number, (idx, targets) in enumerate(batches, start=1):
             self.run_status.enter("forward")
@@ -223,9 +225,8 @@ class Trainer:
         config, n = self.config, self.plan.num_iterations
         rates = config.warmup_steps, config.warmdown_ratio, config.final_lr_frac
         multiplier = config.init_lr_frac * lr_schedule.lr_multiplier(step, n, *rates)
-        momentum = lr_schedule.muon_momentum(step, n, config.warmdown_ratio)
-        if config.stage == "sft":
-            momentum = lr_schedule.sft_muon_momentum(step)
+        base, sft = lr_schedule.muon_momentum, lr_schedule.sft_muon_momentum
+        momentum = sft(step) if config.stage == SFT else base(step, n, config.warmdown_ratio)
         self.optimizer.set_schedule(multiplier, momentum, lr_schedule.muon_weight_decay(step, n))
         return multiplier, config.matrix_lr * self.plan.scales.lr * multiplier
 
@@ -257,7 +258,7 @@ class Trainer:
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
         """The report of this rank on `step`, counted from 1. Rank 0 adds requests: stop, save, new split."""
-        rows, checksum = self.plan.shares[self.env.rank], self._next_batch.checksum
+        rows, checksum = self.plan.shares[self.group.rank], self._next_batch.checksum
         if not self.env.is_coordinator:
             return StepReport(loss_sum, seconds, rows, next_batch=checksum)
         proposed = self.balancer.proposed if self.balancer else None
@@ -319,8 +320,9 @@ class Trainer:
         """Set the time-out of collectives: TIMEOUT_STEPS times the longest step, at least 10 minutes."""
         if self.env.is_coordinator:
             self.reporter.expected_time()
-        longest = timedelta(seconds=TIMEOUT_STEPS * max(self.reporter.durations))
-        self.timeout = max(UNMEASURED_TIMEOUT, longest)
+        self.timeout = max(
+            UNMEASURED_TIMEOUT, timedelta(seconds=TIMEOUT_STEPS * max(self.reporter.durations))
+        )
         self.group.set_timeout(self.timeout)
 
     @contextmanager
@@ -339,7 +341,7 @@ class Trainer:
                 self.data.val,
                 torch.from_numpy(self.data.tokenizer.token_bytes),
                 self.config.eval_tokens,
-                self.setup.micro_batches[self.env.rank],
+                self.setup.micro_batches[self.group.rank],
                 self.group,
                 self.plan.shares,
             )
@@ -365,8 +367,7 @@ class Trainer:
         except OSError as error:
             if not is_full(error):
                 raise
-            full = f"the disk of {self.run_dir} is full, so the sample of text was not written"
-            self.log.warning(f"warning: {full}. Remove files there.")
+            self.log.warning(f"warning: The disk of {self.run_dir} is full: no sample was written.")
 
     def _save(self, last: bool) -> None:
         """Save a checkpoint on rank 0, in the background unless `last`. Raises Final if parameters differ."""

@@ -9,7 +9,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action 
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import plan_run
 from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import not_set_up, skew
 from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
-from ansible_collections.nanofleet.fleet.trainer.config import code_digest
+from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
 
 
 class ActionModule(ControllerAction):

@@ -23,7 +23,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured im
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths import path_findings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_report import table
-from ansible_collections.nanofleet.fleet.trainer.config import code_digest
+from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
 
 SCHEMA = 2
 Measured = Mapping[str, Mapping[str, Any]]

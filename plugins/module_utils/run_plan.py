@@ -12,6 +12,7 @@ from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import checkpoint_step, run_of_unit
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
+from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
 from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
@@ -86,7 +87,7 @@ def plan_run(
                 f"{', '.join(own)}, that make up the rows of a step; {how}."
             )
         run_file = trainer.RunFile(
-            name, config, tuple(own), trainer.code_digest(), manifest_sha256, rows, tuple(chosen_from)
+            name, config, tuple(own), code_digest(), manifest_sha256, rows, tuple(chosen_from)
         )
         fleet = dict(zip(hosts, states, strict=True))
         action, message, ends = _decide(run_file, stored, fleet)

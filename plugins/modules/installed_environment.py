@@ -15,7 +15,10 @@ from ansible.module_utils.basic import AnsibleModule
 def main() -> None:
     module = AnsibleModule(argument_spec={}, supports_check_mode=True)
     try:
-        from trainer.config import code_digest
+        try:
+            from trainer.code_digest import code_digest
+        except ImportError:  # a release up to 0.1
+            from trainer.config import code_digest  # type: ignore[attr-defined,no-redef]
 
         torch = importlib.metadata.version("torch")
     except ImportError as error:

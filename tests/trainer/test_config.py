@@ -99,7 +99,9 @@ def test_run_file_round_trip_and_damage(tmp_path: Path) -> None:
 
 
 def test_configuration_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, trainer.config as c; c.RunConfig().digest(); c.code_digest()"
+    code = (
+        "import sys, trainer.config as c, trainer.code_digest as f; c.RunConfig().digest(); f.code_digest()"
+    )
     code += "; assert not {'torch', 'numpy', 'pyarrow'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 

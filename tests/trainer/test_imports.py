@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 # Lowest level first: a package imports only from levels listed before its own.
 LEVELS = (
-    ("config", "formatting"),
+    ("code_digest", "config", "formatting"),
     ("options", "presets", "stages"),
     ("host",),
     ("data", "model", "optim"),
@@ -21,10 +21,13 @@ LEVELS = (
     ("sync", "run_plan", "rank_batch"),
     ("health",),
     ("placement", "checkpoint"),
+    ("elastic",),
     ("chat",),
     ("eval", "tracking"),
     ("setup",),
     ("train",),
+    ("elastic_setup",),
+    ("elastic_train",),
     ("bench", "interchange", "serve"),
     ("__main__",),
 )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import TINY, Start, losses
 
-from trainer.config import code_digest
+from trainer.code_digest import code_digest
 
 KNOBS = {**TINY, "num_iterations": 6, "save_every": 2, "eval_every": 3, "sample_every": 2, "digest_every": 0}
 SAVING = ["checkpoint/writer.py", "checkpoint/storage.py", "data/files.py"]

@@ -13,7 +13,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import run_summary
 from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as installed
 from run_states import HOSTS, ROLE, ROOT, beat, plan, state, stored
 
-from trainer.config import SCHEMA, RunConfig, code_digest
+from trainer.code_digest import code_digest
+from trainer.config import SCHEMA, RunConfig
 
 
 def test_a_new_run_holds_every_field_with_its_type() -> None:
@@ -300,6 +301,9 @@ def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> Non
         "core_metric_max_per_task": 500,
         "local_topk": 0,
         "recompute": "none",
+        "elastic": False,
+        "min_hosts": 1,
+        "snapshot_seconds": 60.0,
         "tracker_experiment": "nanofleet",
         "stage": "base",
         "parent": "",

@@ -25,7 +25,7 @@ from ansible_collections.nanofleet.fleet.plugins.modules import (
 from role_files import call
 from run_states import beat
 
-from trainer.config import code_digest
+from trainer.code_digest import code_digest
 
 
 @pytest.fixture

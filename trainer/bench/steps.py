@@ -102,7 +102,12 @@ class BenchTrainer(Trainer):
             self.result = self._of_all(ranks)
         return False
 
-    def _before_step(self, step: int) -> None:
+    def train_step(self, step: int) -> None:
+        self._mark_step(step)
+        super().train_step(step)
+
+    def _mark_step(self, step: int) -> None:
+        """Measure what the figures of `step` are compared with, outside of the step."""
         if self.marks:
             self.ends.append(self._mark())
         if step >= WARM_STEPS and self.sync.is_idle():

@@ -107,3 +107,8 @@ def broadcast_optimizer(group: Collectives, state: State) -> Iterator[tuple[str,
     for name in list(state.optim):
         tensors = state.optim.pop(name)
         yield name, group.broadcast_tensors(None if group.rank else tensors)
+
+
+def rows_of(tensors: ParameterState, rows: Tensor) -> ParameterState:
+    """The state of the rows `rows` of a parameter, from that of all its rows."""
+    return {key: tensor[rows] if tensor.dim() else tensor for key, tensor in tensors.items()}

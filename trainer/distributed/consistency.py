@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from trainer.config import RunFile, code_digest
+from trainer.code_digest import code_digest
+from trainer.config import RunFile
 from trainer.data.rows import RowsInfo
 from trainer.distributed.process_group import Peer
 from trainer.distributed.rendezvous import wait_for_keys

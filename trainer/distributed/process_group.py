@@ -10,8 +10,10 @@ exchange once, binomial broadcast.
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ UNMEASURED_TIMEOUT = timedelta(minutes=10)
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
+WAIT_SLICE = timedelta(milliseconds=200)
 # A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
 # process instead, without an exception that could become an outcome.
 NCCL_RAISES = {
@@ -47,6 +50,11 @@ Pending = Callable[[], Any]  # a started collective, for Collectives.wait
 
 class PeerLost(Retryable):
     """Raised if a collective failed because a peer is gone, frozen or unreachable."""
+
+
+# Process groups that were abandoned with operations in flight. Their destructors would wait for these, and
+# the operations may still write into their tensors, so both are kept.
+_ABANDONED: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,9 @@ class Collectives:
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
         self.bytes_sent = 0
         self.is_waiting = False  # whether the main thread waits in a collective
+        # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
+        self.interruption: Callable[[], str] | None = None
+        self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
 
     @classmethod
@@ -80,10 +91,13 @@ class Collectives:
         peers: list[Peer],
         store: dist.Store | None,
         device: torch.device = CPU,
+        name: str = "gloo",
+        timeout: timedelta = FIRST_TIMEOUT,
     ) -> Collectives:
         """Start the process group of torch.distributed; returns when all ranks are connected.
 
-        Raises PeerLost if that takes longer than a minute. On a GPU, NCCL has a minute more.
+        name: the prefix of its keys in `store`, new for each group. timeout: Gloo gives up connecting after
+        five times that. Raises PeerLost then. On a GPU, NCCL has a minute more.
         NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface.
         """
         group = cls(env, peers)
@@ -94,10 +108,10 @@ class Collectives:
                     os.environ.update(NCCL_RAISES)
                 dist.init_process_group(
                     BACKENDS[device.type],
-                    store=dist.PrefixStore("gloo", store),
+                    store=dist.PrefixStore(name, store),
                     rank=env.rank,
                     world_size=env.world_size,
-                    timeout=FIRST_TIMEOUT,
+                    timeout=timeout,
                 )
                 dist.all_reduce(torch.zeros(1))
                 if device.type == "cuda":
@@ -117,6 +131,15 @@ class Collectives:
             with self._peer_errors():
                 dist.all_reduce(torch.zeros(1))  # a barrier, over Gloo on a GPU too
                 dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """End the process group although collectives may be in flight, so that another one can be opened."""
+        if self.world_size > 1 and dist.is_initialized():
+            _ABANDONED.append((dist.group.WORLD, self._in_flight))
+            self._in_flight = {}
+            ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
+            ending.start()
+            ending.join()
 
     # -- tensors ---------------------------------------------------------------------------------------
 
@@ -220,8 +243,39 @@ class Collectives:
 
     def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
         with self._peer_errors():
-            works = [start(part) for part in parts]
-        return lambda: [work.wait() for work in works]
+            works = [self._track(start(part), part) for part in parts]
+
+        def finish() -> None:
+            for work in works:
+                self._finish(work)
+
+        return finish
+
+    def _track(self, work: Any, tensors: Any) -> Any:
+        """Keep a started work and its tensors until `_finish`."""
+        self._in_flight[id(work)] = work, tensors
+        return work
+
+    def _finish(self, work: Any) -> None:
+        """Wait for a started work. Raises PeerLost if `interruption` gives a reason; the work continues."""
+        if self.interruption is None:
+            work.wait()
+        else:
+            self._wait_in_slices(work, self.interruption)
+        self._in_flight.pop(id(work), None)
+
+    def _wait_in_slices(self, work: Any, interruption: Callable[[], str]) -> None:
+        """Wait for a work of Gloo. A wait with a time-out leaves the work as it is when it ends."""
+        while True:
+            try:
+                work.wait(WAIT_SLICE)
+                return
+            except RuntimeError:
+                if work.is_completed():
+                    work.wait()  # raises the error of the work, if it has one
+                    return
+                if reason := interruption():
+                    raise PeerLost(reason) from None
 
     # -- small messages --------------------------------------------------------------------------------
 
@@ -231,8 +285,9 @@ class Collectives:
             return values[None]
         table = values.new_empty((self.world_size, values.numel()))
         self.bytes_sent += values.numel() * values.element_size() * (self.world_size - 1)
+        rows = list(table.unbind())
         with self._peer_errors():
-            dist.all_gather(list(table.unbind()), values)
+            self._finish(self._track(dist.all_gather(rows, values, async_op=True), (rows, values)))
         return table
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -264,16 +319,24 @@ class Collectives:
     def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
         """Send the named tensors of rank `owner` to rank 0, which returns them; other ranks return {}.
 
-        Received tensors are on the CPU. `tensors` of ranks other than the owner are ignored.
+        All ranks call it. Received tensors are on the CPU. `tensors` of ranks other than the owner are
+        ignored.
         """
         if owner == 0:
             return dict(tensors) if self.rank == 0 else {}
-        with self._peer_errors():
-            if self.rank == owner:
-                _transfer(tensors, lambda flat: dist.send(flat, dst=0))
-            elif self.rank == 0:
-                return _transfer(None, lambda flat: dist.recv(flat, src=owner))
-        return {}
+        is_owner, received = self.rank == owner, {}
+        mine = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if is_owner else {}
+        for name, dtype, shape in json.loads(self.gather_bytes(_formats(mine))[owner]):
+            empty = torch.empty(0, dtype=getattr(torch, dtype))
+            sends, receives = ([0] * self.world_size for _ in range(2))
+            sends[0] = math.prod(shape) * is_owner
+            receives[owner] = math.prod(shape) * (self.rank == 0)
+            sent = mine[name].contiguous().view(-1) if is_owner else empty
+            flat, pending = self.start_exchange(sent, sends, receives)
+            self.wait([pending])
+            if self.rank == 0:
+                received[name] = flat.view(shape)
+        return received
 
     # -- failures --------------------------------------------------------------------------------------
 
@@ -317,6 +380,12 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     )
 
 
+def _formats(tensors: Mapping[str, Tensor]) -> bytes:
+    """Name, data type and shape of each tensor, as JSON."""
+    formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
+    return json.dumps(formats).encode()
+
+
 def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any]) -> dict[str, Tensor]:
     """Send the named tensors, or receive them if `tensors` is None; `move` sends or fills a flat CPU tensor.
 
@@ -324,8 +393,7 @@ def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any
     """
     header = None
     if tensors is not None:
-        formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-        header = torch.tensor(list(json.dumps(formats).encode()), dtype=torch.uint8)
+        header = torch.tensor(list(_formats(tensors)), dtype=torch.uint8)
     size = torch.tensor([0 if header is None else len(header)])
     move(size)
     header = torch.empty(int(size), dtype=torch.uint8) if header is None else header

@@ -21,6 +21,32 @@ def prefix_of(env: RankEnv) -> str:
     return f"nanofleet/{env.attempt}"
 
 
+def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.Store:
+    """Connect to the rendezvous store, which the caller owns if `is_master`.
+
+    Keys of the returned store have the prefix of this attempt. Raises RuntimeError or ValueError if the store
+    does not answer within `seconds`.
+    """
+    store = dist.TCPStore(
+        env.master_addr,
+        env.master_port,
+        world_size=None,
+        is_master=is_master,
+        timeout=timedelta(seconds=seconds),
+        wait_for_workers=False,
+    )
+    return dist.PrefixStore(prefix_of(env), store)
+
+
+def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
+    """The end of an attempt whose rank could not connect to the rendezvous store within `seconds`."""
+    cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return Retryable(
+        f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
+        f"{seconds:.0f} s ({cause}). Is rank 0 running, and is its port open to {env.host}?"
+    )
+
+
 def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
     """Connect to the rendezvous store and register this rank; returns the store.
 
@@ -28,23 +54,11 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
     within `seconds`, or if the rank is registered already: it is then the store of an attempt that is ending.
     """
     try:
-        store = dist.TCPStore(
-            env.master_addr,
-            env.master_port,
-            world_size=None,
-            is_master=env.is_coordinator and not env.agent_store,
-            timeout=timedelta(seconds=seconds),
-            wait_for_workers=False,
-        )
-        mine = dist.PrefixStore(prefix_of(env), store)
+        mine = open_store(env, is_master=env.is_coordinator and not env.agent_store, seconds=seconds)
         # A rank that restarts fast may find the store of the attempt that is ending.
         registered = mine.add(f"rank/{run_id}/{env.rank}", 1) > 1
     except (RuntimeError, ValueError) as error:
-        cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise Retryable(
-            f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
-            f"{seconds:.0f} s ({cause}). Is rank 0 running, and is its port open to {env.host}?"
-        ) from None
+        raise no_store(env, seconds, error) from None
     if registered:
         raise Retryable(
             f"The rendezvous store at {env.master_addr}:{env.master_port} has rank {env.rank} of {run_id} "

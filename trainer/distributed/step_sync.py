@@ -18,12 +18,16 @@ from torch import Tensor
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.outcome import Final
 
+FLAGS = 5  # stop, save, failed_save, change, snapshot
+
 
 @dataclass(frozen=True)
 class StepReport:
     """The report of one rank on a step: sum of its losses, compute seconds, rows; on rank 0 also requests.
 
     `stop`: end the run; `save`: write a checkpoint; `failed_save`: a checkpoint could not be written.
+    In an elastic run, `change` (from any rank): ranks leave or join after this step; `snapshot`: copy the
+    state to rank 0.
     `next_batch` belongs to the following step: the active rows of a batch set the shapes of its collectives.
     """
 
@@ -33,6 +37,8 @@ class StepReport:
     stop: bool = False
     save: bool = False
     failed_save: bool = False
+    change: bool = False
+    snapshot: bool = False
     shares: tuple[int, ...] = ()  # rows per rank from the next step on; empty: unchanged
     next_batch: int = 0  # checksum of the next step's batch
 
@@ -46,6 +52,8 @@ class StepSummary:
     stop: bool
     save: bool
     failed_save: bool
+    change: bool
+    snapshot: bool
     shares: list[int]
     next_batches: list[int]
 
@@ -63,8 +71,8 @@ class StepSync:
         batches[self._group.rank] = float(report.next_batch)
         for rank, rows in enumerate(report.shares):
             shares[rank] = float(rows)
-        flags = map(float, (report.stop, report.save, report.failed_save))
-        head = [report.loss_sum, float(report.rows), *flags]
+        flags = (report.stop, report.save, report.failed_save, report.change, report.snapshot)
+        head = [report.loss_sum, float(report.rows), *map(float, flags)]
         shared = torch.tensor([*head, *seconds, *shares, *batches], dtype=torch.float64)
         return shared, self._group.start_all_reduce(shared)
 
@@ -72,7 +80,9 @@ class StepSync:
         """Wait for the all-reduce; returns its summary. Raises Final if rows do not add up to the step."""
         shared, pending = started
         self._group.wait([pending])
-        loss_sum, rows, stop, save, failed_save, *tables = shared.tolist()
+        loss_sum, rows, *rest = shared.tolist()
+        stop, save, failed_save, change, snapshot = (value > 0 for value in rest[:FLAGS])
+        tables = rest[FLAGS:]
         if rows != self._rows_per_step:
             raise Final(
                 f"The ranks took {rows:.0f} rows of a step of {self._rows_per_step}: their batch splits "
@@ -83,9 +93,11 @@ class StepSync:
         return StepSummary(
             loss_sum,
             tables[:n],
-            stop > 0,
-            save > 0,
-            failed_save > 0,
+            stop,
+            save,
+            failed_save,
+            change,
+            snapshot,
             shares if any(shares) else [],
             [int(batch) for batch in tables[2 * n :]],
         )

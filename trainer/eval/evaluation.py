@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from trainer.checkpoint.storage import load_model, model_file, read_meta
-from trainer.config import ConfigError, RunConfig, code_digest
+from trainer.code_digest import code_digest
+from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
 from trainer.data.dataset import Dataset
 from trainer.data.tokenizer import FILE_NAME, Tokenizer

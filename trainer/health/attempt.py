@@ -50,6 +50,7 @@ class Attempt:
         self._held: IO[str] | None = None  # open during the attempt
         self._at_end: list[Callable[[str, bool], None]] = []
         self.reason = ""  # once it has ended
+        self.left = ""  # a sentence, if this rank has left an elastic run in order
         # Called before another thread than the training one ends the process: completes a checkpoint that is
         # being written, within these seconds, and returns the end of the attempt.
         self.before_end: Callable[[RunEnd, float], RunEnd] = lambda end, seconds: end
@@ -229,6 +230,8 @@ def _terminated(by_parent: bool, attempt: Attempt) -> RunEnd:
             f"torchrun ended this rank after step {attempt.step}: another rank of this host has died."
         )
     asked = f"Asked to end by SIGTERM after step {attempt.step}"
+    if attempt.left:
+        return Stopped(f"{asked}. {attempt.left}")
     if attempt.is_saved:
         return Stopped(f"{asked}, whose checkpoint is written.")
     return Stopped(f"{asked}; nothing was saved since the last checkpoint.")

@@ -59,6 +59,7 @@ class Watchdog:
         self._me = Peer(env.rank, env.host, env.address())
         self._interface = NetworkInterface(self._me.address)
         self._others = set(range(env.world_size)) - {env.rank}
+        self._elastic = False  # the end of a rank other than rank 0 does not end this one
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[int, EndpointAddress] = {}
         self._exchange = StatusExchange(env)
@@ -95,6 +96,16 @@ class Watchdog:
         self._addresses = {
             rank: address for rank, text in endpoints.items() if (address := EndpointAddress.parse(text))
         }
+
+    def set_members(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
+        """Set the ranks that take part in an elastic run, by their rank at launch. Only rank 0 can end it."""
+        self.set_peers(peers, endpoints)
+        self._others, self._elastic = set(self._peers), True
+
+    def status_age(self, rank: int) -> float | None:
+        """Seconds since the last status of `rank` arrived; None before the first."""
+        received = self._exchange.received.get(rank)
+        return received.age if received else None
 
     def is_alive(self, rank: int) -> bool:
         """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""
@@ -251,6 +262,8 @@ class Watchdog:
     def _end_of_a_peer(self) -> RunEnd | None:
         """The end of this attempt that follows from the published end of another rank, a final one first."""
         ends = {rank: end for rank, end in self._published_ends().items() if end.outcome != "finished"}
+        if self._elastic:
+            ends = {rank: end for rank, end in ends.items() if rank == 0}
         own = {rank: end for rank, end in ends.items() if not end.is_echo}
         for rank, end in sorted((own or ends).items(), key=lambda item: item[1].outcome != "final"):
             peer = self._peers.get(rank) or Peer(rank, self._exchange.received[rank].status.host, "")

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from trainer.config import ConfigError
 
+FLEET = "NANOFLEET_RANKS"  # of an elastic run: "FIRST_RANK WORLD_SIZE ADDRESS:PORT"
 MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than the others, or more
 
 
@@ -39,6 +40,8 @@ class RankEnv:
         Raises ConfigError if a variable is missing or invalid, or if they contradict each other.
         """
         host = os.environ.get("NANOFLEET_HOST") or socket.gethostname()
+        if FLEET in os.environ:
+            return cls._of_fleet(host)
         if "RANK" not in os.environ:
             return cls(host=host)
         env = cls(
@@ -57,6 +60,27 @@ class RankEnv:
         if env.world_size > 1 and not (env.master_addr and env.master_port):
             raise ConfigError("MASTER_ADDR and MASTER_PORT are missing: start several ranks by torchrun.")
         return env
+
+    @classmethod
+    def _of_fleet(cls, host: str) -> RankEnv:
+        """Read FLEET, where torchrun starts the ranks of one host only and does not know the others."""
+        first, world_size, address = [*os.environ[FLEET].split(), "", "", ""][:3]
+        name, _, port = address.rpartition(":")
+        if not (first.isdecimal() and world_size.isdecimal() and name and port.isdecimal()):
+            raise ConfigError(
+                f"{FLEET} is {os.environ[FLEET]!r} in the environment: it takes the first rank of this host, "
+                "the number of ranks, and ADDRESS:PORT of the coordinator."
+            )
+        local_rank = _number("LOCAL_RANK", 0)
+        return cls(
+            rank=int(first) + local_rank,
+            world_size=int(world_size),
+            local_rank=local_rank,
+            local_world_size=_number("LOCAL_WORLD_SIZE", 1),
+            host=host,
+            master_addr=name.strip("[]"),
+            master_port=int(port),
+        )
 
     @staticmethod
     def micro_batch(default: int) -> int:

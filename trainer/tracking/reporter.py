@@ -233,6 +233,12 @@ class Reporter:
             step = self.train_state.step
             self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 
+    def members(self, hosts: int, ranks: int) -> None:
+        """Report the numbers of hosts and ranks of an elastic run after a change; steps are timed anew."""
+        self.durations.clear()
+        if self.tracker is not None:
+            self.tracker.step(self.train_state.step, {"hosts": float(hosts), "ranks": float(ranks)})
+
     def compare(self) -> None:
         """Report predicted and measured seconds of a step to the tracker."""
         if self.tracker is not None and self.prediction is not None and self.durations:

@@ -9,7 +9,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import RunFile, code_digest
+from trainer.code_digest import code_digest
+from trainer.config import RunFile
 from trainer.tracking.files import Facts
 
 if TYPE_CHECKING:

@@ -1,0 +1,218 @@
+"""Elastic runs on real processes: ranks are killed, frozen, ended and started while the others train.
+
+Each case compares every loss with that of a run of one rank without any change.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import TINY, flags, free_port, losses
+
+pytestmark = pytest.mark.processes
+
+STEPS = 160
+SLOW = "slow 1 0.05"  # seconds longer for each row
+CALM = {"matrix_lr": 0.05, "embedding_lr": 0.5, "unembedding_lr": 0.02, "dtype": "float64"}
+
+
+class ElasticRun:
+    """A run of up to `world_size` ranks, each in a run directory of its own as on a host of its own."""
+
+    def __init__(self, data_dir: Path, folder: Path, world_size: int, **knobs: Any) -> None:
+        self.data_dir, self.folder, self.world_size = data_dir, folder, world_size
+        self.knobs = {**TINY, **CALM, "num_iterations": STEPS, "elastic": "true", "sync": "exact", **knobs}
+        self.port = free_port()
+        self.processes: dict[int, subprocess.Popen[str]] = {}
+
+    def start(self, rank: int, **knobs: Any) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NANOFLEET_HOST": f"host-{rank + 1}",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(self.port),
+        }
+        command = [sys.executable, str(Path(__file__).with_name("faulty.py")), *SLOW.split(), "train"]
+        command += [
+            "--data-dir",
+            str(self.data_dir),
+            "--run-dir",
+            str(self.run_dir(rank)),
+            "--run-id",
+            "test",
+        ]
+        command += flags({**self.knobs, **knobs})
+        with open(self.folder / f"log-{rank}", "a", encoding="utf-8") as log:
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+        self.processes[rank] = process
+
+    def run_dir(self, rank: int) -> Path:
+        return self.folder / f"run-{rank}"
+
+    def log(self, rank: int) -> str:
+        return (self.folder / f"log-{rank}").read_text(encoding="utf-8")
+
+    def status(self) -> dict[str, Any]:
+        path = self.run_dir(0) / "heartbeat-0.json"
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def wait_until(self, holds: Callable[[], bool], what: str, seconds: float = 90.0) -> float:
+        """Wait until `holds`; returns the seconds that took."""
+        began = time.monotonic()
+        while not holds():
+            assert self.processes[0].poll() is None, self.log(0)
+            assert time.monotonic() - began < seconds, f"not within {seconds:.0f} s: {what}\n{self.log(0)}"
+            time.sleep(0.05)
+        return time.monotonic() - began
+
+    def reach(self, step: int) -> None:
+        self.wait_until(lambda: int(self.status().get("step", 0)) >= step, f"step {step}")
+
+    def has_ranks(self, count: int) -> float:
+        """Wait until that many ranks train; returns the seconds until their first step together."""
+        seconds = self.wait_until(lambda: self.status().get("world_size") == count, f"{count} ranks")
+        step = int(self.status()["step"])
+        return seconds + self.wait_until(lambda: int(self.status()["step"]) > step, "a step")
+
+    def finish(self, rank: int = 0) -> dict[str, Any]:
+        self.processes[rank].wait(timeout=120)
+        return dict(json.loads((self.run_dir(rank) / "outcome.json").read_text()))
+
+
+Begin = Callable[..., ElasticRun]
+
+
+@pytest.fixture
+def elastic(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
+    runs: list[ElasticRun] = []
+
+    def begin(world_size: int, **knobs: Any) -> ElasticRun:
+        runs.append(ElasticRun(data_dir, tmp_path, world_size, **knobs))
+        for rank in range(world_size):
+            runs[-1].start(rank)
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for process in run.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one rank that nobody disturbs."""
+    from conftest import train_here
+
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    train_here(data_dir, run_dir, **CALM, num_iterations=STEPS)
+    return losses(run_dir)
+
+
+def check_losses(run: ElasticRun, expected: list[float], tolerance: float = 1e-10) -> None:
+    """Every step has the loss of the undisturbed run, also those that were trained again."""
+    lines = map(json.loads, (run.run_dir(0) / "metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert {step for step, _ in found} == set(range(1, STEPS + 1))
+    for step, loss in found:
+        assert loss == pytest.approx(expected[step - 1], rel=tolerance), f"step {step}"
+
+
+def test_a_killed_rank_is_left_behind_and_joins_again(elastic: Begin, undisturbed: list[float]) -> None:
+    run = elastic(3, snapshot_seconds=1)
+    run.reach(30)
+    run.processes[2].kill()
+    run.processes[2].wait()
+    assert run.has_ranks(2) < 10
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(2)["outcome"] == "finished"
+    assert run.finish(1)["outcome"] == "finished"
+    assert run.log(1).count("Importing torch") <= 1
+    check_losses(run, undisturbed)
+
+
+@pytest.mark.parametrize("sync", ["dense", "fast"])
+def test_other_modes_continue_too(elastic: Begin, undisturbed: list[float], sync: str) -> None:
+    run = elastic(2, snapshot_seconds=1, sync=sync)
+    run.reach(30)
+    run.processes[1].kill()
+    run.has_ranks(1)
+    run.start(1)
+    run.has_ranks(2)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed, 1e-10 if sync == "dense" else 1e-3)
+
+
+def test_a_rank_that_is_asked_to_end_leaves_without_a_lost_step(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(3, snapshot_seconds=1000)
+    run.reach(30)
+    run.processes[2].send_signal(signal.SIGTERM)
+    assert run.has_ranks(2) < 10
+    assert "continue the run without this one" in run.finish(2)["reason"]
+    assert "trained again" not in run.log(0)
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_a_frozen_rank_is_left_behind_and_ends_when_it_wakes(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(3, snapshot_seconds=1)
+    run.reach(30)
+    run.processes[1].send_signal(signal.SIGSTOP)
+    assert run.has_ranks(2) < 15
+    run.processes[1].send_signal(signal.SIGCONT)
+    end = run.finish(1)
+    assert (end["outcome"], "silent" in end["reason"]) == ("retryable", True), end
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_the_end_of_the_coordinator_ends_the_others(elastic: Begin) -> None:
+    run = elastic(3)
+    run.reach(20)
+    run.processes[0].kill()
+    for rank in (1, 2):
+        end = run.finish(rank)
+        assert end["outcome"] == "retryable", end
+
+
+def test_a_rank_that_differs_is_refused_and_the_others_do_not_notice(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(2)
+    run.reach(30)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.has_ranks(1)
+    run.finish(1)
+    changes = run.log(0).count("The ranks continue")
+    run.start(1, seed=7)
+    end = run.finish(1)
+    assert end["outcome"] == "final"
+    assert "config.seed" in end["reason"], end
+    assert "host-2" in end["reason"], end
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.log(0).count("The ranks continue") == changes
+    check_losses(run, undisturbed)

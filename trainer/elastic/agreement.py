@@ -1,0 +1,252 @@
+"""How the ranks of a run agree on its members: the coordinator proposes, the others accept.
+
+Only one rank decides, so that two histories of a run cannot exist. That is the coordinator, the rank 0 of the
+launch. A run without its coordinator does not continue; its units restart it (docs/explanation/elastic.md).
+
+The coordinator proposes a view. Each member accepts it, and the coordinator commits it when all have. A
+member that does not accept in time is left out of the next proposal. Nothing here starts a collective.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+
+from trainer.distributed.consistency import compare, explain
+from trainer.elastic.keys import Keys, Member, View, load_member
+from trainer.outcome import Final, Retryable, RunEnd, Stopped
+
+POLL_SECONDS = 0.05
+ACCEPT_SECONDS = 3.0  # for a member to accept a proposed view
+READY_SECONDS = 3.0  # after a loss, for the other members to leave their collectives
+FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
+VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
+CALM_SECONDS = 60.0  # a member lost twice within that waits before it may join again
+LONGEST_DELAY_SECONDS = 120.0
+
+
+class Coordinator:
+    """Decides the members. `clock` and `sleep` are those of the module time; a simulation has its own."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        me: Member,
+        world_size: int,
+        min_hosts: int,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
+        self._clock, self._sleep = clock, sleep
+        self._losses: dict[int, list[float]] = {}  # number -> when that member was lost
+        self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
+
+    def first_view(self, is_loading: Callable[[int], bool] = lambda number: False) -> View:
+        """Wait for all hosts, at most FIRST_SECONDS; longer for those that load. Returns the first view.
+
+        With at least min_hosts members the run starts without those that have not arrived. Raises Final if
+        the records of the members differ; Retryable if too few arrive.
+        """
+        began = self._clock()
+        while True:
+            members = [self.me, *self._applicants(range(1, self._world_size))]
+            missing = set(range(self._world_size)) - {member.number for member in members}
+            late = self._clock() - began > FIRST_SECONDS
+            if not missing or (late and not any(map(is_loading, missing))):
+                break
+            self._sleep(POLL_SECONDS)
+        records = [member.record for member in members]
+        problems = [f"{record}: {record.problem}" for record in records if record.problem]
+        if problems:
+            raise Final(" ".join(problems))
+        if differences := compare(records):
+            raise Final(*explain(differences, records))
+        return self._agree(members, 0, "")
+
+    def next_view(self, view: View, is_dead: Callable[[Member], bool]) -> View:
+        """Agree on the view that follows `view`: the members that are ready, and applicants.
+
+        The other members set their key `ready` when they stop. Waits READY_SECONDS for those for which
+        `is_dead` is false. Raises Retryable if fewer than min_hosts are left.
+        """
+        generation, began = view.generation, self._clock()
+        leaving = {member.number for member in view.members if self._leaves(member)}
+        waiting = [m for m in view.members if m.number != self.me.number and m.number not in leaving]
+        present = [self.me]
+        while waiting and self._clock() - began < READY_SECONDS:
+            ready = [member for member in waiting if self._is_at(f"ready/{generation}", member)]
+            present += ready
+            waiting = [member for member in waiting if member not in ready and not is_dead(member)]
+            if waiting:
+                self._sleep(POLL_SECONDS)
+        for member in view.members:
+            if member not in present:
+                self._drop(member, is_lost=member.number not in leaving)
+        joining = self.applicants(present)
+        return self._agree([*present, *joining], generation, view.kind)
+
+    def applicants(self, members: Iterable[Member]) -> list[Member]:
+        """The ranks that ask to join and may. One whose record differs from the coordinator's is refused."""
+        there = {member.number for member in members}
+        admitted = []
+        for member in self._applicants(set(range(1, self._world_size)) - there):
+            if self._delay_of(member.number) > 0:
+                continue
+            differences = compare([self.me.record, member.record])
+            if differences or member.record.problem:
+                sentence = member.record.problem or explain(differences, [self.me.record, member.record])[0]
+                self._handled[member.number] = member.incarnation
+                self._keys.set(f"refused/{member.number}", json.dumps([member.incarnation, sentence]))
+                continue
+            admitted.append(member)
+        return admitted
+
+    def leavers(self, view: View) -> list[Member]:
+        """The members of `view` that have announced that they end."""
+        return [member for member in view.members if self._leaves(member)]
+
+    def replaced(self, view: View) -> list[Member]:
+        """The members of `view` of which a newer process asks to join: theirs has ended."""
+        newer = {each.number: each.incarnation for each in self._applicants(view.numbers)}
+        return [each for each in view.members if newer.get(each.number, 0) > each.incarnation]
+
+    def end(self, outcome: str, reason: str) -> None:
+        """Tell ranks that wait to join that the run ends."""
+        self._keys.set("ended", json.dumps([outcome, reason]))
+
+    def _agree(self, candidates: list[Member], generation: int, kind: str) -> View:
+        members = sorted(candidates, key=lambda member: member.number)
+        while True:
+            if len({member.record.host for member in members}) < self._min_hosts:
+                hosts = ", ".join(sorted({member.record.host for member in members}))
+                raise Retryable(
+                    f"Only {hosts} can train, and min_hosts is {self._min_hosts}. The run continues when "
+                    "more hosts are back."
+                )
+            generation += 1
+            view = View(generation, tuple(members), kind)
+            self._keys.set("proposal", view.dump())
+            missing = self._await_acceptance(view)
+            if not missing:
+                self._keys.set("committed", view.dump())
+                return view
+            members = [member for member in members if member not in missing]
+            for member in missing:
+                self._drop(member, is_lost=True)
+
+    def _drop(self, member: Member, is_lost: bool) -> None:
+        """Leave out this incarnation of a member for good."""
+        self._handled[member.number] = member.incarnation
+        if is_lost:
+            self._losses.setdefault(member.number, []).append(self._clock())
+
+    def _await_acceptance(self, view: View) -> list[Member]:
+        began = self._clock()
+        missing = [member for member in view.members if member.number != self.me.number]
+        while missing and self._clock() - began < ACCEPT_SECONDS:
+            missing = [each for each in missing if not self._is_at(f"accepted/{view.generation}", each)]
+            if missing:
+                self._sleep(POLL_SECONDS)
+        return missing
+
+    def _is_at(self, key: str, member: Member) -> bool:
+        return self._keys.get(f"{key}/{member.number}") == str(member.incarnation)
+
+    def _leaves(self, member: Member) -> bool:
+        return self._is_at("leave", member)
+
+    def _applicants(self, numbers: Iterable[int]) -> list[Member]:
+        found = []
+        for number in numbers:
+            if text := self._keys.get(f"join/{number}"):
+                member = load_member(json.loads(text))
+                if member.incarnation > self._handled.get(number, 0) and not self._leaves(member):
+                    found.append(member)
+        return found
+
+    def _delay_of(self, number: int) -> float:
+        """Seconds until a member that was lost may join: 0 after a single loss, then longer with each."""
+        now = self._clock()
+        recent = [at for at in self._losses.get(number, []) if now - at < 10 * CALM_SECONDS]
+        if len(recent) < 2 or recent[-1] - recent[-2] > CALM_SECONDS:
+            return 0.0
+        return recent[-1] + min(LONGEST_DELAY_SECONDS, 5.0 * 2 ** (len(recent) - 2)) - now
+
+
+class Follower:
+    """A rank other than the coordinator: asks to join, and accepts views."""
+
+    def __init__(
+        self,
+        keys: Keys,
+        me: Member,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._keys, self.me, self._clock, self._sleep = keys, me, clock, sleep
+
+    def ask(self) -> None:
+        """Ask to join."""
+        self._keys.set(f"join/{self.me.number}", json.dumps(_plain(self.me)))
+
+    def leave(self) -> None:
+        """Announce that this member ends after the step that it is in."""
+        self._keys.set(f"leave/{self.me.number}", str(self.me.incarnation))
+
+    def ready(self, generation: int) -> None:
+        """Announce that this member has left the collectives of `generation`."""
+        self._keys.set(f"ready/{generation}/{self.me.number}", str(self.me.incarnation))
+
+    def follow(self, generation: int, seconds: float | None = VIEW_SECONDS) -> View:
+        """Wait for a committed view after `generation`, and accept proposals of it on the way.
+
+        Raises Retryable if a view without this member is committed or none comes within `seconds` (None:
+        wait for ever); Final if the coordinator refuses this member; the end of the run if it has ended.
+        """
+        began, accepted = self._clock(), generation
+        while seconds is None or self._clock() - began < seconds:
+            self._raise_if_refused()
+            proposal = self._read("proposal")
+            if proposal and proposal.generation > accepted and self._is_in(proposal):
+                accepted = proposal.generation
+                self._keys.set(f"accepted/{accepted}/{self.me.number}", str(self.me.incarnation))
+            view = self._read("committed")
+            if view and view.generation > generation:
+                if self._is_in(view):
+                    return view
+                if seconds is not None:  # it was a member
+                    raise Retryable(
+                        f"{self.me} was silent for too long: the others continue without it. It joins again."
+                    )
+            self._sleep(POLL_SECONDS)
+        raise Retryable("The coordinator proposed no members. Is its host reachable and its rank active?")
+
+    def _is_in(self, view: View) -> bool:
+        return view.has(self.me.number, self.me.incarnation)
+
+    def _read(self, key: str) -> View | None:
+        text = self._keys.get(key)
+        return View.load(text) if text else None
+
+    def _raise_if_refused(self) -> None:
+        if text := self._keys.get(f"refused/{self.me.number}"):
+            incarnation, sentence = json.loads(text)
+            if incarnation == self.me.incarnation:
+                raise Final(f"{sentence} The run goes on without this host.")
+        if text := self._keys.get("ended"):
+            raise _end_of(*json.loads(text))
+
+
+def _plain(member: Member) -> Mapping[str, object]:
+    return {
+        "number": member.number,
+        "incarnation": member.incarnation,
+        "record": member.record.__dict__,
+    }
+
+
+def _end_of(outcome: str, reason: str) -> RunEnd:
+    kinds: Mapping[str, type[RunEnd]] = {"final": Final, "retryable": Retryable}
+    return kinds.get(outcome, Stopped)(f"The run has ended: {reason}")

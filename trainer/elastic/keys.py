@@ -1,0 +1,94 @@
+"""What ranks write into the rendezvous store to agree on the members of a run.
+
+A member is named by its number, the rank that it has at launch, and by its incarnation: each process that
+starts as that rank has the next one. A view is the list of members of one generation.
+
+    join/NUMBER                 incarnation and consistency record of a rank that asks to join
+    leave/NUMBER                incarnation of a member that ends in order
+    broken/GENERATION           why the members of a generation no longer wait for each other
+    ready/GENERATION/NUMBER     incarnation of a member that waits for the next view
+    proposal                    the newest view that the coordinator proposes
+    accepted/GENERATION/NUMBER  incarnation of a member that accepts the proposed view
+    committed                   the newest view that all its members have accepted
+    refused/NUMBER              incarnation of a rank that may not join, and the reason
+    ended                       outcome and reason of the coordinator, once it ends
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from trainer.distributed.consistency import Record
+
+
+@dataclass(frozen=True)
+class Member:
+    """A rank that takes part or asks to: its rank at launch, its incarnation, and its consistency record."""
+
+    number: int
+    incarnation: int
+    record: Record
+
+    def __str__(self) -> str:
+        return str(self.record)
+
+
+@dataclass(frozen=True)
+class View:
+    """The members of a generation, in rank order, and the device kind of the run ("": not decided yet)."""
+
+    generation: int
+    members: tuple[Member, ...]
+    kind: str = ""
+
+    @property
+    def numbers(self) -> list[int]:
+        return [member.number for member in self.members]
+
+    def has(self, number: int, incarnation: int) -> bool:
+        return any(each.number == number and each.incarnation == incarnation for each in self.members)
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def load(cls, text: str) -> View:
+        values = json.loads(text)
+        members = tuple(load_member(each) for each in values["members"])
+        return cls(values["generation"], members, values["kind"])
+
+
+def load_member(values: dict[str, Any]) -> Member:
+    return Member(values["number"], values["incarnation"], Record(**values["record"]))
+
+
+class Keys(Protocol):
+    """The operations on the store that membership needs. They raise RuntimeError if the store is lost."""
+
+    def set(self, key: str, value: str) -> None: ...
+
+    def get(self, key: str) -> str:
+        """The value of `key`; "" if it is not set."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number at `key`, which starts at 0; returns the sum."""
+
+
+class StoreKeys:
+    """The keys of membership in a store of torch.distributed. One thread at a time may use an object."""
+
+    def __init__(self, store: dist.Store) -> None:
+        self._store = dist.PrefixStore("members", store)
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> str:
+        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(key, amount))

@@ -1,0 +1,220 @@
+"""The members of an elastic run as a rank sees them: who takes part, who is lost, who asks to join.
+
+membership = Membership(env, log)
+view = membership.join(record, min_hosts)      # the first view with this rank; nothing is connected yet
+membership.watch(age)                          # a thread that looks for losses and applicants
+group.interruption = membership.interruption   # ends the waits for a member that is lost
+view = membership.change()                     # agree on the next view; then connect again
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from trainer.distributed.consistency import Record
+from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store
+from trainer.elastic.agreement import Coordinator, Follower
+from trainer.elastic.keys import Member, StoreKeys, View
+from trainer.health.diagnosis import EndpointResult
+from trainer.health.endpoint import EndpointAddress, query
+from trainer.host.logger import RunLogger, fields
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Final, Retryable
+
+WATCH_SECONDS = 0.25
+SILENT_SECONDS = 5.0  # without a status: the member is queried
+QUERY_SECONDS = 1.0
+FAREWELL_SECONDS = 0.5
+LOST_STORE_SECONDS = 8.0  # without an answer of the store, a member gives up
+
+
+class Membership:
+    """This rank's part in the agreement. `view` is the newest view; `env` the launch of this rank."""
+
+    view: View
+
+    def __init__(self, env: RankEnv, log: RunLogger) -> None:
+        self.env, self._log = env, log
+        try:
+            self.store = open_store(env, is_master=env.is_coordinator)
+        except (RuntimeError, ValueError) as error:
+            raise no_store(env, JOIN_SECONDS, error) from None
+        self._keys = StoreKeys(self.store)
+        self._coordinator: Coordinator | None = None
+        self._follower: Follower | None = None
+        self._kind = ""  # the device kind of the run
+        self._age: Callable[[int], float | None] = lambda number: None
+        self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
+        self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
+        self._wanted = False  # whether a member leaves or a rank asks to join
+        self._leaving = threading.Event()
+        self.left = threading.Event()  # set when this member may end
+        self._stopped = threading.Event()
+
+    # -- the agreement, on the main thread -------------------------------------------------------------
+
+    def join(self, record: Record, min_hosts: int, is_loading: Callable[[int], bool]) -> View:
+        """Take part from the next view on. The coordinator waits for the others first."""
+        number = self.env.rank
+        me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
+        if self.env.is_coordinator:
+            self._coordinator = Coordinator(self._keys, me, self.env.world_size, min_hosts)
+            self.view = self._coordinator.first_view(is_loading)
+        else:
+            self._follower = Follower(self._keys, me)
+            self._follower.ask()
+            self.view = self._guard(lambda follower: follower.follow(0, None))
+        return self.view
+
+    def change(self) -> View:
+        """Agree on the next view, after a step or a loss. Raises Retryable if this rank is not in it."""
+        before = self.view
+        if self._coordinator:
+            view = replace(before, kind=self._kind)
+            self.view = self._coordinator.next_view(view, self._is_dead)
+        else:
+            self._guard(lambda follower: follower.ready(before.generation))
+            self.view = self._guard(lambda follower: follower.follow(before.generation))
+        self._wanted = False
+        self._report(before)
+        return self.view
+
+    def break_off(self, reason: str) -> None:
+        """Tell the other members that this one no longer waits for them, and why."""
+        self._break(self.view, reason)
+        with contextlib.suppress(RuntimeError):
+            self._keys.set(f"broken/{self.view.generation}", self.interruption())
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the run starts with the current view; otherwise this rank has joined one that trains."""
+        return not self.view.kind
+
+    def decide_kind(self, kind: str) -> str:
+        """The device kind of the run: `kind` in the first view, later that of the members. Raises Final."""
+        if self.view.kind:
+            return self.view.kind
+        if kind != "cpu":
+            raise Final("An elastic run computes on CPUs. Set elastic=false, or device=cpu.")
+        if self._coordinator:
+            self._kind = kind
+        return kind
+
+    def end(self, outcome: str, reason: str) -> None:
+        """On the coordinator, tell ranks that wait to join that the run ends."""
+        if self._coordinator:
+            with contextlib.suppress(RuntimeError):
+                self._coordinator.end(outcome, reason)
+                time.sleep(FAREWELL_SECONDS)  # the store ends with this process
+
+    def _guard(self, call: Callable[[Follower], View | None]) -> View:
+        assert self._follower is not None
+        try:
+            return call(self._follower) or self.view
+        except RuntimeError as error:
+            raise Retryable(
+                f"The rendezvous store was lost: rank 0 or its host has ended, or the network was "
+                f"interrupted ({str(error).splitlines()[0]})."
+            ) from None
+
+    def _report(self, before: View) -> None:
+        then = {(each.number, each.incarnation) for each in before.members}
+        now = {(each.number, each.incarnation) for each in self.view.members}
+        gone = [str(each) for each in before.members if (each.number, each.incarnation) not in now]
+        new = [str(each) for each in self.view.members if (each.number, each.incarnation) not in then]
+        parts = [f"without {', '.join(gone)}"] if gone else []
+        parts += [f"with {', '.join(new)}"] if new else []
+        hosts = len({each.record.host for each in self.view.members})
+        text = " and ".join(parts) or "with the same ranks"
+        self._log.info(
+            f"The run continues {text}: {len(self.view.members)} rank(s) on {hosts} host(s).",
+            extra=fields("membership", generation=self.view.generation, gone=gone, new=new, hosts=hosts),
+        )
+
+    # -- what other threads and the training loop ask ---------------------------------------------------
+
+    def interruption(self) -> str:
+        """Why the members no longer wait for each other; "" while they do."""
+        generation, reason = self._broken
+        return reason if generation == self.view.generation else ""
+
+    @property
+    def wants_change(self) -> bool:
+        """Whether members should change after this step: on the coordinator a rank asks to join or leave."""
+        return self._wanted or self._leaving.is_set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether this member ends after the change that follows this step."""
+        return self._leaving.is_set()
+
+    def leave(self, seconds: float) -> bool:
+        """Ask to end after this step, from another thread; returns whether that happened within `seconds`."""
+        if self._follower is None:
+            return False
+        with contextlib.suppress(RuntimeError):
+            StoreKeys(open_store(self.env)).set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
+            self._leaving.set()
+            return self.left.wait(seconds)
+        return False
+
+    # -- the thread that watches -----------------------------------------------------------------------
+
+    def watch(self, age: Callable[[int], float | None]) -> None:
+        """Start the thread. age: seconds since the last status of the rank NUMBER; None before the first."""
+        self._age = age
+        threading.Thread(target=self._watch, name="membership", daemon=True).start()
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        answered, keys = time.monotonic(), None
+        while not self._stopped.wait(WATCH_SECONDS):
+            view = self.view
+            try:
+                keys = keys or StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2))
+                if broken := keys.get(f"broken/{view.generation}"):
+                    self._break(view, broken)
+                answered = time.monotonic()
+                if self._coordinator:
+                    self._look(view, self._coordinator)
+            except RuntimeError:
+                keys = None
+            if time.monotonic() - answered > LOST_STORE_SECONDS:
+                self._break(view, "The rendezvous store on the coordinator does not answer.")
+
+    def _look(self, view: View, coordinator: Coordinator) -> None:
+        """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""
+        replaced = coordinator.replaced(view)
+        silent = [member for member in view.members if self._is_silent(member)]
+        if replaced or silent:
+            self._suspects |= {(member.number, member.incarnation) for member in [*replaced, *silent]}
+            names = ", ".join(map(str, replaced or silent))
+            why = "has started again" if replaced else f"was silent for {SILENT_SECONDS:.0f} s"
+            self._break(view, f"{names} {why}.")
+        self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
+
+    def _break(self, view: View, reason: str) -> None:
+        """End the waits of the main thread, if `view` is the current one."""
+        if self._broken[0] < view.generation:
+            self._broken = view.generation, reason
+
+    def _is_silent(self, member: Member) -> bool:
+        age = self._age(member.number) if member.number != self.env.rank else None
+        if age is None or age < SILENT_SECONDS:
+            return False
+        return self._query(member) != EndpointResult.ANSWERS
+
+    def _is_dead(self, member: Member) -> bool:
+        """Whether a member cannot be ready: it is suspected, or nothing listens at its health endpoint."""
+        suspected = (member.number, member.incarnation) in self._suspects
+        return suspected or self._query(member) == EndpointResult.REFUSES
+
+    def _query(self, member: Member) -> EndpointResult:
+        address = EndpointAddress.parse(member.record.endpoint)
+        return query(address, False, QUERY_SECONDS).result if address else EndpointResult.UNKNOWN

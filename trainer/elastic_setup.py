@@ -1,0 +1,100 @@
+"""Setup of a rank of an elastic run, at its start and after each change of the members."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from trainer.checkpoint import compatibility, exchange
+from trainer.checkpoint.storage import State
+from trainer.data.loader import equal_split
+from trainer.distributed.consistency import Record
+from trainer.distributed.process_group import CPU, Collectives, Peer
+from trainer.elastic.keys import View
+from trainer.elastic.membership import Membership
+from trainer.host.numerics import Numerics
+from trainer.placement import decide
+from trainer.placement.batch_split import split_rows
+from trainer.placement.decide import Placement
+from trainer.setup import RunSetup
+
+CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five times that
+
+
+class ElasticSetup(RunSetup):
+    """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect."""
+
+    membership: Membership | None = None
+
+    def _open_store(self) -> dist.Store:
+        self.membership = Membership(self.env, self.log)
+        return self.membership.store
+
+    def _find_ranks(self, record: Record) -> list[Record]:
+        """Join the run; returns the records of its members. The coordinator has compared them."""
+        view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive)
+        return [member.record for member in view.members]
+
+    def _check_kind(self, kind: str) -> str:
+        return self.joined.decide_kind(kind)
+
+    @property
+    def joined(self) -> Membership:
+        assert self.membership is not None
+        return self.membership
+
+    def _begin(self, records: list[Record], gpu: Numerics | None) -> None:
+        if self.joined.is_first:
+            self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
+            super()._begin(records, gpu)
+        else:  # this rank joins a run that trains
+            self.connect_members(self.joined.view, None)
+
+    def _connect(self, records: list[Record]) -> None:
+        self._connect_view(self.joined.view)
+
+    def connect_members(self, view: View, state: State | None) -> None:
+        """Connect the members of `view`, and continue from `state`, which rank 0 has; None: its newest one.
+
+        Model, optimizer and sync mode are new. Rows are split equally, or as the fixed shares of the members.
+        Raises PeerLost if a member is lost meanwhile.
+        """
+        self.run_status.enter("resume")
+        self._connect_view(view)
+        self.plan = dataclasses.replace(self.plan, shares=self._shares_of(view))
+        self._build()
+        state = state or (self._load_state() if self.env.is_coordinator else None)
+        state = exchange.broadcast_meta(self.group, state)
+        steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)
+        self.plan = dataclasses.replace(self.plan, num_iterations=steps)
+        placement = Placement("exact" if self.config.sync == "auto" else self.config.sync, ())
+        placement = decide.broadcast_placement(self.group, getattr(self, "placement", placement))
+        shares = tuple(self.plan.shares)
+        self.placement = dataclasses.replace(placement, shares=shares, owner_speeds=(), prediction=None)
+        self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
+        self.sync = self.make_sync()
+        self._resume(state)
+        self._gather_facts([member.record for member in view.members])
+
+    def _connect_view(self, view: View) -> None:
+        records = [member.record for member in view.members]
+        self.watchdog.set_members(
+            [record.peer for record in records], {record.rank: record.endpoint for record in records}
+        )
+        rank, world_size = view.numbers.index(self.env.rank), len(records)
+        peers = [Peer(rank, record.host, record.address) for rank, record in enumerate(records)]
+        env = dataclasses.replace(self.env, rank=rank, world_size=world_size)
+        name = f"group/{view.generation}"
+        self.group = Collectives.open(env, peers, self.joined.store, CPU, name, CONNECT_TIMEOUT)
+        self.group.interruption = self.joined.interruption
+        self._watch_group()
+        self.run_status.update(world_size=world_size)
+
+    def _shares_of(self, view: View) -> list[int]:
+        """Rows of each member: equal, or in proportion to the fixed shares of the run file."""
+        fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
+        if not fixed:
+            return equal_split(rows, len(view.members))
+        return split_rows([1 / fixed[number] for number in view.numbers], rows)

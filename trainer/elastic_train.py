@@ -1,0 +1,152 @@
+"""Training of one rank of an elastic run: it continues when hosts leave and join, without a restart.
+
+After a step, the members that stay and those that join connect again and continue from a copy of the state
+on the coordinator. In an orderly change the copy is of that step, so nothing is lost. After a loss it is the
+newest one, at most `snapshot_seconds` old; the steps since then are trained again, on the same rows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import NoReturn
+
+from trainer.distributed.process_group import PeerLost
+from trainer.distributed.step_sync import StepReport
+from trainer.elastic.snapshot import Snapshot
+from trainer.elastic_setup import ElasticSetup
+from trainer.health.attempt import PARENT_SECONDS
+from trainer.host.logger import fields
+from trainer.outcome import RunEnd, Stopped, conclude
+from trainer.train import Trainer
+
+
+class ElasticTrainer(Trainer):
+    """Runs one attempt at an elastic run on this rank."""
+
+    setup_class = ElasticSetup
+    setup: ElasticSetup
+
+    def _set_up(self) -> None:
+        super()._set_up()
+        self.membership = self.setup.joined
+        self.membership.watch(self.watchdog.status_age)
+        self.snapshot = Snapshot()
+
+    def train(self) -> bool:
+        """Train to the last step, with changing members. Returns True if the run was stopped before it."""
+        self._saved_at = time.monotonic()
+        self.run_status.lap()
+        self._continue()
+        while (step := self.reporter.train_state.step) < self.plan.num_iterations:
+            try:
+                self.train_step(step)
+                if self.stopping:
+                    return True
+                if self.summary.change or self.summary.snapshot:
+                    self._take_snapshot()
+                if self.summary.change:
+                    self._change_members()
+            except PeerLost as error:
+                self._recover(str(error))
+        return False
+
+    def _continue(self) -> None:
+        """Read the batch of the next step; after a loss at this point, agree on the members again."""
+        try:
+            self._read_first_batch(self.reporter.train_state.step)
+        except PeerLost as error:
+            self._recover(str(error))
+
+    def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
+        report = super()._step_report(loss_sum, seconds, step)
+        age = time.monotonic() - self.snapshot.taken_at
+        due = self.env.is_coordinator and self.group.world_size > 1 and age >= self.config.snapshot_seconds
+        return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
+
+    def _take_snapshot(self) -> None:
+        """Copy the state after this step to the coordinator."""
+        with self._long_phase("checkpoint"), self.sync.shared_parameters():
+            self.snapshot.take(
+                self.group,
+                self.sync,
+                self.optimizer,
+                self.model.state_dict(),
+                lambda: self.setup.checkpoint_meta(self.plan, self.reporter.train_state),
+            )
+        if self.env.is_coordinator:
+            step, seconds = self.reporter.train_state.step, self.snapshot.seconds
+            text = f"Copied the state of step {step} to memory in {seconds:.2f} s."
+            self.log.info(text, extra=fields("snapshot", step=step, seconds=seconds))
+
+    # -- changes of the members ------------------------------------------------------------------------
+
+    def _recover(self, reason: str) -> None:
+        """After a loss: leave the collectives, tell the others, and continue with those that are left."""
+        self.log.warning(reason, extra=fields("lost member", step=self.reporter.train_state.step))
+        self.membership.break_off(reason)
+        self._change_members()
+
+    def _change_members(self) -> None:
+        """Agree on the next members, connect them, and continue from the snapshot."""
+        began, before = time.monotonic(), self.reporter.train_state
+        reached = before.step
+        while True:
+            self.group.abandon()
+            if self.membership.is_leaving:
+                self._leave()
+            try:
+                view = self.membership.change()
+                self._release()
+                self.setup.connect_members(view, self.snapshot.state())
+                self._begin()
+                self.reporter.train_state.checkpoint = before.checkpoint
+                self._read_first_batch(self.reporter.train_state.step)
+                break
+            except PeerLost as error:
+                self.membership.break_off(str(error))
+        step, seconds = self.reporter.train_state.step, time.monotonic() - began
+        self.reporter.members(len({peer.host for peer in self.group.peers}), len(self.group.peers))
+        again = f" {reached - step} step(s) are trained again." if reached > step else ""
+        self.log.info(
+            f"The ranks continue after step {step}, {seconds:.1f} s after they stopped.{again}",
+            extra=fields("members changed", step=step, reached=reached, seconds=seconds),
+        )
+
+    def _release(self) -> None:
+        """Drop model, optimizer and sync mode, so that the next ones do not need memory beside them."""
+        for owner in (self, self.setup):
+            for name in ("model", "optimizer", "sync"):
+                if hasattr(owner, name):
+                    delattr(owner, name)
+        del self.parameter_check
+
+    def _leave(self) -> NoReturn:
+        """The others have the state of this rank. The thread that received SIGTERM ends the process."""
+        self.membership.left.set()
+        while True:
+            time.sleep(PARENT_SECONDS)
+
+    # -- the end ---------------------------------------------------------------------------------------
+
+    def _complete(self, end: RunEnd, seconds: float) -> RunEnd:
+        """On SIGTERM, end after the current step; the others continue. Otherwise as in every run."""
+        end = super()._complete(end, seconds)
+        membership = self.setup.membership
+        is_asked = isinstance(end, Stopped) and not self.stopping and math.isfinite(seconds)
+        if membership and is_asked and membership.leave(seconds):
+            self.attempt.left = "The other hosts continue the run without this one."
+        return end
+
+    def run(self, tracker_uri: str = "") -> str:
+        try:
+            return super().run(tracker_uri)
+        except Exception as error:
+            if self.setup.membership:
+                outcome, reason, _ = conclude(error)
+                self.setup.membership.end(outcome, reason)
+            raise
+        finally:
+            if self.setup.membership:
+                self.setup.membership.stop()
