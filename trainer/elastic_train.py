@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
-from trainer.elastic.snapshot import Snapshot
+from trainer.elastic.snapshot import Snapshots, state_of
 from trainer.elastic_setup import ElasticSetup
 from trainer.health.attempt import PARENT_SECONDS
 from trainer.host.logger import fields
@@ -27,12 +27,17 @@ class ElasticTrainer(Trainer):
 
     setup_class = ElasticSetup
     setup: ElasticSetup
+    copies: Snapshots
 
     def _set_up(self) -> None:
         super()._set_up()
         self.membership = self.setup.joined
         self.membership.watch(self.watchdog.status_age)
-        self.snapshot = Snapshot()
+
+    def _begin(self) -> None:
+        super()._begin()
+        newest = self.copies.newest if hasattr(self, "copies") else None
+        self.copies = Snapshots(self.group, newest)
 
     def train(self) -> bool:
         """Train to the last step, with changing members. Returns True if the run was stopped before it."""
@@ -45,8 +50,9 @@ class ElasticTrainer(Trainer):
                 if self.stopping:
                     return True
                 if self.summary.change or self.summary.snapshot:
-                    self._take_snapshot()
+                    self._start_copy()
                 if self.summary.change:
+                    self.copies.finish()
                     self._change_members()
             except PeerLost as error:
                 self._recover(str(error))
@@ -61,24 +67,22 @@ class ElasticTrainer(Trainer):
 
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
         report = super()._step_report(loss_sum, seconds, step)
-        age = time.monotonic() - self.snapshot.taken_at
-        due = self.env.is_coordinator and self.group.world_size > 1 and age >= self.config.snapshot_seconds
+        copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
+        due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
-    def _take_snapshot(self) -> None:
-        """Copy the state after this step to the coordinator."""
-        with self._long_phase("checkpoint"), self.sync.shared_parameters():
-            self.snapshot.take(
-                self.group,
-                self.sync,
-                self.optimizer,
-                self.model.state_dict(),
-                lambda: self.setup.checkpoint_meta(self.plan, self.reporter.train_state),
-            )
+    def _start_copy(self) -> None:
+        """Start to copy the state after this step to the coordinator."""
+        step, meta = self.reporter.train_state.step, {}
+        self.run_status.enter("checkpoint")
         if self.env.is_coordinator:
-            step, seconds = self.reporter.train_state.step, self.snapshot.seconds
-            text = f"Copied the state of step {step} to memory in {seconds:.2f} s."
-            self.log.info(text, extra=fields("snapshot", step=step, seconds=seconds))
+            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
+        before = self.copies.seconds
+        self.copies.start(self.model.state_dict(), self.sync, self.optimizer, meta)
+        if self.env.is_coordinator:
+            figures = {"pause": self.copies.pause, "seconds_before": before}
+            text = f"Copying the state of step {step}; training paused {self.copies.pause:.2f} s for it."
+            self.log.info(text, extra=fields("copy", step=step, **figures))
 
     # -- changes of the members ------------------------------------------------------------------------
 
@@ -93,13 +97,14 @@ class ElasticTrainer(Trainer):
         began, before = time.monotonic(), self.reporter.train_state
         reached = before.step
         while True:
+            self.copies.stop()
             self.group.abandon()
             if self.membership.is_leaving:
                 self._leave()
             try:
                 view = self.membership.change()
                 self._release()
-                self.setup.connect_members(view, self.snapshot.state())
+                self.setup.connect_members(view, state_of(self.copies.newest))
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)

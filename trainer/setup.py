@@ -314,13 +314,7 @@ class RunSetup:
 
     def _resume_optimizer(self, state: State) -> None:
         """Load optimizer and sync mode: from this rank's state on its own host, else from rank 0's state."""
-        common, mine = {}, {}
-        for name, tensors in exchange.broadcast_optimizer(self.group, state):
-            common[name] = exchange.pop_common_state(tensors)
-            if self.sync.owner_of(name) in (None, self.group.rank) and tensors:
-                rows = self.sync.owned_rows(name, self.group.rank)
-                mine[name] = tensors if rows is None else exchange.rows_of(tensors, rows)
-        common = {name: tensors for name, tensors in common.items() if tensors}
+        mine, common = exchange.scatter_optimizer(self.group, self.sync, state)
         own: dict[str, Tensor] = {}
         if "own_sha256" in state.meta:
             found = load_rank_state(self.run_dir, state.meta, self.group.rank)

@@ -216,3 +216,15 @@ def test_a_rank_that_differs_is_refused_and_the_others_do_not_notice(
     assert run.finish()["outcome"] == "finished", run.log(0)
     assert run.log(0).count("The ranks continue") == changes
     check_losses(run, undisturbed)
+
+
+def test_with_fewer_hosts_than_the_minimum_the_run_waits(elastic: Begin, undisturbed: list[float]) -> None:
+    run = elastic(2, min_hosts=2, save_every=10)
+    run.reach(30)
+    run.processes[1].kill()
+    end = run.finish()
+    assert (end["outcome"], "min_hosts is 2" in end["reason"]) == ("retryable", True), end
+    for rank in (0, 1):
+        run.start(rank)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)

@@ -113,8 +113,8 @@ def check_predicted(mode: str, run_dir: Path, data_dir: Path, shares: Sequence[i
             owned = 64 * len(range(owner, len(tables[0]) // 64, world_size))
             copies = broadcast_sends(-owner % world_size, world_size)
             words += copies * owned * sum(table.size(1) for table in tables) * size
-    # Five words for all, each rank's seconds, rows and next batch: see Agreement.
-    words += round(2 * (world_size - 1) / world_size * 8 * (5 + 3 * world_size))
+    # Seven words for all, each rank's seconds, rows and next batch: see StepSync.
+    words += round(2 * (world_size - 1) / world_size * 8 * (7 + 3 * world_size))
     for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
         if "loss" in line:
             rows = batch_rows(RunConfig().seed, line["step"] - 1, 5, len(data.train))

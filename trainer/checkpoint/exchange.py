@@ -6,7 +6,8 @@ In transit and in files of one rank, the optimizer state is flat: "PARAMETER/STA
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -99,16 +100,63 @@ def broadcast_meta(group: Collectives, state: State | None) -> State:
     return state or State(meta, {}, {name: {} for name in names})
 
 
-def broadcast_optimizer(group: Collectives, state: State) -> Iterator[tuple[str, ParameterState]]:
-    """Broadcast the optimizer state of rank 0, and remove it from `state`; yields (parameter, its state).
+def scatter_optimizer(
+    group: Collectives, sync: SyncMode, state: State
+) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
+    """Send each rank its part of rank 0's optimizer state, and remove it from `state`.
 
-    One parameter at a time, so that a rank that holds a part of the state needs no memory for the whole.
+    Returns (the optimizer state of this rank, the state of the sync mode, which all ranks get), both by
+    parameter name. One tensor at a time: a rank that holds a part of the state needs no memory for the whole.
     """
-    for name in list(state.optim):
-        tensors = state.optim.pop(name)
-        yield name, group.broadcast_tensors(None if group.rank else tensors)
+    mine: dict[str, ParameterState] = {}
+    common: dict[str, ParameterState] = {}
+    described = [
+        [name, key, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensors in state.optim.items()
+        for key, tensor in tensors.items()
+    ]
+    header = json.dumps(described).encode() if group.rank == 0 else b""
+    for name, key, dtype, shape in json.loads(group.gather_bytes(header)[0]):
+        whole = state.optim[name].pop(key) if group.rank == 0 else None
+        is_common = key.startswith(COMMON)
+        sharded = bool(shape) and not is_common and sync.owned_rows(name, 0) is not None
+        if sharded or (sync.owner_of(name) is not None and not is_common):
+            part = _scatter(group, sync, name, whole, getattr(torch, dtype), shape, sharded)
+            if part is not None:
+                mine.setdefault(name, {})[key] = part
+            continue
+        tensor = group.broadcast_tensors(None if whole is None else {key: whole})[key]
+        of_all, key = (common, key.removeprefix(COMMON)) if is_common else (mine, key)
+        of_all.setdefault(name, {})[key] = tensor
+    state.optim.clear()
+    return mine, common
 
 
-def rows_of(tensors: ParameterState, rows: Tensor) -> ParameterState:
-    """The state of the rows `rows` of a parameter, from that of all its rows."""
-    return {key: tensor[rows] if tensor.dim() else tensor for key, tensor in tensors.items()}
+def _scatter(
+    group: Collectives,
+    sync: SyncMode,
+    name: str,
+    whole: Tensor | None,
+    dtype: torch.dtype,
+    shape: list[int],
+    sharded: bool,
+) -> Tensor | None:
+    """Send a tensor of rank 0, or its rows, to the owner ranks; returns the part of this rank, if any."""
+    ranks = range(group.world_size)
+    rows = [sync.owned_rows(name, rank) for rank in ranks] if sharded else []
+    lengths = [len(each) for each in rows if each is not None]
+    lengths = lengths or [shape[0] * (rank == sync.owner_of(name)) for rank in ranks]
+    counts = [length * math.prod(shape[1:]) for length in lengths]
+    sends, receives = [0] * len(counts), [0] * len(counts)
+    flat = torch.empty(0, dtype=dtype)
+    if whole is None:
+        receives[0] = counts[group.rank]
+    else:
+        parts = [whole[each] for each in rows if each is not None] or [whole]
+        flat = torch.cat([part.reshape(-1).cpu() for part in parts])
+        sends[1:] = counts[1:]
+    first = counts[0] if whole is not None else 0  # rank 0 keeps its own part
+    received, pending = group.start_exchange(flat[first:], sends, receives)
+    group.wait([pending])
+    part = received if whole is None else flat[:first]
+    return part.view(lengths[group.rank], *shape[1:]) if counts[group.rank] else None

@@ -78,6 +78,7 @@ class Collectives:
         self.peers = peers
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
         self.bytes_sent = 0
+        self.bytes_copied = 0  # through channels
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
@@ -243,21 +244,21 @@ class Collectives:
 
     def _launch(self, start: Callable[[Tensor], Any], parts: Iterable[Tensor]) -> Pending:
         with self._peer_errors():
-            works = [self._track(start(part), part) for part in parts]
+            works = [(start(part), part) for part in parts]
+            self._in_flight.update({id(work): (work, part) for work, part in works})
 
         def finish() -> None:
-            for work in works:
-                self._finish(work)
+            for work, part in works:
+                self.finish(work, part)
 
         return finish
 
-    def _track(self, work: Any, tensors: Any) -> Any:
-        """Keep a started work and its tensors until `_finish`."""
-        self._in_flight[id(work)] = work, tensors
-        return work
+    def finish(self, work: Any, tensors: Any) -> None:
+        """Wait for a started work, which uses `tensors`.
 
-    def _finish(self, work: Any) -> None:
-        """Wait for a started work. Raises PeerLost if `interruption` gives a reason; the work continues."""
+        Raises PeerLost if `interruption` gives a reason; the work continues then, and keeps its tensors.
+        """
+        self._in_flight[id(work)] = work, tensors
         if self.interruption is None:
             work.wait()
         else:
@@ -287,7 +288,7 @@ class Collectives:
         self.bytes_sent += values.numel() * values.element_size() * (self.world_size - 1)
         rows = list(table.unbind())
         with self._peer_errors():
-            self._finish(self._track(dist.all_gather(rows, values, async_op=True), (rows, values)))
+            self.finish(dist.all_gather(rows, values, async_op=True), (rows, values))
         return table
 
     def gather_bytes(self, mine: bytes) -> list[bytes]:
@@ -326,7 +327,7 @@ class Collectives:
             return dict(tensors) if self.rank == 0 else {}
         is_owner, received = self.rank == owner, {}
         mine = {name: tensor.detach().cpu() for name, tensor in tensors.items()} if is_owner else {}
-        for name, dtype, shape in json.loads(self.gather_bytes(_formats(mine))[owner]):
+        for name, dtype, shape in json.loads(self.gather_bytes(formats_of(mine))[owner]):
             empty = torch.empty(0, dtype=getattr(torch, dtype))
             sends, receives = ([0] * self.world_size for _ in range(2))
             sends[0] = math.prod(shape) * is_owner
@@ -337,6 +338,13 @@ class Collectives:
             if self.rank == 0:
                 received[name] = flat.view(shape)
         return received
+
+    def open_channel(self, name: str) -> Channel:
+        """Connections of their own between the ranks, for another thread. All ranks call it."""
+        if self.world_size == 1:
+            return Channel(self, None)
+        with self._peer_errors():
+            return Channel(self, dist.new_group(backend="gloo", group_desc=name))
 
     # -- failures --------------------------------------------------------------------------------------
 
@@ -368,6 +376,28 @@ class Collectives:
         return f"Lost {names}: its process or its host is gone ({cause})."
 
 
+class Channel:
+    """A second process group of the same ranks, which one other thread may use beside the first."""
+
+    def __init__(self, group: Collectives, process_group: Any) -> None:
+        self._group, self._process_group = group, process_group
+
+    def exchange(self, tensor: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        """As `Collectives.start_exchange`, and wait for it; returns the pieces received. Raises PeerLost."""
+        received = tensor.new_empty(sum(receives))
+        if self._process_group is None:
+            return received
+        self._group.bytes_copied += tensor.numel() * tensor.element_size()
+        try:
+            work = dist.all_to_all_single(
+                received, tensor, list(receives), list(sends), self._process_group, async_op=True
+            )
+            self._group.finish(work, (received, tensor))
+        except RuntimeError as error:
+            raise self._group.peer_lost(error) from None
+        return received
+
+
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     """The number of ranks to which a rank sends in Gloo's binomial broadcast.
 
@@ -380,10 +410,23 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     )
 
 
-def _formats(tensors: Mapping[str, Tensor]) -> bytes:
+def formats_of(tensors: Mapping[str, Tensor]) -> bytes:
     """Name, data type and shape of each tensor, as JSON."""
     formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     return json.dumps(formats).encode()
+
+
+def tensors_of(formats: bytes, data: Tensor) -> dict[str, Tensor]:
+    """The tensors of `formats_of` in `data`, their bytes one after another (uint8); they share its memory."""
+    tensors, start = {}, 0
+    for name, dtype, shape in json.loads(formats):
+        kind = getattr(torch, dtype)
+        end = start + math.prod(shape) * kind.itemsize
+        piece = data[start:end]
+        piece = piece if start % kind.itemsize == 0 else piece.clone()
+        tensors[name] = piece.view(kind).view(shape)
+        start = end
+    return tensors
 
 
 def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any]) -> dict[str, Tensor]:
@@ -393,7 +436,7 @@ def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any
     """
     header = None
     if tensors is not None:
-        header = torch.tensor(list(_formats(tensors)), dtype=torch.uint8)
+        header = torch.tensor(list(formats_of(tensors)), dtype=torch.uint8)
     size = torch.tensor([0 if header is None else len(header)])
     move(size)
     header = torch.empty(int(size), dtype=torch.uint8) if header is None else header
