@@ -338,7 +338,7 @@ def test_skew_names_the_odd_host() -> None:
     said = installed.skew({"tower": equal, "laptop": {**equal, "torch": "2.12.0"}}, "d")
     assert "torch is 2.13.0 on tower; 2.12.0 on laptop" in said
     assert "setup.yml" in said
-    assert "another trainer" in installed.skew({"tower": equal, "laptop": equal}, "e")
+    assert "differs from the folder trainer/" in installed.skew({"tower": equal, "laptop": equal}, "e")
 
 
 # -- the wiring ------------------------------------------------------------------------------------------
