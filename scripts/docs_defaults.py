@@ -20,8 +20,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check imp
 from scripts.generated import ROOT
 from trainer.config import AUTO_IS_0, RunConfig
 
-OPTION = re.compile(r" {6}(\w+):.*")
-DEFAULT = re.compile(r"( {8}default: )(.+)")
+OPTION = re.compile(r"( +)(\w+):(?: &\w+)?")
+DEFAULT = re.compile(r"( +)(default: )(.+)")
 SAMPLE_LINE = re.compile(r"# (\w+): (\S.*?)( +#.*)?")
 
 
@@ -39,14 +39,14 @@ def as_yaml(value: Any) -> str:
 
 def specs_with_defaults(text: str, defaults: Mapping[str, Any]) -> str:
     """The text of an argument_specs.yml in which each option has its default. defaults: by option."""
-    lines, name = [], ""
+    lines, name, margin = [], "", 0
     for line in text.splitlines():
-        if found := OPTION.fullmatch(line):
-            name = found[1]
-        elif found := DEFAULT.fullmatch(line):
+        if (found := OPTION.fullmatch(line)) and found[2] in defaults:
+            name, margin = found[2], len(found[1])
+        elif (found := DEFAULT.fullmatch(line)) and len(found[1]) == margin + 2:
             value = defaults.get(name)
-            if is_repeated(value) and yaml.safe_load(found[2]) != value:
-                line = found[1] + as_yaml(value)
+            if is_repeated(value) and yaml.safe_load(found[3]) != value:
+                line = found[1] + found[2] + as_yaml(value)
         lines.append(line)
     return "\n".join(lines) + "\n"
 
