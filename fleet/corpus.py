@@ -1,7 +1,7 @@
-"""Finds text for a first training: text that this machine already has, or a folder of the user's own.
+"""Finds text for a first training: text that this machine already has, or a folder that a person names.
 
-Python's standard library is on every machine that runs this. Manuals, documentation and licences are used
-where they are installed.
+Text of this machine is the source of Python's standard library, which every machine has, and the manuals,
+documentation and licences that are installed.
 """
 
 import sysconfig
@@ -20,9 +20,10 @@ _SHARED = ("common-licenses", "doc", "man")
 
 
 def machine_sources(share: Path = Path("/usr/share"), stdlib: Path | None = None) -> list[Path]:
-    """Folders and files with English text on this machine, in a fixed order: first those of `stdlib`.
+    """Folders and files with English text on this machine, in a fixed order.
 
-    share: the folder of documentation and manuals. stdlib: by default that of this Python.
+    share: the folder of documentation and manuals, such as /usr/share. stdlib: that of Python's standard
+    library, which comes first; by default that of this Python.
     """
     stdlib = stdlib or Path(sysconfig.get_path("stdlib"))
     found = [path for path in sorted(stdlib.iterdir()) if path.name not in _LEFT_OUT and _is_source(path)]

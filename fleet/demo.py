@@ -32,7 +32,10 @@ _SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, 
 
 @dataclass(frozen=True)
 class Demo:
-    """The options of the demo. corpus: a folder, None for text of this machine; extra: `-e` options."""
+    """The options of `python -m fleet demo`.
+
+    corpus: a folder of text, None for text of this machine. extra: `-e` options for the playbooks.
+    """
 
     corpus: str | None = None
     depth: int = 4
@@ -44,7 +47,7 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """The inventory that lab.yml writes for the lab, below ROOT; empty for that of ansible.cfg."""
+        """The inventory of the lab as a path below ROOT; "" if the one in ansible.cfg is that of the lab."""
         return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property
@@ -54,7 +57,7 @@ class Demo:
 
     @property
     def down(self) -> str:
-        """The command that removes the lab."""
+        """The command that removes the lab, for a message."""
         return f"make lab-down LAB={self.lab}" if self.where else "make lab-down"
 
 

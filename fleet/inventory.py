@@ -25,7 +25,7 @@ class Coordinator:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
-    """The coordinator of `inventory`, by default of the one in ansible.cfg. Raises FleetError if it has none.
+    """The coordinator of `inventory`, by default of that in ansible.cfg. Raises FleetError without one.
 
     extra: `-e` options, which override variables of the inventory.
     """
@@ -49,7 +49,10 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
 
 
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
-    """The coordinator in the parsed output of ``ansible-inventory --list``."""
+    """The coordinator in the parsed output of ``ansible-inventory --list``. Raises FleetError without one.
+
+    inventory: its path, for the message.
+    """
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")
     if not coordinators:

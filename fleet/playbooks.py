@@ -45,10 +45,10 @@ class Failure:
 
 @dataclass
 class Stage:
-    """The state of a playbook, from the events of ansible-runner so far.
+    """The progress of a running playbook, from the events of ansible-runner so far.
 
-    waiting and retries belong to the current task: hosts without a result, and host -> "ATTEMPT/RETRIES".
-    notes: the messages of debug tasks.
+    waiting and retries belong to the current task: the hosts without a result, and host ->
+    "ATTEMPT/RETRIES". notes: the messages of debug tasks.
     """
 
     name: str
@@ -161,7 +161,8 @@ def log_of(name: str) -> Path:
 class Job:
     """One run of a playbook of the repository, or of one module on the hosts of ``pattern``.
 
-    ``args`` are options of ansible-playbook or ansible, as typed. ``rc`` is the exit status, None before it.
+    ``args`` are options of ansible-playbook or ansible, as typed. ``rc`` is the exit status, None before
+    the end.
     """
 
     name: str
@@ -185,9 +186,9 @@ class Job:
         return log_of(self.name)
 
     def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
-        """Run to the end and call ``tick`` several times a second. Returns True if every host succeeded.
+        """Run the job to its end, and call ``tick`` several times a second, ``on_event`` with each event.
 
-        Raises CancelledError if Ctrl-C has ended it.
+        Returns True if every host succeeded. Raises CancelledError if Ctrl-C has ended it.
         """
         started = time.monotonic()
         try:

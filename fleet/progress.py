@@ -34,7 +34,10 @@ _ATTEMPT = re.compile(r"  \S+ \d\d:\d\d:\d\d  \w+")
 
 
 def stage_line(stage: Stage, seconds: float) -> Text:
-    """The line of a running playbook: stage, play, task, hosts that have not finished it, time so far."""
+    """The line about a running playbook: its name, play, task, hosts that have not finished it, time so far.
+
+    stage: the progress of the playbook. seconds: since its start.
+    """
     text = Text.assemble((stage.name, "bold"), "  ", stage.play or "starting Ansible")
     if stage.task:
         text.append(f" · {stage.task}")
@@ -79,7 +82,7 @@ def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], l
 
 
 def run_plain(view: RunView) -> str:
-    """The state of a run in one line, for output without a terminal."""
+    """The state of a run in one line, for output without a terminal. view: the state of the run."""
     if not view.states and not view.lost:
         return "asking every host for the run"
     figures = view.figures
@@ -98,7 +101,7 @@ def run_plain(view: RunView) -> str:
 def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableType:
     """The view of a run that trains: progress, loss and its curve, and the report of status.yml on its hosts.
 
-    trouble: a last line, such as about a lost host.
+    view: the state of the run. width: columns. trouble: a last line, such as about a lost host.
     """
     if not view.ranks and not trouble and not view.lost:
         return Text("asking every host for the run")
@@ -204,17 +207,20 @@ class Screen:
         self.console.print(line)
 
     def show(self, draw: Callable[[], RenderableType]) -> None:
-        """In a terminal, show the view that `draw` returns on the last lines, and redraw it until `clear`."""
+        """In a terminal, draw a view on the last lines, and draw it again until `clear` is called.
+
+        draw: returns the view.
+        """
         self.clear()
         if self.is_live:
             self._live = Live(get_renderable=draw, console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def plain(self, text: Callable[[], str], seconds: float | None = None, now: bool = False) -> None:
-        """Without a terminal, print a view when it changes, at most every PLAIN_SECONDS; ``now``: at once.
+        """Without a terminal, print the line `text` about the present view, at most every PLAIN_SECONDS.
 
-        With ``seconds``, the time so far, it is appended, and an unchanged view is printed again after
-        STILL_SECONDS.
+        An unchanged line is not printed again. With ``seconds``, the time so far, that is appended, and an
+        unchanged line is printed again after STILL_SECONDS. ``now``: print at once.
         """
         last, when = self._last_plain
         quiet = time.monotonic() - when

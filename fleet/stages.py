@@ -15,7 +15,10 @@ _TAIL_LINES = 20
 
 
 def run_playbook(screen: Screen, job: Job) -> bool:
-    """Run a playbook and show it live; returns whether it succeeded. Its messages and failures stay."""
+    """Run a playbook and show it live; returns whether it succeeded.
+
+    Its messages and failures stay on the screen.
+    """
     started = time.monotonic()
     shown = 0
 
@@ -45,7 +48,10 @@ def failed(job: Job) -> Text:
 
 
 def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
-    """Run a command and show its newest line of output, at first `doing`. Returns (success, seconds)."""
+    """Run a command and show its newest line of output. Returns (whether it succeeded, seconds).
+
+    name: of the stage. doing: the text until the first line of output.
+    """
     log, started = log_of(name), time.monotonic()
 
     def stage() -> Stage:

@@ -39,9 +39,10 @@ class _RestartWatchError(Exception):
 
 @dataclass
 class Follower:
-    """Follows one run: repeats watch.yml, also after lost connections, and updates `view` with its reports.
+    """Follows one run by repeating watch.yml, also after lost connections; `view` has the state of the run.
 
-    args: options of ansible-playbook; snapshot: the view at 60 % of the steps; trouble: a line for the view.
+    args: options of ansible-playbook. snapshot: the view at 60 % of the steps. trouble: a line for the
+    view.
     """
 
     screen: Screen

@@ -7,6 +7,7 @@ that begins with its code, such as `NF601: The data differ. Fix: ansible-playboo
 from __future__ import annotations
 
 import ast
+import builtins
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,11 +19,37 @@ from scripts.generated import ROOT
 
 FINDING_MAKERS = ("finding", "warning", "doctor_finding")
 IN_YAML = re.compile(r"(NF\d{3}): (.*?)(?:\s+Fix: (.*))?", re.DOTALL)
-# What stands for an expression: its first text, else the first name in it, else "...".
-TEXT_IN_YAML = re.compile(r"\{\{ *[(\[]*'([^']*)'.*?\}\}", re.DOTALL)
-NAME_IN_YAML = re.compile(r"\{\{ *[(\[]*_*([\w.]+).*?\}\}", re.DOTALL)
-ARITHMETIC = re.compile(r" (?:[*/+-]|//) ")
-OTHER_IN_YAML = re.compile(r"\{\{.*?\}\}|\{%.*?%\}", re.DOTALL)
+EXPRESSION_IN_YAML = re.compile(r"\{\{(.*?)\}\}|\{%.*?%\}", re.DOTALL)
+NAME_IN_YAML = re.compile(r"[A-Za-z_][\w.]*")
+# Names of variables in messages, and the words that stand for each.
+WORDS = {
+    "inventory_hostname": "host",
+    "groups": "host",
+    "ansible_play_hosts_all": "host",
+    "lost": "hosts",
+    "launch_by_host": "report of each host, with its fix",
+    "run_state_by_host": "list of the runs, and what to type",
+    "claim_refusals": "reason and fix for each host",
+    "problem": "reason and fix",
+    "several": "list of the runs, and the command that ends one of them",
+    "launch_busy": "reason and fix",
+    "run_remove_save_first": "command that stops and saves the run",
+    "serve_others": "program",
+    "who": "program",
+    "message": "SETTING is VALUE: it must be ...",
+    "end": "stop command",
+    "ssh": "ssh command",
+    "typed": "commands",
+    "needs": "seconds of network that a step needs",
+    "each": "value on each host",
+    "skew": "seconds",
+    "mbit": "rate",
+    "dataset_output": "error",
+    "dataset_findings": "differences",
+    "dataset_differing": "differences",
+    "ansible_failed_task.name": "task",
+    "ansible_failed_result": "error",
+}
 
 
 class Message(NamedTuple):
@@ -34,14 +61,40 @@ class Message(NamedTuple):
     severity: str
 
 
+def shown_name(name: str) -> str:
+    """The placeholder <NAME> for a variable: its WORDS, or its name with blanks instead of underscores."""
+    name = name.strip("_")
+    return f"<{WORDS.get(name) or name.replace('_', ' ')}>"
+
+
 def placeholder(node: ast.AST) -> str:
-    """The text that stands for a value known only at run time: <NAME>, or "..." if it has no name."""
+    """The text that stands for a value known only at run time: <NAME>, or "..." if it has no name.
+
+    The name is that of a variable, attribute, key or function of this project; a method of a text and a
+    function of Python give the name of what they are applied to.
+    """
     if isinstance(node, ast.Name):
-        return f"<{node.id}>"
+        return shown_name(node.id)
     if isinstance(node, ast.Attribute):
-        return f"<{node.attr}>"
-    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant):
-        return f"<{node.slice.value!s}>"
+        return shown_name(node.attr)
+    if isinstance(node, ast.Subscript):
+        key = node.slice.value if isinstance(node.slice, ast.Constant) else None
+        return shown_name(key) if isinstance(key, str) else placeholder(node.value)
+    if isinstance(node, ast.Call):
+        function = node.func
+        if isinstance(function, ast.Name):
+            of_python = hasattr(builtins, function.id) and node.args
+            return placeholder(node.args[0]) if of_python else shown_name(function.id)
+        if isinstance(function, ast.Attribute):
+            if isinstance(function.value, ast.Name) and function.value.id == "self":
+                return shown_name(function.attr)
+            return placeholder(node.args[0] if isinstance(function.value, ast.Constant) else function.value)
+    if isinstance(node, ast.BinOp):
+        return placeholder(node.left)
+    if isinstance(node, ast.BoolOp):
+        return placeholder(node.values[0])
+    if isinstance(node, ast.GeneratorExp | ast.ListComp):
+        return placeholder(node.generators[0].iter)
     return "..."
 
 
@@ -58,19 +111,81 @@ def text_of(node: ast.AST, names: Mapping[str, list[str]]) -> list[str]:
     if isinstance(node, ast.JoinedStr):
         return ["".join(one(part) for part in node.values)]
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        if not (text_of(node.left, names) or text_of(node.right, names)):
+            return []
         return [left + one(node.right) for left in text_of(node.left, names) or [placeholder(node.left)]]
     if isinstance(node, ast.IfExp):
-        return text_of(node.body, names) + text_of(node.orelse, names)
+        texts = text_of(node.body, names)
+        return texts + text_of(node.orelse, names) if texts else []
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "format":
+        words = {word.arg: one(word.value) for word in node.keywords if word.arg}
+        return [
+            re.sub(r"\{(\w+)\}", lambda found: words.get(found[1], shown_name(found[1])), text)
+            for text in text_of(node.func.value, names)
+        ]
+    if isinstance(node, ast.Call | ast.Subscript | ast.Dict):
+        return [text for row in rows_of(node, names) for text in text_of(row[-1], names)][:1]
     return names.get(node.id, []) if isinstance(node, ast.Name) else []
 
 
-def assigned(node: ast.Assign) -> Iterator[tuple[str, list[str]]]:
-    """Yield (name, texts) of each name that a statement assigns; texts is [] if the value is not a text."""
+def rows_of(node: ast.AST, names: Mapping[str, Any]) -> list[list[ast.expr]]:
+    """The rows of a table in the source: [key, value, ...] of a dict, the elements of each tuple of a tuple.
+
+    node: the table, its name, NAME[...], TABLE.get(...) or TABLE.items(). names: has tables by "table NAME".
+    """
+    if isinstance(node, ast.Name):
+        return names.get(f"table {node.id}", [])
+    if isinstance(node, ast.Subscript):
+        return rows_of(node.value, names)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        return rows_of(node.func.value, names) if node.func.attr in ("get", "items") else []
+    if isinstance(node, ast.Dict):
+        pairs = [(key, value) for key, value in zip(node.keys, node.values, strict=True) if key]
+        return [[key, *(value.elts if isinstance(value, ast.Tuple) else [value])] for key, value in pairs]
+    if isinstance(node, ast.Tuple):
+        return [each.elts for each in node.elts if isinstance(each, ast.Tuple)]
+    return []
+
+
+def looped(node: ast.For, names: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, texts) of each name that a loop over a table assigns."""
+    targets = [each for each in ast.walk(node.target) if isinstance(each, ast.Name)]
+    for row in rows_of(node.iter, names)[:1]:
+        if len(row) == len(targets):
+            yield from ((name.id, text_of(value, names)) for name, value in zip(targets, row, strict=True))
+
+
+def assigned(node: ast.Assign, names: Mapping[str, list[str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yield (name, texts) of each name that a statement assigns; texts is [] if the value is not a text.
+
+    names: texts of variables.
+    """
     target, value = node.targets[0], node.value
-    pairs = [(target, value)]
-    if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
-        pairs = list(zip(target.elts, value.elts, strict=True))
-    return ((name.id, text_of(value, {})) for name, value in pairs if isinstance(name, ast.Name))
+    targets: list[ast.expr] = target.elts if isinstance(target, ast.Tuple) else [target]
+    values: list[ast.expr | None] = [value]
+    if isinstance(target, ast.Tuple):
+        values = [*value.elts] if isinstance(value, ast.Tuple) else []
+        if row := rows_of(value, names)[:1]:
+            values = [*row[0][1:]]
+        if len(values) != len(targets):
+            values = [None] * len(targets)
+    for each, its in zip(targets, values, strict=True):
+        if isinstance(each, ast.Name):
+            yield each.id, text_of(its, names) if its else []
+
+
+def constants_of(tree: ast.Module) -> dict[str, Any]:
+    """{name: texts} of what a module assigns outside of functions, and {"table NAME": rows} of tables."""
+    constants: dict[str, Any] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            constants |= dict(assigned(node, constants))
+            constants |= {
+                f"table {name.id}": rows_of(node.value, constants)
+                for name in node.targets
+                if isinstance(name, ast.Name)
+            }
+    return constants
 
 
 def default_severity(tree: ast.Module) -> str:
@@ -83,16 +198,18 @@ def default_severity(tree: ast.Module) -> str:
 def messages_in(path: Path) -> Iterator[Message]:
     """Yield each message that a Python file can report."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    constants = dict(each for node in tree.body if isinstance(node, ast.Assign) for each in assigned(node))
+    constants = constants_of(tree)
     severity = default_severity(tree)
     for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)):
         names, reported = dict(constants), set(constants)
         for node in sorted(ast.walk(function), key=lambda each: getattr(each, "lineno", 0)):
             if isinstance(node, ast.Assign):
                 # A name may be assigned once for each finding: the values since the last finding count.
-                for name, texts in assigned(node):
+                for name, texts in list(assigned(node, names)):
                     names[name] = texts if name in reported else names.get(name, []) + texts
                     reported.discard(name)
+            if isinstance(node, ast.For):
+                names |= dict(looped(node, names))
             if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
                 continue
             if node.func.id not in FINDING_MAKERS or function.name in FINDING_MAKERS:
@@ -116,12 +233,32 @@ def texts_in(value: Any) -> Iterator[str]:
             yield from texts_in(inner)
 
 
+def shown_expression(found: re.Match[str]) -> str:
+    """What stands for an expression of Jinja: its texts and <NAME> of its variables; "" for a statement.
+
+    Of `A if B else C` it is A; filters are left out.
+    """
+    if not found[1]:
+        return ""
+    inner = found[1].strip().removeprefix("(").removeprefix("[")
+    inner = re.split(r" if |\s\|\s", inner, maxsplit=1)[0]
+    parts = []
+    for part in inner.split(" ~ "):
+        if text := re.match(r"""\s*'([^']*)'|\s*"([^"]*)\"""", part):
+            parts.append(text[1] or text[2] or "")
+        elif name := NAME_IN_YAML.search(part):
+            known = next(
+                (WORDS[key] for key in (name[0].strip("_"), name[0].split(".")[-1]) if key in WORDS), ""
+            )
+            parts.append(f"<{known}>" if known else shown_name(name[0].split(".")[-1]))
+        else:
+            parts.append("...")
+    return "".join(parts)
+
+
 def without_expressions(text: str) -> str:
     """A text of Jinja with what stands for each of its expressions, and without its statements."""
-    named = NAME_IN_YAML.sub(
-        lambda found: "..." if ARITHMETIC.search(found[0]) else f"<{found[1]}>", TEXT_IN_YAML.sub(r"\1", text)
-    )
-    return OTHER_IN_YAML.sub(lambda found: "" if found[0].startswith("{%") else "...", named)
+    return EXPRESSION_IN_YAML.sub(shown_expression, text)
 
 
 def messages_in_yaml(path: Path) -> Iterator[Message]:

@@ -3,10 +3,11 @@
     python -m scripts.docs_reference            # write docs/reference/*.md and roles/*/README.md
     python -m scripts.docs_reference --check    # write nothing, name the pages that are not current
 
-Settings come from RunConfig, the argument specs of the roles and the list of settings that -e accepts;
-commands from the argument parsers; messages from the calls in the sources that make findings. In a README
-only the part between its two markers is written; a README without them gets a section at its end. The pages
-do not depend on the machine.
+Before the pages, defaults are written where they are repeated (scripts/docs_defaults.py). Settings come from
+RunConfig, the argument specs of the roles and the list of settings that -e accepts; commands from the
+argument parsers; messages from the calls in the sources that make findings. In a README only the part
+between its two markers is written; a README without them gets a section at its end. The pages do not depend
+on the machine.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check imp
 
 import fleet.__main__
 import trainer.__main__
+from scripts import docs_defaults
 from scripts.docs_messages import messages
-from scripts.generated import ROOT, write
+from scripts.generated import ROOT, stale, update, write
 from trainer.config import RunConfig
 from trainer.formatting import markdown_table
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES
@@ -317,7 +319,10 @@ def messages_page() -> str:
         "Messages",
         "The messages of the playbooks that stop a command or warn: the findings of the checks and of "
         "`doctor.yml`, and the failures of tasks. A "
-        "code keeps its meaning in later releases. A part in angle brackets is filled in at run time. A "
+        "code keeps its meaning in later releases. A part in angle brackets is filled in at run time; of "
+        "wordings that depend on the case, one is shown. *This host* is the host that stands before the "
+        "message, "
+        "and `(on HOST)` after a command is where to type it. A "
         "refusal stops the command before a host is changed. An error stops the command; one of `doctor.yml` "
         "prevents training. A warning stops nothing.",
         lines,
@@ -340,4 +345,6 @@ def pages() -> dict[Path, str]:
 
 
 if __name__ == "__main__":
-    sys.exit(write("docs_reference", __doc__ or "", pages()))
+    if "--check" not in sys.argv:
+        update(stale(docs_defaults.files()))  # before the pages, which are read from them
+    sys.exit(write("docs_reference", __doc__ or "", docs_defaults.files() | pages()))

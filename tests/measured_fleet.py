@@ -10,19 +10,22 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_host
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_links as links
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_paths as paths
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import make_rule
+from port_range import COLON, HIGH, LOW
+
+from trainer.config import SYNC_MODES
 
 ROLE = Path(__file__).resolve().parents[1] / "roles" / "doctor"
 
 
 OPTIONS = {
-    "port_low": 20000, "port_high": 20999, "store_port": 29500, "slow_mbit": 300.0, "slow_rtt_ms": 10.0,
+    "port_low": LOW, "port_high": HIGH, "store_port": 29500, "slow_mbit": 300.0, "slow_rtt_ms": 10.0,
     "min_free_gib": 1.0, "max_skew_s": 5.0, "trainer": "d1",
 }  # fmt: skip
 ADDRESSES = {"tower": "10.0.0.1", "laptop": "10.0.0.2", "attic": "10.0.0.3"}
 DROP = make_rule(
-    "iptables", "INPUT", "drop", "iptables -A INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
-    remedy="sudo iptables -D INPUT -s 10.0.0.1/32 -p tcp --dport 20000:20999 -j DROP",
-    protocol="tcp", source="10.0.0.1/32", ports="20000:20999",
+    "iptables", "INPUT", "drop", f"iptables -A INPUT -s 10.0.0.1/32 -p tcp --dport {COLON} -j DROP",
+    remedy=f"sudo iptables -D INPUT -s 10.0.0.1/32 -p tcp --dport {COLON} -j DROP",
+    protocol="tcp", source="10.0.0.1/32", ports=COLON,
 )  # fmt: skip
 UFW = make_rule("ufw", "INPUT", "policy", "ufw")
 Measured = dict[str, dict[str, Any]]
@@ -44,15 +47,15 @@ def fleet(*names: str) -> Measured:
     found: Measured = {}
     disk = {"mount": "/", "free_gib": 50.0, "inodes_free": 10**6, "writable": True}
     for name in names:
-        listens = [{"port": 20311, "role": "gloo", "picked": True}]
-        listens += [{"port": port, "role": "gloo", "picked": False} for port in (20000, 20999)]
+        listens = [{"port": LOW + 311, "role": "gloo", "picked": True}]
+        listens += [{"port": port, "role": "gloo", "picked": False} for port in (LOW, HIGH)]
         if name == names[0]:
             listens.insert(0, {"port": 29500, "role": "store", "picked": False})
         found[name] = {
             "reachable": True, "why": "", "problem": "", "address": ADDRESSES[name], "interface": "eth0",
             "facts": {
                 "skew_s": 0.0, "hostname": name, "resolves_to": [ADDRESSES[name]],
-                "port_range": [20000, 20999], "machine": "x86_64", "cores": 4, "machine_cores": 4,
+                "port_range": [LOW, HIGH], "machine": "x86_64", "cores": 4, "machine_cores": 4,
                 "load": 0.1, "copy_gb_s": 12.5,
                 "links": {"eth0": a_link(addresses=[f"{ADDRESSES[name]}/24"])},
                 "disks": {"/opt/nanofleet": dict(disk), "/var/lib/nanofleet": dict(disk)},
@@ -84,7 +87,8 @@ def fleet(*names: str) -> Measured:
 
 def predict(measured: Measured, advice: tuple[str, ...] = ("sync=exact", "sync=local")) -> None:
     """Let the rehearsal have predicted a step over a slow link."""
-    seconds = {"dense": (42.4, 50.1), "exact": (14.9, 20.3), "fast": (7.5, 13.0), "local": (0.24, 8.0)}
+    seconds = dict.fromkeys(SYNC_MODES, (20.0, 25.0))
+    seconds |= {"dense": (42.4, 50.1), "exact": (14.9, 20.3), "fast": (7.5, 13.0), "local": (0.24, 8.0)}
     first = next(iter(measured))
     measured[first]["rehearsal"]["predicted"] = {
         "depth": 8, "total_batch_size": 4096, "sync": "dense", "advice": list(advice),

@@ -6,6 +6,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_hosts as hosts
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_run as run
 from ansible_collections.nanofleet.fleet.plugins.module_utils import preflight_use as use
+from port_range import DASHED
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -42,14 +43,14 @@ HandleLidSwitch=suspend
 HandleLidSwitchExternalPower=
 IdleAction=ignore
 """
-ROOT_OK = """sent=1000
+ROOT_OK = f"""sent=1000
 time=1001
 uid=0
 unit=
 run_file=
 kept_kb=
 vocabulary=
-range=20000-20999 0 0
+range={DASHED} 0 0
 """
 
 

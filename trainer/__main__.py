@@ -168,7 +168,10 @@ def train(args: argparse.Namespace) -> int:
 
 
 def plan(args: argparse.Namespace) -> int:
-    """`plan`: set up this rank in a temporary directory; log plan and prediction. Returns the exit code."""
+    """`plan`: set up this rank in a temporary directory, log the plan of the run and the predicted step time.
+
+    Returns the exit code.
+    """
     from trainer.health.attempt import Attempt
     from trainer.host.logger import RunLogger, set_up_streams
     from trainer.host.rank_env import RankEnv
@@ -218,7 +221,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 class Command(NamedTuple):
-    """A subcommand. `run` returns the exit code and may raise ConfigError or DataError."""
+    """A subcommand of the trainer. `run` returns the exit code; it may raise ConfigError or DataError."""
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]

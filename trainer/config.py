@@ -53,7 +53,7 @@ class NewerSchemaError(ConfigError):
 
 
 def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
-    """A dataclass field of RunConfig. `python -m trainer train --help` shows `help`.
+    """A field of RunConfig: its default, the text of `python -m trainer train --help`, and its section.
 
     more: `before`, the value in runs of releases without this setting, if it is not the default.
     """
@@ -113,7 +113,9 @@ class RunConfig:
         f"{' and '.join(EXACT_MODES)}, which compute the same (local: each rank steps on its own rows of "
         "total_batch_size, and ranks synchronize every local_steps)",
     )
-    sync_allow: str = setting("", "modes with other rounding that sync=auto may use too: fast")
+    sync_allow: str = setting(
+        "", f"modes with other rounding that sync=auto may use too: {', '.join(NEAR_MODES)}"
+    )
     local_steps: int = setting(30, "with sync local, steps between two sync rounds of the same parameters")
     local_lr: float = setting(0.7, "with sync local, learning rate of the outer step")
     local_momentum: float = setting(0.6, "with sync local, Nesterov momentum of the outer step, below 1")
@@ -197,7 +199,7 @@ class RunConfig:
         return dataclasses.asdict(self)
 
     def differences(self, before: RunConfig, *sections: str) -> list[str]:
-        """One text per setting in `sections` that differs from `before`: ["seed was 42, now 43"]."""
+        """The settings of these sections that differ from `before`, as texts: ["seed was 42, now 43"]."""
         names = [name for section in sections for name in self.field_names(section)]
         values = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
@@ -221,7 +223,10 @@ class RunConfig:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
-        """The settings saved in a run file or checkpoint, and the saved names that are no settings here."""
+        """(the settings in a run file or checkpoint, the names in it that are no settings of this release).
+
+        saved: name -> value.
+        """
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
 
@@ -322,7 +327,7 @@ def check_schema(schema: Any, what: str) -> None:
 
 
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Adapt saved values to the fields of the dataclass `cls`. Returns (values of fields, names of no field).
+    """Adapt saved values to the dataclass `cls`: (values of its fields, saved names without a field).
 
     A field that was not saved gets the value in its metadata `before`, which describes runs older than the
     field; without `before` its default applies.
@@ -433,7 +438,10 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Parse `shares`: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto". Else ConfigError."""
+    """Parse the setting shares: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto".
+
+    Raises ConfigError for anything else.
+    """
     if value == BY_SPEED:
         return BY_SPEED
     if value == "equal":

@@ -11,7 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action 
 
 
 class ActionModule(ControllerAction):
-    """Reads the figures of earlier measurements on the controller."""
+    """The action `bench_plan`. It reads the result files of earlier measurements on the controller."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         options = {name: value for name, value in asked.items() if name not in ("folder", "again")}

@@ -20,7 +20,7 @@ from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
 
 class ActionModule(ControllerAction):
-    """Reads the files on the controller and writes none."""
+    """The action `chat_data`. It reads the files of conversations on the controller and writes none."""
 
     _VALID_ARGS = frozenset(
         {"stage", "from_run", "from_checkpoint", "conversations", "skip_bad", "tokenizer", "folder", "cache"}
@@ -38,8 +38,10 @@ class ActionModule(ControllerAction):
         try:
             digest = chat_digest(sources, tokenizer, skip_bad)
         except OSError as error:
-            problem = f"{error.filename} cannot be read: {error.strerror}."
-            return reported([finding("NF615", "conversations", problem, "correct its permissions")])
+            path = error.filename
+            problem = f"The controller cannot read the file {path} of conversations: {error.strerror}."
+            fix = f"chmod u+r {path}, if its permissions are the cause, then repeat the command"
+            return reported([finding("NF615", "conversations", problem, fix)])
         out = Path(request["cache"]) / digest
         return {
             "digest": digest,

@@ -13,7 +13,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use impo
 
 
 class ActionModule(ControllerAction):
-    """Reads what the role preflight has registered on the hosts."""
+    """The action `check_hosts`. It reads what the role preflight has registered on the hosts."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hostvars = variables["hostvars"]

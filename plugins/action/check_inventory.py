@@ -11,7 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 
 
 class ActionModule(ControllerAction):
-    """Takes the groups as arguments: an action reads no group by its name."""
+    """The action `check_inventory`. It gets the groups as arguments and reads no group by its name."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         return reported(list(inventory_findings(**asked)))

@@ -18,7 +18,7 @@ from ansible_collections.nanofleet.fleet.trainer.config import RunConfig
 
 
 class ActionModule(ControllerAction):
-    """Compares extra vars and the hosts' inventory variables with the names that are known."""
+    """The action `check_settings`: compares extra vars and inventory variables with the known settings."""
 
     _VALID_ARGS = frozenset({"hosts"})
 

@@ -14,7 +14,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environmen
 
 
 class ActionModule(ControllerAction):
-    """Reads what the role runtime has registered on the hosts."""
+    """The action `compare_environments`. It reads what the role runtime has registered on the hosts."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hosts, hostvars = asked["hosts"], variables["hostvars"]

@@ -15,8 +15,8 @@ KNOWN = ("rank", "step", "num_iterations", "loss", "val_bpb", "tok_per_s")
 def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, Any]:
     """The content of outcome.json for a host whose ranks were ended from outside.
 
-    state: result of run_state, whose first run status gives the step, loss and so on. kind: stopped or
-    retryable.
+    state: the result of run_state, whose first run status gives step, loss and other figures. kind: stopped
+    or retryable. reason: a sentence.
     """
     status = (state.get("heartbeats") or [{}])[0]
     return {
@@ -32,11 +32,11 @@ def outcome_of(state: Mapping[str, Any], kind: str, reason: str) -> dict[str, An
 
 
 class FailedError(Exception):
-    """A module has failed, or the host does not answer: `args[0]` is its result."""
+    """Raised if a module has failed or the host does not answer; `args[0]` is the result of the module."""
 
 
 class ActionModule(ActionBase):
-    """Calls the modules run_state, transient_unit and run_directory on the host."""
+    """The action `end_run`. It calls the modules run_state, transient_unit and run_directory on the host."""
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)

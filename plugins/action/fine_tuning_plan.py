@@ -20,8 +20,10 @@ class ActionModule(ControllerAction):
         found, host = asked["found"], variables["inventory_hostname"]
         if "checkpoints" not in found:
             reason = str(found.get("msg") or "no answer").rstrip(".")
-            problem = f"The checkpoints cannot be read: {reason}."
-            fix = "correct the cause, then type the same command again"
+            problem = (
+                f"The checkpoints of the base run on this host, the coordinator, cannot be read: {reason}."
+            )
+            fix = "correct the cause that the message names, then repeat the command"
             findings = [finding("NF436", host, problem, fix)]
             return reported(findings) if boolean(asked["refuse"]) else {}
         try:

@@ -13,7 +13,7 @@ display = Display()
 
 
 class ActionModule(ActionBase):
-    """Calls the module run_log on the host repeatedly and prints its lines on the controller."""
+    """The action `follow_log`: calls the module run_log repeatedly, and prints its lines."""
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         result: dict[str, Any] = super().run(tmp, task_vars)

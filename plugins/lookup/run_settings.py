@@ -14,7 +14,7 @@ from ansible_collections.nanofleet.fleet.trainer.presets import PresetError, app
 
 
 class LookupModule(LookupBase):
-    """The lookup plugin `nanofleet.fleet.run_settings`."""
+    """The lookup `nanofleet.fleet.run_settings`: {name: value} of the settings of the requested run."""
 
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any

@@ -12,7 +12,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.settings_check imp
 
 
 class LookupModule(LookupBase):
-    """The lookup plugin `nanofleet.fleet.setting`."""
+    """The lookup `nanofleet.fleet.setting`: the value of a variable, or the default of the setting."""
 
     def run(
         self, terms: Sequence[str], variables: Mapping[str, Any] | None = None, **kwargs: Any

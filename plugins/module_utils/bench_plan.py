@@ -37,10 +37,12 @@ def bench_plan(
     threads: int = 0,
     memory_gb: float = 0.0,
 ) -> list[Case]:
-    """The benchmark cases that `asked` names, separated by commas; the default cases if it is empty.
+    """The benchmark cases of bench.yml: those that `asked` names, separated by commas, else the default ones.
 
-    threads, memory_gb: of the first host, 0 if unknown; they limit the default number of processes on it.
-    Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
+    hosts, gpu_hosts: names of all hosts and of those with a GPU. config: settings of the runs. tokens:
+    tokens of a step. steps: measured steps of a case. threads, memory_gb: of the first host, 0 if unknown;
+    they limit how many processes the default cases start on it. Raises AnsibleFilterError for an invalid
+    name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
     problems, cases = [], []
@@ -136,11 +138,11 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
 
 
 def measured(plan: Sequence[Case], paths: Sequence[Path]) -> list[str]:
-    """Names of the cases of `plan` whose result file (NAME.json in `paths`) can be used instead of a run.
+    """The names of those cases of `plan` that need no new run, because a usable result file of them exists.
 
-    Schema, hosts, depth, sequence_len and device_batch_size must be equal, and the file must have at least as
-    many steps. It does not record the link, the data and other settings: if these have changed, measure again
-    with -e bench_again=true.
+    paths: the result files, NAME.json. A file can be used if schema, hosts, depth, sequence_len and
+    device_batch_size are equal and it has at least as many steps. It does not record the link, the data and
+    other settings: if these have changed, measure again with -e bench_again=true.
     """
     results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [case["name"] for case in plan if _covers(results.get(case["name"], {}), case)]
@@ -156,7 +158,10 @@ def _covers(result: Mapping[str, Any], case: Case) -> bool:
 
 
 def summary(plan: Sequence[Case], left: Sequence[Case]) -> str:
-    """A sentence that names the cases to measure (`left`) and counts those of `plan` with a result file."""
+    """A sentence about the cases of a benchmark: names those to measure, counts those with a result file.
+
+    plan: all cases. left: the names of the cases to measure.
+    """
     names = ", ".join(case["name"] for case in left) or "nothing"
     kept = len(plan) - len(left)
     before = f"; {kept} of {len(plan)} cases have a result (-e bench_again=true measures them again)"

@@ -36,22 +36,38 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
     given = [f"-e {name}={request[name]}" for name in names if request[name]]
     if request["stage"] != SFT:
         if given:
-            problem = f"the stage is {request['stage']}, and {' and '.join(given)} are of stage sft."
-            yield finding("NF008", given[0], problem, "add -e stage=sft, or leave them out")
+            settings = " and ".join(given)
+            problem = (
+                f"The command has {settings}, which only fine-tuning (stage=sft) uses, and stage is "
+                f"{request['stage']}."
+            )
+            fix = f"to fine-tune, add -e stage=sft; else repeat the command without {settings}"
+            yield finding("NF008", given[0], problem, fix)
         return
     if not (request["from_run"] or request["from_checkpoint"]):
-        problem = "stage sft trains the model of a checkpoint further, and none is named."
-        yield finding("NF009", "-e stage=sft", problem, f"add -e from_run=RUN, the base run: {EXAMPLE}")
+        problem = (
+            "Fine-tuning (stage=sft) starts from the model of an earlier run, and the command names no run."
+        )
+        fix = f"add -e from_run=RUN, the name of that run; ansible-playbook status.yml lists all: {EXAMPLE}"
+        yield finding("NF009", "-e stage=sft", problem, fix)
     elif request["from_run"] and request["from_checkpoint"]:
-        problem = "from_run and from_checkpoint both name a checkpoint."
+        problem = (
+            "from_run and from_checkpoint both set the model from which to start; only one of them can be "
+            "used."
+        )
         yield finding("NF021", given[0], problem, f"repeat the command without {given[1]}")
     if not request["conversations"]:
-        problem = "stage sft trains on conversations, and none are given."
+        problem = (
+            "Fine-tuning (stage=sft) trains on conversations, and the command names no file of conversations."
+        )
         yield finding("NF022", "-e stage=sft", problem, f"add -e conversations=FILE.jsonl: {EXAMPLE}")
 
 
 def sources_of(text: str, folder: Path) -> list[Source]:
-    """The sources in PATH[=WEIGHT],PATH[=WEIGHT]... . Relative paths begin at `folder`."""
+    """The files and folders in the setting `conversations`: PATH[=WEIGHT], separated by commas.
+
+    text: the value of the setting. folder: where relative paths begin.
+    """
     found = []
     for part in filter(None, (part.strip() for part in text.split(","))):
         path, weight = part, ""
@@ -66,20 +82,32 @@ def _path(text: str, folder: Path) -> Path:
 
 
 def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Finding]:
-    """Findings about files that are missing. tokenizer: the folder of the tokenizer."""
+    """A finding for each path of conversations that does not exist, and one if there is no tokenizer.
+
+    tokenizer: the folder in which tokenizer.json must be.
+    """
     for path, _ in sources:
         if not path.exists():
-            problem = f"there is no file or folder {path}."
-            fix = "correct the path; a relative one begins at the repository's root"
+            problem = f"There is no file or folder {path} on the controller."
+            fix = (
+                "correct the path in -e conversations=; a relative path begins at the root of this repository"
+            )
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():
-        problem = f"there is no tokenizer in {tokenizer}: conversations need that of the base run."
+        problem = (
+            f"The folder {tokenizer} has no {TOKENIZER}. The conversations need the tokenizer of the base "
+            "run."
+        )
         fix = "add -e data_dir=FOLDER, the data directory that the base run was trained on"
         yield finding("NF614", "data_dir", problem, fix)
 
 
 def chat_digest(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> str:
-    """The first 12 hex digits of a sha256 of conversations, weights, tokenizer and options."""
+    """12 hex digits that change with the conversations, their weights, the tokenizer and `skip_bad`.
+
+    sources: the files and folders of conversations. tokenizer: the folder of the tokenizer. skip_bad:
+    whether bad lines are left out. The digits are the first ones of a sha256.
+    """
     parts: list[Any] = [VERSION, skip_bad, _sha256(tokenizer / TOKENIZER)]
     for path, weight in sources:
         files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
@@ -93,7 +121,10 @@ def _sha256(path: Path) -> str:
 
 
 def command_options(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> list[str]:
-    """The options of `python -m trainer conversations`, without --out."""
+    """The options of `python -m trainer conversations` for these files, without --out.
+
+    tokenizer: the folder of the tokenizer. skip_bad: whether bad lines are left out.
+    """
     words = []
     for path, weight in sources:
         words += ["--conversations", f"{path}={weight}" if weight else str(path)]

@@ -10,7 +10,10 @@ from ansible.plugins.action import ActionBase
 
 
 class ControllerAction(ActionBase):
-    """Subclasses return the result of `decide`. Options and result of action X: plugins/modules/X.yml."""
+    """The base class of an action plugin that only decides: subclasses return their result from `decide`.
+
+    The options and the result of the action X are documented in plugins/modules/X.yml.
+    """
 
     _requires_connection = False
     _supports_check_mode = True
@@ -21,4 +24,7 @@ class ControllerAction(ActionBase):
 
     @abstractmethod
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the result of the task. asked: its arguments; variables: those of its host."""
+        """Return the result of the task.
+
+        asked: the arguments of the task. variables: all variables of the host of the task.
+        """

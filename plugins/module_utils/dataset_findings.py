@@ -1,4 +1,7 @@
-"""Filters that compare the data and packed rows of all hosts of a play. Each difference is a sentence."""
+"""Filters that compare the training data of all hosts of a play: shards, and the token rows made of them.
+
+Each difference is a sentence.
+"""
 
 from __future__ import annotations
 
@@ -12,15 +15,19 @@ MOST_PHRASES = 5  # of one host; a folder that was emptied would fill the screen
 
 
 def dataset_phrases(phrases: Sequence[str]) -> str:
-    """The first five phrases about the files of a host in one line, with the number of further ones."""
+    """Phrases about the files of a host as one line: the first five, then the number of further ones.
+
+    phrases: such as "shard_00000.parquet is missing".
+    """
     more = len(phrases) - MOST_PHRASES
     return "; ".join(phrases[:MOST_PHRASES]) + (f"; and {more} more" if more > 0 else "")
 
 
 def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose files differ from its manifest, or whose manifest from most hosts'.
+    """A sentence for each host whose data files differ from its manifest, or its manifest from the others'.
 
-    Reads the result of verify_shards from hostvars[host]["__dataset_verified"].
+    hosts: names, in the order of the sentences. hostvars: variables by host; the results of the module
+    verify_shards are in hostvars[host]["__dataset_verified"].
     """
     seen = {host: hostvars[host].get("__dataset_verified") or {} for host in hosts}
     found = [
@@ -28,24 +35,30 @@ def dataset_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]
     ]
     manifests = {host: each["manifest_sha256"] for host, each in seen.items() if each.get("manifest_sha256")}
     return found + [
-        f"{host}: its manifest is {manifest[:12]}, that of the others {usual[:12]}."
+        f"{host}: the digest of its manifest.json is {manifest[:12]}, on the others {usual[:12]}."
         for host, manifest, usual in unlike_most(manifests)
     ]
 
 
 def dataset_rows_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> list[str]:
-    """A sentence for each host whose packed rows have another digest than those of most hosts."""
+    """A sentence for each host that has made other training rows from its data than most hosts.
+
+    hosts: names. hostvars: variables by host; hostvars[host]["__dataset_packed"] is the registered result
+    of `trainer prepare --rows` there.
+    """
     rows = {host: dataset_rows(hostvars[host].get("__dataset_packed")) for host in hosts}
     digests = {host: rows_digest(each) for host, each in rows.items() if each}
     return [
-        f"{host} packed rows {digest}, the others {usual}." for host, digest, usual in unlike_most(digests)
+        f"{host} has training rows with the digests {digest}, the others have {usual}."
+        for host, digest, usual in unlike_most(digests)
     ]
 
 
 def rows_digest(packed: Mapping[str, Any]) -> str:
-    """The digests of the input (`digest`) and of the packed files (`train_sha256`, `val_sha256`).
+    """Digests that identify the training rows of a host: of their input, and of the files for train and val.
 
-    The first 12 digits of each, joined by slashes.
+    packed: the JSON object that `trainer prepare --rows --json` printed. The first 12 hex digits of each
+    digest, joined by slashes.
     """
     parts = (packed.get(name) or "" for name in ("digest", "train_sha256", "val_sha256"))
     return "/".join(part[:12] for part in parts if part)

@@ -17,14 +17,22 @@ Measured = Mapping[str, Mapping[str, Any]]
 SETUP = "ansible-playbook setup.yml"
 LOOPBACK = ("127.", "::1")
 MIN_INODES = 1000
+FIELDS = {
+    "torch": "version of torch",
+    "trainer": "training program (its digest)",
+    "environment": "set of installed packages (its digest)",
+}
+STORE = "the rendezvous store of a run (TCPStore of torchrun)"
 
 
 def host_findings(
     measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Finding]:
-    """All findings about single hosts.
+    """All findings of the doctor about single hosts: reachability, clock, disks, ports, data, packages.
 
-    options: min_free_gib, max_skew_s (seconds), trainer (digest of the trainer in this folder).
+    measured: host -> its measurements, with the keys that are listed in doctor_measured. hostvars:
+    variables by host. options: min_free_gib (GiB), max_skew_s (seconds), trainer (digest of the trainer in
+    this folder).
     """
     found: list[Finding] = []
     for host, of_host in measured.items():
@@ -59,7 +67,8 @@ def _unchecked(host: str, why: str) -> Finding:
     if any(words in why for words in ("not found", "No such file", "discovered_interpreter")):
         problem = "This host has no python3 that Ansible can use."
         return finding("NF501", host, problem, f"sudo apt install python3  (on {host})")
-    problem = f"This host could not be checked: {(why or 'no reason was given')[:200]}"
+    reason = (why or "no reason was given")[:200]
+    problem = f"The doctor could not check this host: {reason}"
     return finding("NF502", host, problem, f"ansible {host} -m ping")
 
 
@@ -69,24 +78,34 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
     skew, allowed = facts["skew_s"], options["max_skew_s"]
     if abs(skew) > allowed:
         side = "ahead of" if skew > 0 else "behind"
-        problem = f"This host's clock is {abs(skew):.0f} s {side} the controller's (allowed: {allowed:g})."
+        problem = (
+            f"The clock of this host is {abs(skew):.0f} s {side} that of the controller (allowed: "
+            f"{allowed:g} s), so "
+            "the logs of the hosts would be shown in the wrong order."
+        )
         yield finding("NF503", host, problem, f"sudo timedatectl set-ntp true  (on {host})")
     name, addresses = facts["hostname"], facts["resolves_to"]
     if own and addresses and all(address.startswith(LOOPBACK) for address in addresses):
         problem = (
-            f"This host's own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are not "
-            "affected, because nanofleet gives the ranks their network interface. A torchrun that is started "
-            "by hand would find no peer."
+            f"On this host, its own name {name} resolves to {', '.join(addresses)}. Runs of nanofleet are "
+            "not affected, because nanofleet gives the ranks their network interface. A torchrun that you "
+            "start by hand would connect to no other host."
         )
         remedy = f"sudo sed -i -E '/^127\\.0\\.1\\.1/s/.*/{own} {name}/' /etc/hosts  (on {host})"
         yield finding("NF505", host, problem, remedy, severity="warning")
     load, cores = facts["load"], facts["machine_cores"]
     if load > cores and not of_host["active"]:
         problem = (
-            f"Other work keeps this host busy, a load of {load:g} on {cores} cores: "
-            "the measured rates are too low."
+            f"Other programs use the processor of this host: the load is {load:g} on {cores} cores. The "
+            "measured rates are lower than those of an idle host."
         )
-        yield finding("NF508", host, problem, f"top  (on {host})", severity="warning")
+        yield finding(
+            "NF508",
+            host,
+            problem,
+            f"end programs that are not needed; they are listed by: top  (on {host})",
+            severity="warning",
+        )
 
 
 def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -98,16 +117,28 @@ def _disks(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) ->
     for mount, (path, disk) in mounts.items():
         what = f"{mount}, which holds {path}," if mount != path else mount
         if not disk["writable"]:
-            problem, see = f"{what} is mounted read-only.", f"sudo dmesg | grep -i remount  (on {host})"
+            problem = f"The disk at {what} is mounted read-only, so a run cannot write there."
+            see = f"sudo mount -o remount,rw {mount}  (on {host}); the reason: sudo dmesg | grep -i remount"
             yield finding("NF513", host, problem, see)
         elif disk["free_gib"] < needed:
-            problem = f"{what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need {needed:g}."
-            see = f"free space there: see sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+            problem = (
+                f"The disk at {what} has {disk['free_gib']:.1f} GiB free; checkpoints and logs need "
+                f"{needed:g} GiB."
+            )
+            see = (
+                f"delete large files; they are listed by: sudo du -xh --max-depth=2 {mount} | sort -h | "
+                f"tail  (on {host})"
+            )
             yield finding("NF504", host, problem, see)
         elif disk["inodes_free"] is not None and disk["inodes_free"] < MIN_INODES:
-            problem = f"{what} has room for only {disk['inodes_free']} more files: its inodes are used up."
+            problem = (
+                f"The disk at {what} has room for only {disk['inodes_free']} more files: its inodes are "
+                "used up."
+            )
             listed = f"sudo du -x --inodes --max-depth=2 {mount} | sort -n | tail  (on {host})"
-            yield finding("NF514", host, problem, f"remove files there: see {listed}")
+            yield finding(
+                "NF514", host, problem, f"delete files; the folders with most files are listed by: {listed}"
+            )
 
 
 def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -117,13 +148,16 @@ def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -
             continue
         port = held["port"]
         if held["reason"] != "held":
-            problem = f"The rendezvous store's port {port} cannot be opened: {held['reason']}."
-            yield finding("NF506", host, problem, "add -e store_port=PORT to use another port")
+            problem = (
+                f"No process of this host can listen on port {port}, which {STORE} needs: {held['reason']}."
+            )
+            fix = "repeat the command with -e store_port=PORT, the number of another port"
+            yield finding("NF506", host, problem, fix)
             continue
         who, end = holder(held, port)
         if not held.get("pid"):
             who += " (a listener of an interrupted doctor ends within 30 s)"
-        problem = f"The rendezvous store's port {port} is held by {who}. A run cannot start."
+        problem = f"Port {port}, which {STORE} needs, is in use by {who}. A run cannot start."
         yield finding("NF507", host, problem, f"{end}  (on {host}; or use another port: -e store_port=PORT)")
 
 
@@ -134,7 +168,7 @@ def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) ->
     """
     listed = (of_host["data"] or {}).get("findings") or []
     if listed and "manifest.json is missing" not in listed:
-        problem = f"This host's data differ from the controller's: {'; '.join(listed)}."
+        problem = f"The training data of this host differ from those of the controller: {'; '.join(listed)}."
         yield finding("NF509", host, problem, SETUP)
 
 
@@ -147,16 +181,22 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     installed = {host: each["installed"] for host, each in measured.items() if each["installed"]}
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
-        problem = "The trainer on the hosts differs from that in this folder, so train.yml would not start."
+        problem = (
+            "The training program on the hosts differs from the folder trainer/ here, so train.yml would "
+            "not start a run."
+        )
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
-    for field in ("torch", "trainer", "environment"):
+    for field, title in FIELDS.items():
         reported = {each["host"] for each in found}
         kinds = by_kind({host: each for host, each in installed.items() if host not in reported}, field)
         for group in kinds:
             values = {host: value[:12] for host, value in group.items()}
             for host, value, usual in unlike_most(values):
                 others = ", ".join(other for other, its in values.items() if its == usual)
-                problem = f"This host has {field} {value}, but {others} {usual}: all ranks need the same."
+                problem = (
+                    f"The {title} of this host is {value}, that of {others} is {usual}. All ranks need the "
+                    "same one."
+                )
                 found.append(finding("NF511", host, problem, SETUP))
     return found
 

@@ -20,9 +20,9 @@ SSH_PORT = "22"
 
 
 def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings if no interface could be chosen, or if the one on the path cannot reach the peers.
+    """Findings about hosts without a usable network interface, or with one that is not on a path to a peer.
 
-    options: store_port, port_low, port_high.
+    measured: host -> its measurements (see doctor_measured). options: store_port, port_low, port_high.
     """
     found = []
     for host, of_host in measured.items():
@@ -38,20 +38,28 @@ def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[F
             )
             found.append(finding("NF529", host, problem, remedy))
         elif of_host["problem"]:
-            sentence, _dot, fix = of_host["problem"].partition(". ")
-            found.append(finding("NF520", host, f"{sentence}.", f"{fix or 'ip route'}  (on {host})"))
+            reason, _dot, change = of_host["problem"].partition(". ")
+            inventory_change = change[:1].lower() + change[1:]
+            problem = f"No network interface of this host can connect it to all other hosts: {reason}."
+            found.append(finding("NF520", host, problem, inventory_change))
         else:
             found += [*_unused(measured, host)][:1] or _bridges(measured, host)
     return found
 
 
 def ports_of(options: Mapping[str, Any]) -> list[str]:
-    """The ports of a run as texts: the store's, and Gloo's range as in "20000-20999"."""
+    """The ports of a run as texts: that of the rendezvous store, and the port range as "LOW-HIGH".
+
+    options: store_port, port_low, port_high.
+    """
     return [str(options["store_port"]), f"{options['port_low']}-{options['port_high']}"]
 
 
 def is_behind_windows(measured: Measured, host: str) -> bool:
-    """Whether a host is a WSL2 with NAT networking which no peer reaches on all ports."""
+    """Whether a host is a WSL2 with NAT networking that no peer reaches on all ports.
+
+    measured: host -> its measurements (see doctor_measured).
+    """
     views = [of_peer["paths"][host] for of_peer in measured.values() if host in of_peer["paths"]]
     is_nat = measured[host]["facts"].get("wsl") == "nat"
     return is_nat and bool(views) and not any(_is_open(path) for path in views)
@@ -74,8 +82,9 @@ def _unused(measured: Measured, host: str) -> Iterator[Finding]:
         is_proof = is_on_link or _uses_chosen_interface(measured[peer])
         if chosen and used not in (chosen, "lo") and is_proof:
             problem = (
-                f"This host's interface is set to {chosen} ({of_host['address']}), but its kernel "
-                f"reaches {peer} by {used}: Gloo would listen where no peer connects."
+                f"fleet_interface of this host is {chosen} ({of_host['address']}), but its kernel sends "
+                f"packets to {peer} over {used}. Gloo (PyTorch's collectives on CPUs) would listen on "
+                f"{chosen}, where {peer} does not connect."
             )
             remedy = f"remove fleet_interface of {host} from the inventory, or set it to {used}"
             yield finding("NF521", host, problem, remedy, peer)
@@ -95,17 +104,20 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
                 f"This host reaches {peer} over {bridge}: {peer} is a container or a virtual machine on "
                 f"{host}, and both compute on the same processor."
             )
-            remedy = f"remove one of the two from the inventory, if {peer} is not limited to its own cores"
+            remedy = f"remove one of the two from the inventory, unless {peer} is limited to cores of its own"
             found.append(finding("NF536", host, problem, remedy, peer, "warning"))
             continue
         address = measured[peer]["address"]
         problem = (
-            f"This host's kernel sends packets to {peer} ({address}) over {bridge}. They do not leave {host}."
+            f"The kernel of this host sends packets for {peer} ({address}) over {bridge}, so they never "
+            f"leave {host}."
         )
-        other = program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
+        range_change = (
+            program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
+        )
         remedy = (
             f"set fleet_address of {peer} to its address on your network; if {address} is that address, the "
-            f"range of {used} covers it: {other}"
+            f"range of {used} covers it: {range_change}"
         )
         found.append(finding("NF535", host, problem, remedy, peer))
     return found
@@ -115,18 +127,27 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
 
 
 def link_of(of_host: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """The facts of an interface; {} if it is unknown."""
+    """The facts of the interface `name` of a host, such as mtu and addresses; {} if it is unknown.
+
+    of_host: the measurements of the host (see doctor_measured).
+    """
     return (of_host["facts"].get("links") or {}).get(name) or {}
 
 
 def program_on(of_host: Mapping[str, Any], name: str) -> Program | None:
-    """The program that made an interface of a host; None for a plain or unknown one."""
+    """The program, such as Docker, that made the interface `name` of a host; None for any other interface.
+
+    of_host: the measurements of the host (see doctor_measured).
+    """
     link = link_of(of_host, name)
     return program_of(name, link.get("made_as") or "", link.get("addresses") or []) if name else None
 
 
 def shown_interface(of_host: Mapping[str, Any], name: str) -> str:
-    """An interface with what it is: "eth0", "wlan0 (WiFi)" or "tailscale0 (Tailscale, MTU 1280)"."""
+    """An interface with what it is, as text: eth0, wlan0 (WiFi), or tailscale0 (Tailscale, MTU 1280).
+
+    of_host: the measurements of the host (see doctor_measured). name: the interface.
+    """
     program, link = program_on(of_host, name), link_of(of_host, name)
     if program:
         return f"{name} ({program.title}, MTU {link.get('mtu')})"
@@ -134,9 +155,10 @@ def shown_interface(of_host: Mapping[str, Any], name: str) -> str:
 
 
 def made_interfaces(of_host: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The interfaces of a host that programs made: {"name", "program", "mtu", "on_path"}.
+    """The interfaces of a host that programs such as Docker made: {"name", "program", "mtu", "on_path"} each.
 
-    on_path: whether the host reaches a peer over it. The ends of containers inside a bridge are left out.
+    of_host: the measurements of the host (see doctor_measured). on_path: whether the host reaches a peer
+    over the interface. The ends of containers inside a bridge are left out.
     """
     used = {used_interface(of_host, peer) for peer in of_host["paths"]} | {of_host["interface"]}
     found = []
@@ -149,12 +171,18 @@ def made_interfaces(of_host: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def used_interface(of_host: Mapping[str, Any], peer: str) -> str:
-    """The interface of the kernel's route to a peer; "" if it is unknown."""
+    """The interface over which the kernel of a host sends packets to `peer`; "" if it is unknown.
+
+    of_host: the measurements of the host (see doctor_measured).
+    """
     return str((of_host["paths"][peer].get("route") or {}).get("interface") or "")
 
 
 def shared_network(measured: Measured, hosts: Sequence[str]) -> str:
-    """An address of hosts[1] on a wired or WiFi network that hosts[0] is on too; "" without one."""
+    """An address of the second host on a wired or WiFi network that the first is on too; "" without one.
+
+    measured: host -> its measurements (see doctor_measured). hosts: the names of the two.
+    """
     here, there = (
         [
             address

@@ -27,21 +27,19 @@ finding = partial(doctor_finding, severity="warning")
 
 
 def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Warnings about slow interfaces and slow paths. options: slow_mbit, the least good rate in Mbit/s.
+    """Warnings about slow interfaces, and about slow paths between two hosts.
 
-    A slow path is not reported if the interface at one of its ends has a warning that explains it. If a step
-    of the run was predicted, each warning has what it needs of the network.
+    measured: host -> its measurements (see doctor_measured). options: slow_mbit, the rate in Mbit/s below
+    which a path is slow. A slow path is not reported if the interface at one of its ends has a warning that
+    explains it. If a step of a run was predicted, each warning has the seconds of network that the step
+    needs.
     """
     predicted = prediction(measured)
     needs = network_needs(predicted) if predicted else ""
     found = [each for host in measured for each in _link(measured, host, needs)]
-    explained = {each["host"] for each in found}
+    explained, least = {each["host"] for each in found}, options["slow_mbit"]
     directed = directed_rates(measured)
-    slow = {
-        path: mbit
-        for path, mbit in directed.items()
-        if mbit < options["slow_mbit"] and not explained & {*path}
-    }
+    slow = {path: mbit for path, mbit in directed.items() if mbit < least and not explained & {*path}}
     for end, verb in ((0, "sends"), (1, "receives")):
         for host in measured:
             paths = [path for path in directed if path[end] == host]
@@ -50,16 +48,21 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
                 best = max(slow.pop(path) for path in paths)
                 over = shown_interface(measured[host], measured[host]["interface"])
                 problem = (
-                    f"This host {verb} at {best:.0f} Mbit/s at most over {over}, whichever host is the "
-                    f"peer.{needs}"
+                    f"This host {verb} at most {best:.0f} Mbit/s over {over}, with every peer. "
+                    f"Below {least:g} Mbit/s a link can limit the speed of training.{needs}"
                 )
-                found.append(finding("NF540", host, problem, _remedy(measured, host)))
+                found.append(finding("NF540", host, problem, _link_check_and_settings(measured, host)))
     for (sender, receiver), mbit in slow.items():
         back = directed.get((receiver, sender))
-        other = f" ({back:.0f} in the other direction)" if back else ""
+        other = f" ({back:.0f} Mbit/s in the other direction)" if back else ""
         over = shown_interface(measured[sender], _interface(measured, sender, receiver))
-        problem = f"This host sends to {receiver} at {mbit:.0f} Mbit/s{other} over {over}.{needs}"
-        found.append(finding("NF541", sender, problem, _remedy(measured, sender, receiver), receiver))
+        problem = (
+            f"This host sends {mbit:.0f} Mbit/s to {receiver}{other} over {over}. "
+            f"Below {least:g} Mbit/s a link can limit the speed of training.{needs}"
+        )
+        found.append(
+            finding("NF541", sender, problem, _link_check_and_settings(measured, sender, receiver), receiver)
+        )
     named = {name for each in found for name in (each["host"], each["peer"])}
     if predicted:
         found += [each for host in measured if host not in named for each in _wifi(measured, host, needs)]
@@ -70,9 +73,10 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 
 
 def network_needs(predicted: Mapping[str, Any]) -> str:
-    """A sentence, with a space before it: the seconds of network in a step, in the modes worth knowing.
+    """A sentence, with a blank before it: the seconds of network that a step of the run needs, by sync mode.
 
-    predicted: see trainer.bench.step_prediction, the owner of these figures.
+    predicted: the prediction of trainer.bench.step_prediction, with total_batch_size, depth, sync, modes
+    and advice.
     """
     advised = [each.partition("=")[2] for each in predicted["advice"] if each.startswith("sync=")]
     modes = dict.fromkeys([predicted["sync"], *advised, "local"])
@@ -89,7 +93,7 @@ def _seconds(value: float) -> str:
     return "under 0.1 s" if value < 0.1 else f"{value:.1f} s" if value < 100 else f"{value:.0f} s"
 
 
-def _remedy(measured: Measured, host: str, peer: str = "") -> str:
+def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> str:
     """How to see why the link of a host is slow, and the settings that need less of it."""
     interface = _interface(measured, host, peer)
     link = (measured[host]["facts"].get("links") or {}).get(interface) or {}
@@ -122,7 +126,10 @@ def _interface(measured: Measured, host: str, peer: str) -> str:
 
 
 def directed_rates(measured: Measured) -> dict[tuple[str, str], float]:
-    """Measured rates in Mbit/s by (sender, receiver), without those whose measurement failed."""
+    """Measured rates in Mbit/s: {(sender, receiver): rate}; measurements that failed are left out.
+
+    measured: host -> its measurements (see doctor_measured).
+    """
     found = {}
     for host, of_host in measured.items():
         for peer, rates in of_host["rates"].items():
@@ -138,8 +145,12 @@ def _wifi(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     link = (measured[host]["facts"].get("links") or {}).get(name) or {}
     rates = [mbit for path, mbit in directed_rates(measured).items() if host in path]
     if link.get("wireless") and rates:
-        problem = f"This host is on WiFi ({name}), at {min(rates):.0f} Mbit/s at the moment.{needs}"
-        yield finding("NF545", host, problem, _remedy(measured, host))
+        problem = (
+            f"This host has only WiFi ({name}). At the moment it carries {min(rates):.0f} Mbit/s; this "
+            "changes with the "
+            f"distance to the access point and with other users.{needs}"
+        )
+        yield finding("NF545", host, problem, _link_check_and_settings(measured, host))
 
 
 def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
@@ -156,14 +167,25 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
     if link["wireless"] and cables:
         other, address = cables[0]
         problem = (
-            f"This host reaches its peers over WiFi ({name}), although {other} ({address}) "
-            f"has a cable.{needs}"
+            f"This host reaches its peers over WiFi ({name}), although its interface {other} ({address}) is "
+            f"connected by cable, which is usually faster.{needs}"
         )
         remedy = f"set fleet_address of {host} to {address} in the inventory, then ansible-playbook setup.yml"
         yield finding("NF542", host, problem, remedy)
-    elif link["speed_mbit"] and link["speed_mbit"] <= 100 and not link["wireless"]:
-        problem = f"{name} runs at {link['speed_mbit']} Mbit/s: a bad cable, or an old port.{needs}"
-        yield finding("NF543", host, problem, f"sudo ethtool {name}  (on {host}; try another cable and port)")
+    elif (mbit := link["speed_mbit"]) and mbit <= 100 and not link["wireless"]:
+        problem = (
+            f"The interface {name} of this host runs at only {mbit} Mbit/s. The cause may be a bad cable "
+            f"or an old switch port.{needs}"
+        )
+        yield finding(
+            "NF543",
+            host,
+            problem,
+            f"try another cable and switch port, then: sudo ethtool {name}  (on {host})",
+        )
     elif link["duplex"] == "half":
-        problem = f"{name} runs at half duplex: it cannot send and receive at once.{needs}"
+        problem = (
+            f"The interface {name} of this host runs at half duplex: it cannot send and receive at "
+            f"once.{needs}"
+        )
         yield finding("NF544", host, problem, f"sudo ethtool -s {name} autoneg on  (on {host})")

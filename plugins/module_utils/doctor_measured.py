@@ -41,10 +41,11 @@ def pairs_in_rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
 
 
 def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]]:
-    """Rounds in which rates are measured: {the host that connects: its partner} for each round.
+    """The pairs of hosts between which rates are measured, in rounds: {host that connects: the other one}.
 
-    A host connects if it reaches an open port of its partner. A pair is left out if neither host does, or if
-    large packets between them are lost.
+    In a round each host is in at most one pair. Of a pair, a host connects that reaches an open port of the
+    other; without one, and if large packets between the two are lost, the pair is left out. measured: host
+    -> its measurements (see the top of this file).
     """
     rounds = []
     for pairs in pairs_in_rounds(hosts):
@@ -85,15 +86,19 @@ def _states(measured: Measured, host: str, peer: str) -> set[str]:
 
 
 def loses_packets(measured: Measured, a: str, b: str) -> bool:
-    """Whether large packets between the hosts a and b are lost without an error, in either direction."""
+    """Whether large packets between the hosts a and b are lost without an error, in either direction.
+
+    measured: host -> its measurements (see the top of this file).
+    """
     paths = (measured[a]["paths"].get(b) or {}, measured[b]["paths"].get(a) or {})
     return any((path.get("mtu") or {}).get("swallowed") for path in paths)
 
 
 def blocked_hosts(measured: Measured) -> list[str]:
-    """Hosts at the ends of paths with a blocked port or with lost large packets.
+    """The hosts at both ends of each path with a blocked port or with lost large packets.
 
-    The roles doctor and network read the firewalls of these hosts.
+    The firewalls of these hosts are then read. measured: host -> its measurements (see the top of this
+    file).
     """
     found = set()
     for host, of_host in measured.items():
@@ -105,10 +110,12 @@ def blocked_hosts(measured: Measured) -> list[str]:
 
 
 def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[str, Any]:
-    """{"hosts", "why"}: the hosts that can rehearse an all-reduce together; why other hosts cannot.
+    """The hosts that can test an all-reduce together, and why the others cannot: {"hosts", "why"}.
 
-    hosts is [] if fewer than two can, or more than `forks`. The first host serves the rendezvous store. A
-    host with a broken path to another one is left out; that path has a finding of its own.
+    hosts: all, in rank order; the first one serves the rendezvous store. measured: host -> its measurements
+    (see the top of this file). forks: on how many hosts Ansible runs a task at the same time. The result
+    `hosts` is [] if fewer than two can, or more than `forks`. A host with a broken path to another one is
+    left out, because that path has a finding of its own.
     """
     joined: list[str] = []
     bare: list[str] = []
@@ -142,10 +149,10 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
 def rehearsal_part(
     hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The argument of trainer.bench.rehearsal on the host `me`: its hosts, rank, store address and port.
+    """The argument of trainer.bench.rehearsal on the host `me`: all hosts, its rank, the store's address.
 
-    If `me` cannot reach the others, it is the only host. forks: tasks that Ansible runs at the same time.
-    config: settings of the run whose steps are predicted.
+    If `me` cannot reach the others, it is the only host. hosts, measured, forks: as for `can_rehearse`.
+    port: of the rendezvous store. config: settings of the run whose step is predicted.
     """
     together = can_rehearse(hosts, measured, forks)["hosts"]
     joined = together if me in together else [me]
@@ -160,7 +167,10 @@ def rehearsal_part(
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any]) -> dict[str, Any]:
-    """The dict `measured` (see the top of this file), from the variables that the tasks registered."""
+    """The measurements of all hosts, by host (keys: see the top of this file).
+
+    hosts: names. hostvars: variables by host, with what the tasks registered.
+    """
     return {host: _measured_on(hostvars[host]) for host in hosts}
 
 
@@ -222,7 +232,10 @@ def _held(listening: Mapping[str, Any], running: Mapping[str, Any]) -> list[dict
 
 
 def prediction(measured: Measured) -> dict[str, Any] | None:
-    """The prediction of a step (see trainer.bench.step_prediction); None if it was not made."""
+    """The predicted step of the run (result of trainer.bench.step_prediction); None if there is none.
+
+    measured: host -> its measurements (see the top of this file).
+    """
     found = ((of_host["rehearsal"] or {}).get("predicted") for of_host in measured.values())
     return next(filter(None, found), None)
 
@@ -240,10 +253,11 @@ def why_no_prediction(measured: Measured) -> str:
 def fleet_state(
     measured: Measured, options: Mapping[str, Any], hostvars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The state of the fleet for which a report holds: while it is unchanged, no new check is due.
+    """What a report of the doctor depends on: while the result is unchanged, no new check is due.
 
-    {"settings": ports and order of the hosts, "hosts": {host: marks}}. Firewall rules count only on hosts
-    where they were read as root (`__doctor_rules`).
+    measured: host -> its measurements (see the top of this file). options: the ports of a run. hostvars:
+    variables by host. Returns {"settings": ports and order of the hosts, "hosts": {host: its marks}}.
+    Firewall rules count only on hosts where they were read as root (`__doctor_rules`).
     """
     settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
     state: dict[str, Any] = {"settings": settings, "hosts": {}}
@@ -263,15 +277,18 @@ def fleet_state(
 
 
 def kept_file(folder: str, hosts: Sequence[str]) -> Path:
-    """Path of a fleet's last good report on the controller: FOLDER/HASH.json, by the names of the hosts."""
+    """The path on the controller of the last report without a fault: FOLDER/HASH.json.
+
+    HASH depends on the names of the hosts.
+    """
     return Path(folder) / f"{hashlib.sha256(chr(10).join(hosts).encode()).hexdigest()[:12]}.json"
 
 
 def due(state: Mapping[str, Any], kept: str, when: str) -> str:
-    """Why a check of the fleet is due, as a phrase; "" if none is due.
+    """Why the doctor has to check the fleet before a run, as a phrase; "" if it need not.
 
-    state: the present fleet_state. kept: text of the last good report, "" without one. when: auto, always or
-    never.
+    state: the present result of `fleet_state`. kept: the text of the last report without a fault, "" if
+    there is none. when: the setting doctor: auto, always or never.
     """
     if when != "auto":
         return "doctor=always" if when == "always" else ""

@@ -29,7 +29,7 @@ Spans = Sequence[tuple[int, int]]
 """Ranges of ports (low, high)."""
 SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
-AS_ROOT = "repeat the command with -K, so that doctor can read the rules as root"
+AS_ROOT = "repeat the command with -K, so that the doctor can read the rules as root"
 CLOSED = {
     "filtered": ("gets no answer from", ": its packets are dropped"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),
@@ -38,7 +38,11 @@ CLOSED = {
 
 
 def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """All findings about interfaces and paths. options: port_low, port_high, store_port, slow_rtt_ms."""
+    """All findings about network interfaces, and about the paths between two hosts.
+
+    measured: host -> its measurements (see doctor_measured). options: port_low, port_high, store_port,
+    slow_rtt_ms (the round trip in milliseconds from which a path is slow).
+    """
     found = interface_findings(measured, options)
     explained = {each["host"] for each in found if each["severity"] == "error"}
     return found + connection_findings(measured, options, explained)
@@ -47,10 +51,11 @@ def path_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 def connection_findings(
     measured: Measured, options: Mapping[str, Any], explained: Collection[str] = ()
 ) -> list[Finding]:
-    """Findings about the connections that were probed.
+    """Findings about the connections that each host tried to each peer.
 
-    explained: hosts that another finding covers; their connections are left out. Findings with the same code,
-    host and remedy are one finding that lists the other paths: one firewall rule may close many.
+    measured: host -> its measurements (see doctor_measured). options: as for `path_findings`. explained:
+    hosts that another finding covers; their connections are left out. Findings with the same code, host and
+    remedy become one finding that lists the other paths, because one firewall rule may block many.
     """
     merged: dict[tuple[str, str, str], Finding] = {}
     others: dict[tuple[str, str, str], list[str]] = {}
@@ -72,7 +77,10 @@ def connection_findings(
 
 @dataclass(frozen=True)
 class Path:
-    """The path from `host` to `peer`, whose listener `host` has probed. options: as in path_findings."""
+    """The path from `host` to `peer`: `host` has tried to connect to all ports of a run on `peer`.
+
+    measured: host -> its measurements (see doctor_measured). options: as for `path_findings`.
+    """
 
     measured: Measured
     host: str
@@ -90,9 +98,12 @@ class Path:
             other = closed["misrouted"][0]["detail"]
             problem = (
                 f"When {host} connects to {address}, the address of {peer}, it reaches {other} instead. "
-                "Two hosts have this address, or a rule redirects the packets."
+                "Two hosts have this address, or a firewall rule redirects the packets."
             )
-            remedy = f"ip -br address  (on {peer} and {other}); sudo iptables-save -t nat  (on {host})"
+            remedy = (
+                f"give {peer} and {other} different addresses, if both have this one: ip -br address  (on "
+                f"both); else delete the rule that redirects: sudo iptables-save -t nat  (on {host})"
+            )
             yield finding("NF522", peer, problem, remedy, host)
             return
         is_closed = ports and all(port["state"] != "open" for port in ports)
@@ -102,8 +113,11 @@ class Path:
                 f"{host} gets no answer from {address} at all, not even on the SSH port, while the "
                 f"controller reaches {peer}: they are on different networks, or a router isolates them."
             )
-            remedy = f"ip route get {address}  (on {host}; put both on one network, or set fleet_address of "
-            yield finding("NF523", peer, problem, f"{remedy}{peer})", host)
+            remedy = (
+                f"connect both to one network, or set fleet_address of {peer} in the inventory to its "
+                f"address on the network of {host}; to check: ip route get {address}  (on {host})"
+            )
+            yield finding("NF523", peer, problem, remedy, host)
             return
         for state, ports in closed.items():
             yield self._closed(state, ports)
@@ -113,33 +127,41 @@ class Path:
     def _closed(self, state: str, ports: Ports) -> Finding:
         """The finding about ports of the peer that are in the same state, which is not open."""
         host, peer, options = self.host, self.peer, self.options
-        words, see = self._words(ports), f"sudo ss -Hltnp  (on {peer})"
+        listeners, see = (
+            self._words(ports),
+            f"end or restart that program; it is listed by: sudo ss -Hltnp  (on {peer})",
+        )
         back = (self.measured[peer]["paths"].get(host) or {}).get("ports") or []
         is_one_way = back and all(port["state"] == "open" for port in back)
         also = ", while the other direction is open" if is_one_way else ""
         if state == "silent":
             problem = (
-                f"{host} can connect to {peer} on {words} but receives no data. The program on {peer} is "
+                f"{host} can connect to {peer} on {listeners} but receives no data. The program on {peer} is "
                 f"frozen, or packets are lost{also}."
             )
             return finding("NF524", peer, problem, see, host)
         if state == "foreign":
-            problem = f"A program other than nanofleet answers {host} on {words} of {peer}{also}."
+            problem = f"A program other than nanofleet answers {host} on {listeners} of {peer}{also}."
             return finding("NF525", peer, problem, see, host)
-        verb, how = CLOSED[state]
-        what = f"{host} {verb} {peer} on {words}{how.format(detail=ports[0]['detail'])}{also}."
+        fails_to_reach, how = CLOSED[state]
+        reason = how.format(detail=ports[0]["detail"])
+        what = f"{host} {fails_to_reach} {peer} on {listeners}{reason}{also}."
         wanted = [options["port_low"], options["port_high"]]
         has = self.measured[peer]["facts"].get("port_range")
         outside = [
             each for each in ports if each.get("picked") and not wanted[0] <= each["port"] <= wanted[1]
         ]
         if outside and has and has != wanted:
-            because = f"Its kernel picks ports from {has[0]}-{has[1]}, which is not the range that is opened."
+            low, high = has
+            because = (
+                f"The kernel of {peer} picks ports from {low} to {high}, which is not the range that is "
+                "opened."
+            )
             return finding("NF526", peer, f"{what} {because}", SETUP, host)
-        where, because, remedy = self._cause(ports)
+        where, cause, firewall_command = self._cause(ports)
         is_store = all(port["role"] == "store" for port in ports)
         other = host if where == peer else peer
-        return finding("NF527" if is_store else "NF528", where, f"{what} {because}", remedy, other)
+        return finding("NF527" if is_store else "NF528", where, f"{what} {cause}", firewall_command, other)
 
     def _is_mirrored(self) -> bool:
         """Whether the peer is a WSL2 at the address of Windows, whose firewall then decides."""
@@ -149,11 +171,11 @@ class Path:
         """Names of ports of the peer in a sentence."""
         low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
         gloo = sorted(port["port"] for port in ports if port["role"] == "gloo")
-        words = [f"the store's port {store}"] if len(gloo) < len(ports) else []
+        words = [f"the rendezvous store's port {store}"] if len(gloo) < len(ports) else []
         if gloo and len(gloo) == sum(port["role"] == "gloo" for port in self.measured[self.peer]["ports"]):
-            words.append(f"Gloo's range {low}-{high}")
+            words.append(f"Gloo's ports {low}-{high}")
         elif gloo:
-            words.append(f"port{'s' if len(gloo) > 1 else ''} {', '.join(map(str, gloo))} of Gloo's range")
+            words.append(f"Gloo's port{'s' if len(gloo) > 1 else ''} {', '.join(map(str, gloo))}")
         return " and ".join(words)
 
     # -- firewalls -------------------------------------------------------------------------------------------
@@ -174,7 +196,7 @@ class Path:
         spans = [(port["port"], port["port"]) for port in ports]
         for where, chain, rules, address in self._ends("INPUT", "OUTPUT"):
             for policy in lacking(rules, chain, address, spans):
-                lacks = f"lets {host} in" if chain == "INPUT" else f"lets it reach {peer}"
+                lacks = f"lets {host} in" if chain == "INPUT" else f"lets {host} reach {peer}"
                 because = f"{policy['text']} is active on {where} and has no rule that {lacks}."
                 return where, because, self._permission(policy, where, address, ports)
         if rule := self._dropping_answers():
@@ -187,9 +209,21 @@ class Path:
             if drops:
                 drops.sort(key=lambda each: not (each["ports"] or each["source"]))
                 texts = "; ".join(dict.fromkeys(each["text"] for each in drops[:SHOWN_RULES]))
-                return where, f"Rules of {where} that may drop them: {texts}.", _listing(drops[0], where)
-        because = f"No rule for it was found on {host} or {peer}: another firewall, a router or a cloud's."
-        return peer, because, f"sudo nft list ruleset  (on {peer}, then on {host})"
+                return (
+                    where,
+                    f"Firewall rules of {where} that may drop these packets: {texts}.",
+                    _listing(drops[0], where),
+                )
+        because = (
+            f"No firewall rule of {host} or {peer} explains that: the cause may be a router or the "
+            "firewall of a cloud."
+        )
+        return (
+            peer,
+            because,
+            f"open the ports there; the rules of the hosts: sudo nft list ruleset  (on {peer}, then on "
+            f"{host})",
+        )
 
     def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
         """The command after which a policy admits TCP from `source` to these ports.
@@ -236,18 +270,27 @@ class Path:
         host, peer, mtu = self.host, self.peer, path.get("mtu") or {}
         if path.get("cut"):
             problem = f"A connection from {host} to {peer} breaks off: {path['cut']}."
-            yield finding("NF530", peer, problem, f"ping {self.measured[peer]['address']}  (on {host})", host)
+            yield finding(
+                "NF530",
+                peer,
+                problem,
+                "check cable, WiFi and router; lost packets are counted by: ping "
+                f"{self.measured[peer]['address']}  (on {host})",
+                host,
+            )
         if not mtu.get("swallowed"):
             return
         arrive = f", those of {mtu['passes']} arrive" if mtu["passes"] else ""
-        what = f"Packets of {mtu['sent']} bytes from {host} to {peer} are lost without an error{arrive}: "
-        what += "a run would connect and then hang."
+        what = (
+            f"Packets of {mtu['sent']} bytes from {host} to {peer} are lost without an error{arrive}: a run "
+            "would connect and then hang."
+        )
         for where, chain, rules, _address in self._ends("INPUT", "OUTPUT"):
             for rule in rules:
                 if (rule["chain"], rule["verdict"]) == (chain, "drop") and rule["length"]:
-                    _where, because, remedy = _by_rule({**rule, "where": where})
+                    _where, cause, firewall_command = _by_rule({**rule, "where": where})
                     other = host if where == peer else peer
-                    yield finding("NF531", where, f"{what} {because}", remedy, other)
+                    yield finding("NF531", where, f"{what} {cause}", firewall_command, other)
                     return
         interface, small = self.measured[host]["interface"], mtu["passes"] or 576
         because = f"A device between {host} and {peer} has a smaller MTU than {interface}."
@@ -264,13 +307,23 @@ class Path:
                 f"{peer} receives packets of {host} from {', '.join(sorted(seen))}, not from {own}, the "
                 f"address of {host}. A firewall rule on {peer} that allows {own} does not match them."
             )
-            remedy = f"ip route get {address}  (on {host}; then set fleet_interface or fleet_address of it)"
+            remedy = (
+                f"set fleet_interface or fleet_address of {host} in the inventory to what this shows: "
+                f"ip route get {address}  (on {host})"
+            )
             yield finding("NF533", host, problem, remedy, peer, "warning")
         # The shortest of all: a busy host answers late now and then, a distant one always.
         took = (path.get("rtt_ms") or {}).get("min", 0)
         if took > self.options["slow_rtt_ms"]:
-            problem = f"A message from {host} takes {took:.0f} ms there and back: that is no local network."
-            remedy = f"ping -c 20 {address}  (on {host}; a VPN or WiFi's power saving does this)"
+            limit = self.options["slow_rtt_ms"]
+            problem = (
+                f"A packet from {host} to {peer} and back takes {took:.0f} ms; in a local network it takes "
+                f"less than {limit:g} ms. Every step of a run waits for such packets."
+            )
+            remedy = (
+                "connect both without a VPN and by cable, or turn off WiFi's power saving; to measure: "
+                f"ping -c 20 {address}  (on {host})"
+            )
             yield finding("NF534", peer, problem, remedy, host, "warning")
 
 

@@ -38,9 +38,11 @@ FACTS = (
 def examined(
     measured: Measured, hostvars: Mapping[str, Any], options: Mapping[str, Any], about: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The report, with all findings made from the measurements.
+    """The report of the doctor as an object for JSON, with all findings that follow from the measurements.
 
-    options: those of host_findings, path_findings and link_findings. about: time, seconds, quick, forks.
+    measured: host -> its measurements (see doctor_measured). hostvars: variables by host. options: the
+    limits that host_findings, path_findings and link_findings take. about: time, seconds (of the check),
+    quick (whether it left out the slow measurements), forks.
     """
     options = {**options, "trainer": code_digest()}
     findings = [
@@ -53,7 +55,11 @@ def examined(
 
 
 def report(measured: Measured, findings: Sequence[Finding], about: Mapping[str, Any]) -> dict[str, Any]:
-    """The report as an object for JSON. about: time, seconds, quick, rehearsal (result of can_rehearse)."""
+    """The report of the doctor as an object for JSON, with these findings.
+
+    measured: host -> its measurements (see doctor_measured). about: time, seconds (of the check), quick
+    (whether it left out the slow measurements), rehearsal (result of can_rehearse).
+    """
     errors = [each for each in findings if each["severity"] == "error"]
     all_reduce_rates = [(of_host["rehearsal"] or {}).get("allreduce_mbit") for of_host in measured.values()]
     active = {host: of_host["active"] for host, of_host in measured.items() if of_host["active"]}
@@ -148,7 +154,10 @@ def _not_measured(measured: Measured, active: Mapping[str, Any], about: Mapping[
 
 
 def text(report: Mapping[str, Any]) -> str:
-    """The report as text: the matrix, what was not measured, one line per finding, and a summary."""
+    """A report as the text that doctor.yml prints: a table of the hosts, what was not measured, the findings.
+
+    report: the result of `report`.
+    """
     findings = report["findings"]
     errors = sum(each["severity"] == "error" for each in findings)
     warnings = len(findings) - errors
@@ -184,7 +193,10 @@ def _wsl(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def matrix(report: Mapping[str, Any]) -> list[str]:
-    """A table of hosts by hosts. A cell shows the path from row to column; on the diagonal, the host."""
+    """The lines of a table of hosts by hosts: a cell shows the path from its row to its column.
+
+    On the diagonal are the figures of the host itself. report: the result of `report`.
+    """
     cells = {(host, host): _host_cell(of_host) for host, of_host in report["hosts"].items()}
     for pair in report["pairs"]:
         is_reachable = all(report["hosts"][pair[end]]["reachable"] for end in ("from", "to"))

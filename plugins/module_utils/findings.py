@@ -20,7 +20,11 @@ UNCHANGED = "nothing was changed"
 
 
 def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
-    """A finding as a dict. severity: refusal (stops the command) by default."""
+    """A finding as a dict (its keys: see the top of this file).
+
+    host: the host, setting or option that it is about. severity: refusal (stops the command), error or
+    warning.
+    """
     return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 
 
@@ -37,15 +41,19 @@ def doctor_finding(
 
 
 def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """The hosts whose value is not that of most: host, its value, the usual one. values: by host."""
+    """The hosts whose value differs from that of most hosts, as tuples (host, its value, the value of most).
+
+    values: host -> value.
+    """
     usual = mode(values.values()) if values else ""
     return [(host, value, usual) for host, value in values.items() if value != usual]
 
 
 def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
-    """The result of an action plugin for these findings: failed, with the table, if one is a refusal.
+    """The result of an action plugin that has these findings: failed, with the table as msg, if one stops it.
 
-    Else a result with `findings` and `message` (the table). state: what was done to the hosts, for the table.
+    Else {"findings", "message"}, where message is the table. state: what was done to the hosts so far, for
+    the first line of the table.
     """
     shown = as_typed(table(findings, state))
     if refusals(findings):

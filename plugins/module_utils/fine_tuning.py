@@ -21,7 +21,7 @@ Found = Mapping[str, Any]
 
 
 class RefusedError(Exception):
-    """The run must not start. `finding` is the reason."""
+    """Raised if the run must not start; its attribute `finding` is what train.yml shows."""
 
     def __init__(self, reason: Finding) -> None:
         super().__init__(reason["problem"])
@@ -37,10 +37,13 @@ def plan(
     tokenizer_sha256: str = "",
     sandboxed: bool = True,
 ) -> dict[str, Any]:
-    """{"config", "run_id", "arguments"} of the run: settings, name ("": the default), trainer options.
+    """The decision about a run of stage sft: {"config", "run_id", "arguments"}.
 
-    host: the coordinator. found: result of parent_checkpoint there. given: settings that were set. run_id:
-    the requested name. tokenizer_sha256: of the conversations. Raises RefusedError.
+    config: the settings of the run. run_id: its name, "" for the default name. arguments: more options of
+    `trainer train`. host: the coordinator. found: the result of the module parent_checkpoint there. given:
+    the settings that were set. tokenizer_sha256: of the tokenizer with which the conversations were made,
+    "" if unknown. sandboxed: whether the unit of the run has no access to home directories. Raises
+    RefusedError.
     """
     chosen = _chosen(found, from_checkpoint)
     try:
@@ -58,8 +61,9 @@ def plan(
         config = sft_settings(meta, settings)
         RunConfig.from_strings(config)
     except ConfigError as error:
-        problem = f"The run cannot be made from these settings. {error}"
-        raise RefusedError(finding("NF426", "stage=sft", problem, "correct the setting")) from None
+        problem = f"A fine-tuning run (stage=sft) cannot have these settings: {error}"
+        fix = "correct the setting that the message names, then repeat the command"
+        raise RefusedError(finding("NF426", "stage=sft", problem, fix)) from None
     return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
 
 
@@ -137,9 +141,10 @@ def _resumed(
         base, step = parent.split("/")[:2]
         name = run["run_id"]
         problem = (
-            f"The run {name} has no checkpoint yet, and the one it begins with, {step} of {base}, is gone."
+            f"The run {name} has not saved a checkpoint yet, and the checkpoint that it starts from, {step} "
+            f"of the run {base}, does not exist any more."
         )
-        fix = f"restore it on {host}, or start a new run: -e run_id=NAME"
+        fix = f"restore {step} of {base} on {host}, or start a new run: -e run_id=NAME"
         raise RefusedError(finding("NF427", host, problem, fix))
     return {
         "config": {**given, "stage": SFT, "parent": parent},
@@ -152,9 +157,14 @@ def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     cast = RunConfig.from_strings({**meta["config"], **given})
     base = meta["config"]
     if names := [name for name in SHAPE if name in given and getattr(cast, name) != base[name]]:
-        each = ", ".join(f"{name} is {base[name]}, not {getattr(cast, name)}" for name in names)
-        problem = f"The model of {meta['run_id']} has another shape: {each}."
-        fix = f"repeat the command without {' and '.join(names)}: the checkpoint has them"
+        differences = ", ".join(f"{name} is {base[name]}, not {getattr(cast, name)}" for name in names)
+        problem = (
+            f"The settings describe another model than that of the run {meta['run_id']}, where {differences}."
+        )
+        fix = (
+            f"repeat the command without {' and '.join(names)}; the checkpoint contains the shape of its "
+            "model"
+        )
         raise RefusedError(finding("NF428", "stage=sft", problem, fix))
 
 
@@ -162,7 +172,7 @@ def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
     own = str((meta.get("hashes") or {}).get("tokenizer") or "")
     if own and sha256 and not sha256.startswith(own):
         run = meta["run_id"]
-        problem = f"The conversations were made with another tokenizer than that of the base run {run}."
+        problem = f"The conversations were tokenized with another tokenizer than that of the base run {run}."
         fix = f"add -e data_dir=FOLDER, the data directory on which {run} was trained"
         raise RefusedError(finding("NF429", "data_dir", problem, fix))
 
@@ -172,16 +182,20 @@ def _is_hidden(path: str) -> bool:
 
 
 def _hidden(host: str, path: str) -> Finding:
-    problem = f"The unit of a run does not see {path}: its home and /tmp are empty."
+    copy = f"/var/lib/nanofleet/imported/{os.path.basename(path)}"
+    problem = (
+        f"The systemd unit of a run cannot read {path}: it has no access to home directories and to /tmp."
+    )
     fix = (
-        f"copy the folder to /var/lib/nanofleet/imported on {host}, for its service user to read, and name it"
+        f"copy the folder to {copy} on {host}, let the service user nanofleet read it, and repeat the "
+        f"command with -e from_checkpoint={copy}"
     )
     return finding("NF430", host, problem, fix)
 
 
 def _of_another(run_id: str, parent: str, asked: str) -> Finding:
-    problem = f"The run {run_id} exists and fine-tunes {parent}, not {asked}."
-    fix = "choose another name for a new run: -e run_id=NAME"
+    problem = f"A run {run_id} exists already and fine-tunes {parent}, while the command names {asked}."
+    fix = "repeat the command with another name for the new run: -e run_id=NAME"
     return finding("NF431", f"-e run_id={run_id}", problem, fix)
 
 
@@ -189,17 +203,23 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
     """The finding for a run or checkpoint that is not there."""
     run = found["run"]
     if os.path.isabs(from_checkpoint):
-        problem = f"There is no checkpoint {from_checkpoint} on {host}, or its service user cannot read it."
-        fix = f"name a folder step_NNNNNN with a meta.json on {host}, the coordinator"
+        problem = (
+            f"The coordinator {host} has no checkpoint {from_checkpoint}, or its service user cannot read "
+            "this folder."
+        )
+        fix = f"set from_checkpoint to a folder on {host} with the name step_NNNNNN and a file meta.json"
         return finding("NF432", "from_checkpoint", problem, fix)
     if not found["known"]:
         listed = ", ".join(found["runs"]) or "none"
         problem = f"The coordinator {host} has no run {run}; its newest runs: {listed}."
-        return finding("NF433", "from_run", problem, "name one of them, or train the base run first")
+        return finding(
+            "NF433", "from_run", problem, "set from_run to one of these runs, or train the base run first"
+        )
     if not found["checkpoints"]:
-        problem = f"The run {run} has no checkpoint on {host}, its coordinator."
-        fix = f"let it finish, or stop it, which saves: ansible-playbook stop.yml -e run_id={run}"
+        problem = f"The run {run} has no checkpoint on its coordinator {host} yet."
+        fix = f"wait for its end, or stop the run, which saves one: ansible-playbook stop.yml -e run_id={run}"
         return finding("NF434", "from_run", problem, fix)
     listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])
-    problem = f"There is no checkpoint {from_checkpoint} on {host}; those of the run: {listed}."
-    return finding("NF435", "from_checkpoint", problem, f"name one of them, or use -e from_run={run}")
+    problem = f"The run {run} has no checkpoint {from_checkpoint} on {host}. Its checkpoints are {listed}."
+    fix = f"set from_checkpoint to one of these, or use -e from_run={run}, which takes the newest one"
+    return finding("NF435", "from_checkpoint", problem, fix)

@@ -160,9 +160,11 @@ def passed(
     bases: Mapping[str, str],
     version: str,
 ) -> list[Rule]:
-    """Rules in those chains of a table that packets pass: entry chains, and chains that these jump to.
+    """The rules of a table that packets pass: of its entry chains, and of the chains these jump to.
 
-    chains: rules by chain. bases: INPUT or OUTPUT by entry chain.
+    firewall: a key of FIREWALLS. title, table: how `text` and `place` of a rule name the table. chains:
+    {chain: its lines, each as (text, conditions, command that removes it)}. bases: {entry chain: INPUT or
+    OUTPUT}. version: 4 or 6 if the table is for one version of IP, else empty.
     """
     found = []
     for base in [each for each in bases if each in chains]:
@@ -181,7 +183,9 @@ def passed(
 def read_rule(firewall: str, chain: str, label: str, line: Line, is_base: bool) -> Rule | None:
     """One line of a chain as a rule; None if it neither drops nor accepts new connections.
 
-    is_base: whether packets enter at this chain; else another chain jumps to it.
+    firewall: a key of FIREWALLS. chain: INPUT or OUTPUT. label: the name of the chain, for messages. line:
+    (text, conditions, command that removes it). is_base: whether packets enter at this chain; if not,
+    another chain jumps to it.
     """
     text, tests, remedy = line
     if tests == "policy drop":

@@ -70,7 +70,7 @@ def iptables_permit(wanted: Wanted, _place: str, _comment: str) -> list[str]:
 
 @dataclass(frozen=True)
 class Firewall:
-    """How one kind of firewall is detected, read and opened."""
+    """How one kind of firewall, such as ufw, is detected, how its rules are read and its ports opened."""
 
     rules: Callable[[Run, str], list[Rule]]
     """Returns the rules on this host. Arguments: function that runs a command, interface to the peers."""
@@ -84,20 +84,22 @@ class Firewall:
     """Text behind the commands of `permit`: how to keep the rules after a reboot."""
     is_managed: bool = False
     """Whether setup.yml sets its rules."""
+    files: tuple[str, ...] = ()
+    """Its configuration: a change of these files makes a new check by the doctor necessary."""
 
 
 FIREWALLS = {
     "ufw": Firewall(
         listings.ufw_rules, ufw_permit, "ufw status", "grep -qsi ^ENABLED=yes /etc/ufw/ufw.conf",
-        is_managed=True,
+        is_managed=True, files=("/etc/ufw/ufw.conf", "/etc/ufw/user.rules", "/etc/ufw/user6.rules"),
     ),
     "firewalld": Firewall(
         listings.firewalld_rules, firewalld_permit, "firewall-cmd --list-all",
-        "systemctl --quiet is-active firewalld",
+        "systemctl --quiet is-active firewalld", files=("/etc/firewalld", "/etc/firewalld/zones"),
     ),
     "nft": Firewall(
         listings.nft_rules, nft_permit, "nft list ruleset", "systemctl --quiet is-active nftables",
-        keep="  (and the same in /etc/nftables.conf, to keep it)",
+        keep="  (and the same in /etc/nftables.conf, to keep it)", files=("/etc/nftables.conf",),
     ),
     "iptables": Firewall(
         listings.iptables_rules, iptables_permit, "iptables-save",
@@ -109,10 +111,11 @@ FIREWALLS = {
 def matching(
     rules: Iterable[Rule], verdict: str, chain: str, address: str, spans: Iterable[tuple[int, int]]
 ) -> list[Rule]:
-    """The rules with this verdict and chain that apply to new TCP connections between the host and `address`.
+    """Those of `rules` that apply to new TCP connections between the host and `address`.
 
-    spans: ranges of ports (low, high); a rule for one port of them counts. A rule about packet lengths does
-    not.
+    rules: as firewall_listings describes them; only those with this verdict (drop, accept or policy) and
+    chain (INPUT or OUTPUT) count. spans: ranges of ports (low, high); a rule for one port of a range
+    counts. Rules about the length of packets do not count.
     """
     spans = list(spans)
     return [
@@ -127,8 +130,9 @@ def matching(
 
 
 def lacking(rules: Sequence[Rule], chain: str, address: str, spans: Iterable[tuple[int, int]]) -> list[Rule]:
-    """The policies of `chain` that drop TCP from `address` to these ports.
+    """The policies that drop TCP between the host and `address` because no rule accepts these ports.
 
+    rules: as firewall_listings describes them. chain: INPUT or OUTPUT. spans: ranges of ports (low, high).
     A policy is left out if accept rules at the same place admit each of `spans`.
     """
     spans = list(spans)
@@ -155,7 +159,7 @@ def holds_address(written: str, address: str) -> bool:
 def holds_port(written: str, low: int, high: int) -> bool:
     """Whether the port condition of a rule (`written`) includes a port from low to high.
 
-    written: 20000:20999, 20000-20999, 22,80, `!` before those that are excluded, or empty for any.
+    written: LOW:HIGH, LOW-HIGH, 22,80, `!` before those that are excluded, or empty for any.
     """
     if written.startswith("!"):
         return not holds_port(written.lstrip("!= "), low, high)

@@ -14,7 +14,10 @@ from typing import Any
 
 
 def resolved(name: str) -> list[str]:
-    """The IP addresses of a name or address by this machine's resolver; [] if there is none."""
+    """The IP addresses to which this machine resolves a host name; [] if there is none.
+
+    An address resolves to itself.
+    """
     try:
         found = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
     except OSError:
@@ -23,7 +26,7 @@ def resolved(name: str) -> list[str]:
 
 
 def parse_ip(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """The address that a text holds; None if it holds none."""
+    """A text such as "10.0.0.1" or "fd42::1" as an address object; None if it is no address."""
     try:
         return ipaddress.ip_address(str(text))
     except ValueError:
@@ -54,7 +57,10 @@ def reaches(networks: Iterable[Any], target: str) -> bool:
 
 
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
-    """(parsed output of `ip -json WORDS`, [] if it prints no JSON; its error output)."""
+    """Run `ip -json` with these words. Returns (parsed output, error output).
+
+    The parsed output is [] if `ip` prints no JSON.
+    """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     env = {**os.environ, "PATH": path, "LC_ALL": "C"}
     command = ["ip", "-json", *words]

@@ -43,11 +43,12 @@ def lab_free_subnet(name: str, taken: Iterable[str]) -> str:
 
 
 def lab_plan(name: str, count: int, subnet: str, cores: int, cpus: list[int]) -> list[dict[str, str]]:
-    """A dict for each host of the lab: name, address, mac, cpuset (CPU numbers separated by commas).
+    """The hosts of a lab: {"name", "address", "mac", "cpuset"} each, cpuset being CPU numbers with commas.
 
-    cores: CPUs per host; if `cpus` has too few, hosts share them in turn. The MAC address is derived from the
-    IP address and never changes. podman would choose another one at each start, and peers that remember the
-    old one would not reach a restarted host for half a minute.
+    name: of the lab. count: of the hosts. subnet: the /24 of the lab. cores: CPUs of a host. cpus: the CPU
+    numbers of this machine; if there are too few, hosts share them in turn. The MAC address follows from
+    the IP address and never changes: podman would choose another one at each start, and peers that remember
+    the old one would not reach a restarted host for half a minute.
     """
     network, plan = ipaddress.ip_network(subnet), []
     for i in range(int(count)):

@@ -51,11 +51,11 @@ def is_error(line: str) -> bool:
 
 
 def first_error(lines: list[str], count: int) -> list[str]:
-    """The first error in `lines` with the lines that belong to it; at most `count` lines.
+    """The first error in the lines of a log, with the lines that belong to it; at most `count` lines.
 
     Of a traceback the last lines are kept, because they name the cause. Lines after another error are taken
-    only up to the next traceback: torchrun's traceback reports only the end of its child process. Without
-    an error: the last `count` lines.
+    only up to the next traceback, because torchrun's traceback reports only the end of its child process.
+    Without an error: the last `count` lines.
     """
     lines = [line for line in lines if not FRAME.match(line)]
     for index, line in enumerate(lines):
@@ -77,7 +77,7 @@ def first_error(lines: list[str], count: int) -> list[str]:
 
 
 def signal_text(line: str) -> str:
-    """torchrun's line about a rank that a signal ended as a sentence; other lines unchanged."""
+    """A sentence instead of torchrun's line about a rank that a signal has ended; other lines unchanged."""
     found = BY_SIGNAL.search(line)
     if not found:
         return line

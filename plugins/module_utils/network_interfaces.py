@@ -34,14 +34,18 @@ KINDS = {
 
 
 def lines(findings: Iterable[Mapping[str, str]]) -> list[str]:
-    """Each finding as one line of text, without duplicates."""
+    """The findings as text, one line each (CODE HOST: PROBLEM Fix: REMEDY), equal ones once."""
     return list(
         dict.fromkeys(f"{f['code']}  {f['host']}: {f['problem']} Fix: {f['remedy']}" for f in findings)
     )
 
 
 def resolve(addresses: Mapping[str, str]) -> dict[str, str]:
-    """IP address by host name: IPv4 first; loopback and link-local ones only if nothing else is known."""
+    """{host: IP address} for {host: name or address}.
+
+    Of several addresses IPv4 comes first; loopback and link-local ones are taken only if there is no other.
+    A name that does not resolve is left as it is.
+    """
 
     def rank(address: str) -> tuple[bool, bool, bool]:
         return is_loopback(address), is_link_local(address), ":" in address
@@ -62,7 +66,10 @@ def addresses_of(link: Mapping[str, Any]) -> list[Interface]:
 
 
 def kind_of(link: Mapping[str, Any], wireless: Iterable[str]) -> str:
-    """Kind of an interface: cable, wifi, tunnel or bridge. wireless: names of the WiFi interfaces."""
+    """The kind of an interface: cable, wifi, tunnel (VPN) or bridge (of containers or virtual machines).
+
+    link: an entry of `ip -json address`. wireless: the names of the WiFi interfaces.
+    """
     name = link["ifname"]
     made_as = (link.get("linkinfo") or {}).get("info_kind", "")
     if name in wireless:
@@ -105,8 +112,9 @@ def _route_to(
     listed = ", ".join(f"{name} ({found[0].ip})" for name, found in owned.items()) or "none"
     if override and override not in owned:
         return "", "", (
-            f"{host} has no interface {override} with an address; it has {listed}. "
-            f"Set fleet_interface of {host} in the inventory to one of them, or leave it out."
+            f"fleet_interface of {host} is {override}, but the interfaces of {host} with an address are "
+            f"{listed}. Set fleet_interface of {host} in the inventory to one of these, or remove the "
+            "setting."
         )  # fmt: skip
     if override:
         near = [own for own in owned[override] if any(reaches([own], target) for target in peers.values())]
@@ -119,15 +127,15 @@ def _route_to(
         device, source = route.get("interface", ""), route.get("source", "")
         if is_loopback(target) or device == "lo":
             return "", "", (
-                f"{host} would reach {peer} through loopback: that is {host} itself. Set fleet_address of "
+                f"On {host}, the address of {peer} leads to {host} itself (loopback). Set fleet_address of "
                 f"{name} in the inventory to the address at which the other hosts reach it."
             )  # fmt: skip
         if is_link_local(target):
             return "", "", (
-                f"The address of {peer} is link-local: it is valid only with the name of an interface, which "
-                f"differs by host, so a run cannot use it. Set fleet_address of {name} to an IPv4 or a "
-                "global IPv6 address. To add one, type on it: sudo ip address add fd42::1/64 dev INTERFACE "
-                "(another number on each host)."
+                f"The address of {peer} is link-local: it is valid only with the name of an interface, "
+                f"which differs by host, so a run cannot use it. Set fleet_address of {name} to an IPv4 or "
+                f"a global IPv6 address. To add one, type on {name}: sudo ip address add fd42::1/64 dev "
+                "INTERFACE (another number on each host)."
             )  # fmt: skip
         if not device and not peers and owned:  # one host without a default route: any interface will do
             first = next(iter(owned))
@@ -135,20 +143,28 @@ def _route_to(
         if not device:
             printed = str(route.get("error") or "ip route gave no answer").strip(" .\n")
             return "", "", (
-                f"{host} has no route to {peer}: {printed}. On {host}: ip route get {target}. "
-                "Put both on one network, or set fleet_address of the peer to an address that is."
+                f"{host} has no route to {peer}: {printed}. Connect both to one network, or set "
+                "fleet_address of "
+                f"{name} in the inventory to its address on the network of {host}; to check on {host}: "
+                f"ip route get {target}"
             )  # fmt: skip
         own = owned.get(device)
         chosen.setdefault(device, (source or (str(own[0].ip) if own else ""), peer))
     if len(chosen) > 1:
         paths = " but ".join(f"{peer} over {device}" for device, (_, peer) in chosen.items())
         return "", "", (
-            f"{host} reaches {paths}; a rank uses one interface. Set fleet_address of these peers to "
-            f"addresses of one network, or fleet_interface of {host} to one of {listed}."
+            f"{host} reaches {paths}, but a rank uses one interface for all peers. In the inventory, set "
+            f"fleet_address of these peers to addresses of one network, or fleet_interface of {host} to one "
+            f"of {listed}."
         )  # fmt: skip
     for device, (source, _) in chosen.items():
         return device, source, ""
-    return "", "", f"{host} has no network interface with an address: ip address show"
+    return (
+        "",
+        "",
+        f"{host} has no network interface with an address. Connect {host} to the network; its interfaces: "
+        "ip address show",
+    )
 
 
 def _findings(
@@ -166,46 +182,54 @@ def _findings(
             if other not in ("lo", used) and kinds[other] == "cable" and reaches(addresses_of(link), target)
         ]
         if kind in KINDS and cables:
+            title, wired = KINDS[kind], cables[0]
             problem = (
-                f"This host reaches {peer} over {used}, which is {KINDS[kind]}, although the wired "
-                f"interface {cables[0]} is on the same network. The kernel's route uses {used}."
+                f"This host sends to {peer} over {used} ({title}), because the route of its kernel does so. "
+                f"The wired interface {wired} is on the same network and usually faster."
             )
             remedy = f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or "
-            yield warning(
-                "NF201", host, problem, f"{remedy}give its route a higher metric than {cables[0]}'s"
-            )
+            yield warning("NF201", host, problem, f"{remedy}give the route over {used} a higher metric")
         elif used != interface:
-            problem = f"fleet_interface is {interface}, but the kernel sends packets to {peer} over {used}."
+            problem = (
+                f"fleet_interface of this host is {interface}, but its kernel sends packets to {peer} over "
+                f"{used}."
+            )
             remedy = (
-                f"ip route get {target}  (on {host}); route it over {interface}, or remove fleet_interface"
+                f"remove fleet_interface of {host} from the inventory, or add a route to {target} over "
+                f"{interface}; the present one: ip route get {target}  (on {host})"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
     if any(entry.get("temporary") and entry["local"] == address for entry in entries):
         problem = (
-            f"This host's address {address} on {interface} is a temporary one (IPv6 privacy): it changes, "
-            "and firewall rules do not follow."
+            f"The address {address} of this host on {interface} is temporary (IPv6 privacy extensions). "
+            "When the kernel replaces the address, the firewall rules of the other hosts no longer match."
         )
         remedy = (
             f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; in /etc/sysctl.d to keep it)"
         )
         yield warning("NF203", host, problem, f"{remedy}, or use IPv4 addresses")
     for name in seen.get("slow_names", []):
-        problem = f"A lookup of the name {name} takes more than 3 s, because a name server does not answer. "
-        remedy = f"cat /etc/resolv.conf  (on {host}), and remove the server that does not answer"
-        yield warning("NF204", host, f"{problem}The start of a run looks it up several times.", remedy)
+        problem = (
+            f"A lookup of the name {name} on this host takes more than 3 s, because a name server does not "
+            "answer. The start of a run looks up this name several times."
+        )
+        remedy = f"remove the name server that does not answer from /etc/resolv.conf  (on {host})"
+        yield warning("NF204", host, problem, remedy)
 
 
 def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) -> list[Finding]:
-    """Warnings about peers whose address, as Gloo announces it, cannot be reached from `host`.
+    """Warnings about peers that `host` cannot reach at the address at which Gloo would listen there.
 
-    Gloo announces the first address of the interface, IPv4 before IPv6, whatever addresses the inventory has.
-    An IPv4 and an IPv6 address cannot connect to each other.
+    Gloo listens on the first address of the chosen interface, IPv4 before IPv6, whatever addresses the
+    inventory has; an IPv4 and an IPv6 address cannot connect to each other. peers: names of the other
+    hosts. hostvars: variables by host, with the facts network_* of the role network.
     """
     found = []
     own = hostvars[host]
     for peer in peers:
         its = hostvars[peer]
+        own_interface, interface_of_peer = own["network_interface"], its.get("network_interface", "")
         here, there = own["network_listen_address"], its.get("network_listen_address", "")
         if not there or (
             (":" in here) == (":" in there)
@@ -213,10 +237,13 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
         ):
             continue
         problem = (
-            f"Gloo announces {here} on {host} and {there} on {peer}, the first addresses of the interfaces "
-            f"{own['network_interface']} and {its['network_interface']}. These cannot connect to each other, "
-            "so the ranks would wait until they time out."
+            "Gloo (PyTorch's collectives on CPUs) uses the first address of an interface: "
+            f"{here} of {own_interface} on {host}, and {there} of {interface_of_peer} on {peer}. These two "
+            "addresses cannot connect to each other, so the ranks would wait until they time out."
         )
-        remedy = "ip address show  (on both), and give both interfaces a first address in one network"
+        remedy = (
+            "give both interfaces a first address in one network; the present ones: ip address show  (on "
+            "both)"
+        )
         found.append(warning("NF205", host, problem, remedy))
     return found

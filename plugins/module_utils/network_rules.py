@@ -15,20 +15,20 @@ KERNELS_RANGE = "32768 60999"
 
 
 def plain(address: Any) -> str:
-    """An address in the form in which firewalls print it, so that an existing rule is recognised."""
+    """An address in the form in which firewalls print it, so that an existing rule for it is recognised."""
     return str(parse_ip(address) or address)
 
 
 def is_local(address: str) -> bool:
-    """Loopback, or an address with a zone: such a one means nothing to a firewall."""
+    """Whether a firewall cannot use an address: it is empty, loopback, or IPv6 with a zone (fe80::1%eth0)."""
     return not address or "%" in address or is_loopback(address)
 
 
 def sources(peers: Mapping[str, str], hostvars: Mapping[str, Any]) -> list[str]:
-    """The addresses that the peers connect from, without duplicates.
+    """The addresses from which the peers connect to this host, each once.
 
-    peers: address by name. A peer's addresses are its published facts network_address and
-    network_listen_address; without them, its address in `peers`.
+    peers: {name: address in the inventory}. hostvars: variables by host. Of a peer these are its facts
+    network_address and network_listen_address; if it has none, its address in `peers`.
     """
     found = []
     for name, address in peers.items():
@@ -45,10 +45,11 @@ def rules(
     is_coordinator: bool,
     controllers: Sequence[str] = (),
 ) -> list[dict[str, str]]:
-    """The connections that this host has to admit: [{"source", "port"}]. All others stay closed.
+    """The connections that the firewall of a host has to admit: [{"source", "port"}]. All others stay closed.
 
-    peers: addresses of the other hosts. ports: "LOW:HIGH" of the ranks' listeners. The coordinator also
-    admits the peers to the rendezvous store and to the tracker, and the controllers to the tracker.
+    peers: the addresses of the other hosts. ports: the port range of a run as "LOW:HIGH". is_coordinator:
+    this host then also admits the peers to the rendezvous store and to the tracker, and `controllers`
+    (addresses) to the tracker.
     """
     wanted = [ports, str(store_port), str(tracker_port)] if is_coordinator else [ports]
     found = [(peer, port) for peer in dict.fromkeys(peers) for port in wanted]
@@ -59,11 +60,12 @@ def rules(
 
 
 def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: int) -> dict[str, Any]:
-    """Connections that were tried between these hosts on fixed ports, in the form of doctor_measured.
+    """The connections that were tried between these hosts, in the form that doctor_paths takes.
 
-    low, high: the range of ports. A listener on a port that the kernel chose is left out: in a dry run the
-    kernel chooses ports outside of the range that setup.yml would set. Round-trip times are left out, because
-    only the doctor reports them.
+    hosts: names. hostvars: variables by host, with the registered results of the tasks. low, high: the port
+    range of a run. Listeners on ports that the kernel chose are left out, because in a dry run the kernel
+    still chooses ports outside of that range; round-trip times are left out, because only the doctor
+    reports them.
     """
 
     def fixed(ports: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -92,11 +94,11 @@ def measured(hosts: Sequence[str], hostvars: Mapping[str, Any], low: int, high: 
 def findings(
     host: str, own: Mapping[str, Any], connections: Mapping[str, Any], options: Mapping[str, Any]
 ) -> list[Finding]:
-    """The findings (see findings.py) about firewall and ports of `host`.
+    """The findings about firewall and ports of `host` (keys: see findings.py).
 
-    own: variables of the host, with the results that the tasks registered. connections: result of `measured`.
-    options: port_low, port_high, store_port, wanted (result of `rules`), comment (the text that marks the
-    rules of nanofleet), is_root (whether tasks become root).
+    own: variables of the host, with the results that the tasks registered. connections: the result of
+    `measured`. options: port_low, port_high, store_port, wanted (the result of `rules`), comment (the text
+    that marks the firewall rules of nanofleet), is_root (whether tasks become root).
     """
     if not options["is_root"]:
         return [*owner_findings(host, own, options), *filter_findings(host, "user")]
@@ -109,77 +111,92 @@ def findings(
 
 
 def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> Iterator[Finding]:
-    """Warnings about the range of ephemeral ports. ports: result of the module ephemeral_ports."""
+    """Warnings about the ephemeral ports of a host, which setup.yml limits to the port range of a run.
+
+    ports: the result of the module ephemeral_ports. low, high: the port range.
+    """
     span = f"{low}-{high}"
     other_range = "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH"
+    example = "  (LOW and HIGH: another range of about 1,000 ports)"
     for other in ports["overriding"]:
         problem = (
-            f"{other} sets another range of ephemeral ports than {span}. At the next boot it overrides the "
-            "range that setup.yml sets, because it is read later."
+            f"The file {other} sets another range of ephemeral ports than {span}. At the next boot it "
+            "overrides the range that setup.yml has set, and a run would then use ports that no firewall "
+            "rule opens."
         )
         path = other.partition(" ")[0]
         yield warning("NF210", host, problem, f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})")
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
         problem = (
-            f"net.ipv4.ip_local_port_range was {ports['before'].replace(' ', '-')}, not the kernel's "
-            f"default. setup.yml sets it to {span}; reset.yml restores the former range."
+            "The kernel's range of ephemeral ports (net.ipv4.ip_local_port_range) was "
+            f"{ports['before'].replace(' ', '-')}, not the default: someone has set it. setup.yml has set "
+            f"it to {span}; reset.yml restores the former range."
         )
         remedy = (
-            "nothing if you have not set it yourself; the file that sets it: "
-            f"grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
+            "none is needed, unless a program on this host depends on the former range; the file that set "
+            f"that range: grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
         )
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
         problem = (
-            f"net.ipv4.ip_local_reserved_ports ({ports['reserved']}) leaves {ports['usable']} ports of "
-            f"{span}; a run needs about a hundred."
+            f"The kernel of this host reserves ports of the range {span} of a run "
+            f"(net.ipv4.ip_local_reserved_ports is {ports['reserved']}). Of this range {ports['usable']} "
+            "ports are left, and a run needs about 100."
         )
-        yield warning("NF212", host, problem, other_range)
+        yield warning("NF212", host, problem, other_range + example)
     for held in ports["listeners"]:
         problem = (
-            f"The user {held['user']} listens on port {held['port']}, which is in {span}, the range that is "
-            "open to the other hosts. They can connect to it."
+            f"A program of the user {held['user']} listens on port {held['port']}. This port is in the range "
+            f"{span}, which is open to the other hosts, so they can connect to that program."
         )
-        yield warning("NF213", host, problem, f"{other_range}, or move that program to another port")
+        yield warning("NF213", host, problem, f"move that program to another port, or {other_range}{example}")
 
 
 def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[Finding]:
-    """A warning with the commands that the owner of a host without root access for plays has to type.
+    """A warning with the commands that the owner of a host types where plays have no root access.
 
-    Arguments as in `findings`. Without an active firewall there is no warning: nothing needs to be opened,
-    and any range of ports can be used.
+    own: variables of the host, with the registered results. options: as for `findings`. Without an active
+    firewall there is no warning: nothing needs to be opened, and any range of ports can be used.
     """
     active = own["__network_listed"]["active"]
     if not active or not options["wanted"]:
         return []
-    typed = FIREWALLS[active[0]].permit(options["wanted"], "", options["comment"])
+    firewall = active[0]
+    typed = FIREWALLS[firewall].permit(options["wanted"], "", options["comment"])
     wanted = [str(options["port_low"]), str(options["port_high"])]
     if base64.b64decode(own["__network_range"]["content"]).decode().split() != wanted:
         setting = f"net.ipv4.ip_local_port_range = {' '.join(wanted)}"
         path = "/etc/sysctl.d/60-nanofleet.conf"
         typed = [f"echo '{setting}' | sudo tee {path}", f"sudo sysctl --load={path}", *typed]
     problem = (
-        f"Plays do not become root on {host}, so its active firewall {active[0]} and its range of ephemeral "
-        "ports were not changed. Type the command below there as root, then: ansible-playbook doctor.yml"
+        f"setup.yml has no root access on {host} (ansible_become: false), so it did not change the active "
+        f"firewall {firewall} and the range of ephemeral ports there. Type the command of the fix on "
+        f"{host}, then: ansible-playbook doctor.yml"
     )
     return [warning("NF214", host, problem, f"{' && '.join(typed)}  (on {host})")]
 
 
 def filter_findings(host: str, answer: str) -> list[Finding]:
-    """A warning if systemd does not restrict units to the addresses of the fleet.
+    """A warning if systemd does not restrict the units on `host` to the addresses of the fleet.
 
-    answer: closed (it does), open (it does not), user (the units belong to a user's systemd), else unknown.
+    answer: what a test has shown: closed (it does), open (it does not), user (the units belong to a user's
+    systemd, which cannot), anything else if the test failed.
     """
     if answer == "closed":
         return []
     reason = {
-        "open": "This host's systemd or kernel does not filter a unit's addresses "
-        "(IPAddressDeny= has no effect)",
-        "user": "This host's units belong to a user's own systemd, which cannot filter a unit's addresses",
-    }.get(answer, "Whether systemd filters a unit's addresses (IPAddressDeny=) could not be tested")
-    problem = f"{reason}, so only a firewall keeps other machines from the ports of a run."
+        "open": "The systemd or kernel of this host does not restrict the addresses with which a unit "
+        "communicates (IPAddressDeny= has no effect)",
+        "user": "The units on this host belong to a user's own systemd, which cannot restrict the addresses "
+        "with which a unit communicates",
+    }.get(
+        answer,
+        "setup.yml could not test whether systemd restricts the addresses with which a unit communicates "
+        "(IPAddressDeny=)",
+    )
+    problem = f"{reason}. So only a firewall keeps other machines from the ports of a run."
     remedy = (
-        f"sudo ufw status  (on {host}), and enable a firewall, or set fleet_address of every host to its "
-        "address in a private network (docs/security.md)"
+        "enable a firewall, such as ufw: ansible-playbook setup.yml -e network_ufw_enable=true, or set "
+        "fleet_address of every host to its address in a private network (docs/security.md)"
     )
     return [warning("NF215", host, problem, remedy)]

@@ -35,9 +35,9 @@ IDLE_LIMIT = 30.0
 
 
 def read_line(connection: socket.socket) -> dict[str, Any]:
-    """The JSON object in the next line of a stream. Raises ValueError if there is none.
+    """Read one line from a socket; returns the JSON object in it. Raises ValueError if there is none.
 
-    It reads single bytes, so that the bytes after the line stay in the stream.
+    Single bytes are read, so that the bytes after the line stay in the socket.
     """
     line = b""
     while not line.endswith(b"\n"):
@@ -52,7 +52,7 @@ def read_line(connection: socket.socket) -> dict[str, Any]:
 
 
 def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
-    """Send an object as one line of JSON."""
+    """Send an object to a socket as one line of JSON."""
     connection.sendall(json.dumps(value).encode() + b"\n")
 
 
@@ -66,14 +66,19 @@ def plain(address: str) -> str:
 
 
 def control_name(token: str) -> str:
-    """Name of the abstract Unix socket at which the listener process is stopped."""
+    """The name of the abstract Unix socket at which a listener process can be stopped.
+
+    token: the secret of the check, which also names the listener.
+    """
     return "\0nanofleet-doctor-" + token[:16]
 
 
 class Listener:
-    """Sockets on which one host answers the others. limit, idle: seconds until it ends, see `serve`.
+    """The sockets on which a host answers the probes of its peers.
 
-    Raises OSError if a listener with the same token runs on this host.
+    host: its name. token: the secret of the check. limit: seconds after which it ends. idle: seconds
+    without a caller after which it ends. Raises OSError if a listener with the same token runs on this
+    host.
     """
 
     def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
@@ -133,7 +138,7 @@ def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
 
 
 def drain(connection: socket.socket) -> tuple[int, float]:
-    """Read to the end of the stream. Returns (bytes, seconds from the first byte to the end)."""
+    """Read a socket to the end of file. Returns (bytes, seconds from the first byte to the end)."""
     buffer = memoryview(bytearray(CHUNK))
     count, first, last = 0, None, 0.0
     while True:
@@ -146,7 +151,7 @@ def drain(connection: socket.socket) -> tuple[int, float]:
 
 
 def pour(connection: socket.socket, seconds: float) -> None:
-    """Send zeros for `seconds` seconds, then end of file."""
+    """Send zeros to a socket for `seconds` seconds, then end of file."""
     block, ends = bytes(CHUNK), time.monotonic() + seconds
     while time.monotonic() < ends:
         connection.sendall(block)
@@ -163,7 +168,10 @@ def source(connection: socket.socket, asked: dict[str, Any]) -> None:
 
 
 def detach(listener: Listener, limit: float) -> int:
-    """Start a process that serves for at most `limit` + 1 seconds and outlives this one; returns its pid."""
+    """Start a process in which `listener` serves for at most `limit` + 1 seconds; returns its pid.
+
+    The process outlives this one.
+    """
     sys.stdout.flush()
     sys.stderr.flush()
     server = os.fork()

@@ -38,7 +38,10 @@ UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM,
 
 @dataclass(frozen=True)
 class PeerPath:
-    """The path from this host to the listener of the peer `host` at `address`."""
+    """The path from this host to the listener (peer_listener) of the peer `host` at `address`.
+
+    token: the secret of the check, which both ends know.
+    """
 
     host: str
     address: str
@@ -46,9 +49,9 @@ class PeerPath:
     connect_seconds: float = CONNECT_SECONDS
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
-        """Connect to a port of the peer's listener; returns (socket, its answer).
+        """Connect to a port of the peer's listener; returns (socket, the answer of the listener).
 
-        packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: fields of the
+        packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: more fields of the
         request. Raises OSError, and ValueError if another program answers.
         """
         connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
@@ -116,9 +119,10 @@ class PeerPath:
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
     def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
-        """Send the largest packet that the connection allows: (bytes, whether it arrived, path MTU then).
+        """Send the largest packet that the connection allows: (its bytes, whether it arrived, path MTU).
 
-        packet: bound of its size in bytes; 0 leaves the size to the interface and the path.
+        packet: the most bytes of the packet; 0 leaves the size to the interface and the path. The path MTU
+        is that after the packet.
         """
         connection, _answer = self.call(port, packet=packet, do="sink")
         with connection:
@@ -184,7 +188,7 @@ def headers(address: str) -> int:
 
 
 def options(connection: socket.socket) -> int:
-    """Bytes of TCP options in each packet of a connection: 12 if it uses timestamps, else 0."""
+    """The bytes that TCP options take in each packet of a connection: 12 if it uses timestamps, else 0."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 8)
     return 12 if struct.unpack("8B", info)[5] & 1 else 0
 
@@ -199,9 +203,10 @@ def is_up(address: str, port: int) -> bool:
 
 
 def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
-    """All probes of a peer except rates: route, ports, rtt_ms, mtu, up; also cut if a connection breaks.
+    """All probes of a path except rates: {"route", "ports", "rtt_ms", "mtu", "up"}; "cut" if one breaks off.
 
-    ports: the listeners of the peer, [{"port", "role"}]. ssh_port: tried if none of them is open.
+    path: to the peer. ports: the listeners of the peer, [{"port", "role"}]. ssh_port: is tried if none of
+    them answers; `up` is whether the peer answers at all.
     """
     with ThreadPoolExecutor(max(1, len(ports))) as pool:
         probed = list(pool.map(lambda each: {**each, **path.reach(each["port"])}, ports))

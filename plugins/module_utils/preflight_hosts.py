@@ -12,7 +12,7 @@ from typing import Any
 from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import (
-    release,
+    reset_command,
     unreachable_finding,
 )
 
@@ -68,9 +68,10 @@ def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[st
 
 
 def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping[str, Any]) -> list[Finding]:
-    """All findings about single hosts, from the results that tasks/hosts.yml registered.
+    """All findings about single hosts, from the results that the role preflight registered on them.
 
-    limits: free_gb, skew_s, pythons, architectures, addresses (by host).
+    hosts: names, the coordinator first. hostvars: variables by host. limits: free_gb (GiB), skew_s
+    (seconds), pythons and architectures (those that can be used), addresses (by host).
     """
     findings = []
     for host, facts in facts_of(hosts, hostvars).items():
@@ -88,7 +89,8 @@ def host_findings(hosts: list[str], hostvars: Mapping[str, Any], limits: Mapping
 def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> list[Finding]:
     """Warnings about hosts that were in the fleet at the last setup.yml and are not in the inventory now.
 
-    They are listed in the claim on the coordinator (`host`). addresses: of the hosts in the inventory.
+    host, facts: the coordinator and its facts, among which is the list of the hosts at the last setup.yml.
+    addresses: of the hosts in the inventory.
     """
     try:
         before = json.loads(facts.get("claim", ""))["hosts"]
@@ -97,18 +99,23 @@ def former_findings(host: str, facts: Facts, addresses: Mapping[str, str]) -> li
     if not isinstance(before, dict) or host not in before:
         return []
     problem = (
-        "This host was in the fleet at the last setup.yml and is not in the inventory any more. What was "
-        "installed there stays, and the unit of a run may restart, until the host is released."
+        "This host was in the fleet at the last setup.yml and is no longer in the inventory. nanofleet is "
+        "still installed on it, and the systemd unit of a run may restart there."
     )
     return [
-        warning("NF019", name, problem, release(str(address), outside=True))
+        warning(
+            "NF019", name, problem, f"uninstall nanofleet there: {reset_command(str(address), outside=True)}"
+        )
         for name, address in before.items()
         if name not in addresses and address not in addresses.values()
     ]
 
 
 def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about the system, systemd, processor, Python, commands and disks of a host."""
+    """Findings about the system, systemd, processor, Python, commands and disks of a host.
+
+    facts: of the host (see the top of this file). limits: as for `host_findings`.
+    """
     on, remove = f"(on {host})", f"remove {host} from the inventory"
     upgrade = "Debian 12+ or Ubuntu 24.04+"
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
@@ -119,25 +126,32 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     system, version = facts.get("distribution") or "unknown system", facts.get("systemd_version", "")
     if version.isdigit() and int(version) < MIN_SYSTEMD:
         problem = (
-            f"This host's systemd {version} ({system}) is too old for the units: {MIN_SYSTEMD} is needed."
+            f"The systemd {version} of this host ({system}) is too old: nanofleet needs {MIN_SYSTEMD} or "
+            "later."
         )
         yield finding("NF104", host, problem, f"upgrade it to {upgrade}, or {remove}")
-    if facts.get("machine") not in limits["architectures"]:
+    machine = facts.get("machine")
+    if machine not in limits["architectures"]:
         available = " and ".join(limits["architectures"])
-        problem = f"This host's processor is {facts.get('machine')}; torch is available for {available}."
+        problem = f"The processor of this host is {machine}, and torch is available for {available} only."
         yield finding("NF105", host, problem, remove)
     pythons = list(limits["pythons"])
+    versions = " or ".join(pythons)
     if facts.get("python3") != "yes":
-        problem = f"No python3 is installed; Ansible and the trainer need Python {' or '.join(pythons)}."
+        problem = (
+            f"This host has no command python3. Ansible and the training program need Python {versions}."
+        )
         yield finding("NF106", host, problem, f"sudo apt install python3 python3-venv  {on}")
     elif not set(facts["python"]) & set(pythons):
         has = ", ".join(sorted(set(facts["python"]))) or "none"
-        problem = f"Python {' or '.join(pythons)} is needed; it has {has} ({system})."
-        fix = f"sudo apt install python{pythons[0]}  (on {host}), or upgrade the system of {host}"
+        problem = f"The training program needs Python {versions}, and this host ({system}) has {has}."
+        version = pythons[0]
+        fix = f"sudo apt install python{version}  (on {host}), or upgrade {host} to {upgrade}"
         yield finding("NF107", host, problem, fix)
     for command in facts["missing"]:
-        fix = f"sudo apt install {PACKAGES.get(command, command)}  {on}"
-        yield finding("NF108", host, f"The command {command} is missing.", fix)
+        package = PACKAGES.get(command, command)
+        problem = f"This host has no command {command}, which the playbooks use."
+        yield finding("NF108", host, problem, f"sudo apt install {package}  {on}")
     yield from _disk_findings(host, facts, float(limits["free_gb"]))
 
 
@@ -150,8 +164,14 @@ def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]
             full.setdefault(disk["mount"], []).append(path)
     for mount, paths in full.items():
         free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
-        problem = f"{free:.1f} GiB are free on {mount} for {' and '.join(paths)}; {needed:g} are needed."
-        typed = f"free space there: see sudo du -xh --max-depth=2 {mount} | sort -h | tail  (on {host})"
+        folders = " and ".join(paths)
+        problem = (
+            f"The disk at {mount} has {free:.1f} GiB free, and nanofleet needs {needed:g} GiB for {folders}."
+        )
+        typed = (
+            f"delete large files; they are listed by: sudo du -xh --max-depth=2 {mount} | sort -h | tail  "
+            f"(on {host})"
+        )
         yield finding("NF109", host, problem, typed)
 
 
@@ -160,21 +180,30 @@ def root_findings(
 ) -> Iterator[Finding]:
     """Findings about sudo and the clock of a host.
 
-    result: registered result of the probe as root. skew_s: allowed difference to the controller's clock.
+    variables: of the host. result: the registered result of the probe as root. facts: of the host (see the
+    top of this file). skew_s: seconds by which its clock may differ from the controller's.
     """
     if "time" not in facts or (facts.get("uid") != "0" and may_become_root(variables)):
         output = " ".join(str(result.get(key) or "") for key in ("msg", "stderr", "stdout", "module_stdout"))
         user = variables.get("ansible_user") or "the SSH user"
         if "incorrect" in output.lower():
             yield finding(
-                "NF110", host, f"sudo refuses the password of {user}.", "add -K and type the password again"
+                "NF110",
+                host,
+                f"sudo on this host refuses the password that was given for {user}.",
+                "repeat the command with -K, then type the password again",
             )
             return
-        fix = "add -K (--ask-become-pass) to the same command"
-        yield finding("NF111", host, f"sudo asks for a password of {user}.", fix)
+        fix = "repeat the command with -K (--ask-become-pass), then type the password"
+        problem = f"sudo on this host asks for the password of {user}, and none was given."
+        yield finding("NF111", host, problem, fix)
         return
-    skew = int(facts["time"]) - int(facts["sent"])
-    if abs(skew) > float(skew_s):
+    skew, allowed = int(facts["time"]) - int(facts["sent"]), float(skew_s)
+    if abs(skew) > allowed:
         side = "ahead of" if skew > 0 else "behind"
-        problem = f"This host's clock is {abs(skew)} s {side} the controller's."
+        problem = (
+            f"The clock of this host is {abs(skew)} s {side} that of the controller (allowed: {allowed:g} "
+            "s), so the logs "
+            "of the hosts would be shown in the wrong order."
+        )
         yield finding("NF112", host, problem, f"sudo timedatectl set-ntp true  (on {host})")

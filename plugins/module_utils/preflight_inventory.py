@@ -15,6 +15,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Fi
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import resolved
 
 HOST_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]*")
+EXAMPLE = "inventory/sample/hosts.yml"
 SAMPLE = (
     "cp -r inventory/sample inventory/mine  (put your hosts in, then add -i inventory/mine to the command); "
     "or, for two hosts on this machine: ansible-playbook lab.yml"
@@ -22,31 +23,41 @@ SAMPLE = (
 # Part of the message of ssh -> what it means, and the fix. The first match counts.
 SSH_ERRORS = {
     "host key verification failed": (
-        "its host key is not known here or has changed",
-        "{ssh}  (compare the key)",
+        "the controller does not know the host's SSH key, or the key has changed",
+        "{ssh}  (answer yes if the key that it shows is the host's; for a changed key it shows what to do)",
     ),
-    "permission denied": ("it refuses this user or key", "ssh-copy-id{options} {target}"),
+    "permission denied": ("its SSH server refuses the user or the key", "ssh-copy-id{options} {target}"),
     "could not resolve hostname": (
-        "its name does not resolve on this machine",
-        "set its ansible_host to an address",
+        "the controller finds no IP address for this name",
+        "set ansible_host of {host} to its IP address in the inventory",
     ),
     "connection refused": (
-        "it runs, but no SSH server answers",
+        "the host is on, but no SSH server answers",
         "sudo apt install openssh-server  (on {host})",
     ),
-    "no route to host": ("it is down or on another network", "{ssh}"),
-    "network is unreachable": ("this machine has no route to it", "{ssh}"),
-    "timed out": ("it is down, asleep or behind a firewall", "{ssh}"),
+    "no route to host": (
+        "the host is off or on another network",
+        "start {host} or connect it, then try: {ssh}",
+    ),
+    "network is unreachable": (
+        "the controller has no route to the network of the host",
+        "connect the controller to that network, then try: {ssh}",
+    ),
+    "timed out": (
+        "the host is off, asleep or behind a firewall",
+        "start {host} or open its SSH port, then try: {ssh}",
+    ),
 }
 
 
 def inventory_findings(
     addresses: Mapping[str, str], coordinators: list[str], workers: list[str], members: list[str]
 ) -> Iterator[Finding]:
-    """Findings about groups, names and addresses of the inventory.
+    """Findings about the groups, host names and addresses of an inventory.
 
-    A fleet has one coordinator, each host once, and an address for each that resolves. addresses: by host.
-    members: hosts of the group fleet, which the plays run on; it must hold the coordinator and the workers.
+    An inventory needs one coordinator, lists each host once, and has an address for each that resolves.
+    addresses: {host: address}. coordinators, workers: the hosts of these groups. members: the hosts of the
+    group fleet, which must contain both groups.
     """
     hosts = [*coordinators, *workers]
     if not hosts:
@@ -57,24 +68,30 @@ def inventory_findings(
         if not HOST_NAME.fullmatch(host):
             takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
             problem = f"The host name {host!r} cannot be used: a name has {takes}."
-            yield finding("NF015", "inventory", problem, "rename it there")
+            yield finding("NF015", "inventory", problem, f"rename {host} in the inventory")
     yield from _member_findings(hosts, members)
     if len(coordinators) != 1:
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."
-        fix = f"keep {[*coordinators, *hosts][0]} in coordinator, the others in workers (inventory/sample)"
+        first = [*coordinators, *hosts][0]
+        fix = (
+            f"in the inventory, keep {first} in coordinator and list the other hosts in workers (as in "
+            f"{EXAMPLE})"
+        )
         yield finding("NF011", "inventory", problem, fix)
     for host, times in Counter(hosts).items():
         if times > 1:
             problem = "This host is listed both as coordinator and as worker."
-            yield finding("NF012", host, problem, f"remove {host} from one group")
+            yield finding("NF012", host, problem, f"remove {host} from one of the two groups")
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
-            problem = f"This host has the same address as {owners[address]}, {address}."
-            yield finding("NF013", host, problem, f"give {host} an ansible_host of its own, or remove it")
+            other = owners[address]
+            problem = f"This host and {other} have the same address, {address}: they are one machine."
+            fix = f"set ansible_host of {host} to its own address in the inventory, or remove {host} from it"
+            yield finding("NF013", host, problem, fix)
         elif not resolved(address):
-            problem = f"This host's address {address} does not resolve on this machine."
+            problem = f"The controller finds no IP address for {address}, the address of this host."
             fix = f"set ansible_host of {host} to its IP address in the inventory"
             yield finding("NF014", host, problem, fix)
         owners.setdefault(address, host)
@@ -84,21 +101,29 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
     """Findings about hosts outside of the group fleet, and about its hosts that no run would use."""
     left_out = [host for host in dict.fromkeys(hosts) if host not in members]
     if not members:
-        fix = "add the group fleet with the children coordinator and workers (inventory/sample)"
-        problem = "The inventory has no group fleet, which every playbook runs on."
+        fix = (
+            f"add to the inventory a group fleet with the children coordinator and workers (as in {EXAMPLE})"
+        )
+        problem = "The inventory has no group fleet. Every playbook runs on the hosts of this group."
         yield finding("NF016", "inventory", problem, fix)
     elif left_out:
-        problem = f"Not in the group fleet, so no playbook would reach it: {', '.join(left_out)}."
-        fix = "make coordinator and workers the children of fleet (inventory/sample)"
+        hosts_outside = ", ".join(left_out)
+        problem = f"The group fleet, on which every playbook runs, does not contain {hosts_outside}."
+        fix = f"in the inventory, make coordinator and workers children of the group fleet (as in {EXAMPLE})"
         yield finding("NF017", "inventory", problem, fix)
     for host in members:
         if host not in hosts:
-            problem = "This host is in the group fleet, but neither in coordinator nor in workers."
-            fix = f"add {host} to workers, or remove it from fleet and release it: {release(host)}"
+            problem = (
+                "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it."
+            )
+            fix = (
+                f"add {host} to workers in the inventory, or uninstall nanofleet there and remove it: "
+                f"{reset_command(host)}"
+            )
             yield finding("NF018", host, problem, fix)
 
 
-def release(host: str, outside: bool = False) -> str:
+def reset_command(host: str, outside: bool = False) -> str:
     """The command that removes nanofleet from one host. outside: whether no inventory lists the host."""
     name = shlex.quote(host)
     where = f"-i {name}, -u USER " if outside else ""
@@ -106,9 +131,10 @@ def release(host: str, outside: bool = False) -> str:
 
 
 def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
-    """How a person reaches the host by SSH as Ansible does: {"host", "ssh", "options", "target"}.
+    """How a person reaches a host by SSH as Ansible does: {"host", "ssh", "options", "target"}.
 
-    ssh: the whole command. options: its -p and ansible_ssh_common_args. target: USER@ADDRESS.
+    ssh: the whole command. options: the part of it with -p and ansible_ssh_common_args. target:
+    USER@ADDRESS. variables: of the host.
     """
     address = str(variables.get("ansible_host") or host)
     user = variables.get("ansible_user") or variables.get("ansible_ssh_user")
@@ -122,20 +148,25 @@ def ssh_target(host: str, variables: Mapping[str, Any]) -> dict[str, str]:
 
 
 def unreachable_finding(host: str, variables: Mapping[str, Any], message: str) -> Finding:
-    """A finding about a host that Ansible cannot reach. message: the error of ssh."""
+    """The finding about a host that Ansible cannot reach.
+
+    variables: of the host. message: the error of ssh, from which the cause and the fix follow.
+    """
     words = ssh_target(host, variables)
+    target = words["target"]
     for part, (meaning, fix) in SSH_ERRORS.items():
         if part in message.lower():
-            problem = f"This host cannot be reached at {words['target']}: {meaning}."
+            problem = f"SSH cannot reach this host at {target}: {meaning}."
             return finding("NF101", host, problem, fix.format(**words))
     detail = (message.strip() or "no reason given").splitlines()[-1]
-    return finding("NF102", host, f"This host cannot be reached at {words['target']}: {detail}", words["ssh"])
+    fix = f"connect by hand to see more: {words['ssh']}"
+    return finding("NF102", host, f"SSH cannot reach this host at {target}: {detail}", fix)
 
 
 def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
-    """(description of the holder of a port, the command that ends it).
+    """(the process that uses a port, as text; the command that ends the process).
 
-    held: pid, user, command and unit of the holder, as far as known.
+    held: pid, user, command and unit of the process, as far as they are known.
     """
     pid, unit, stop = held.get("pid"), held.get("unit"), f"sudo systemctl stop {held.get('unit')}"
     if not pid:

@@ -38,9 +38,10 @@ Facts = Mapping[str, Any]
 
 
 def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
-    """All findings about the run on all hosts, the coordinator's first; [] if no run is requested.
+    """All findings about the requested run on all hosts; [] if no run is requested.
 
-    options: asked (whether a run is requested), config (the settings given for it), nproc_per_node.
+    facts_by_host: {host: facts of its probe}, the coordinator first. options: asked (whether a run is
+    requested), config (the settings that were given for it), nproc_per_node (ranks on a host).
     """
     if not options["asked"]:
         return []
@@ -79,10 +80,11 @@ def _stored(facts: Facts) -> Mapping[str, Any]:
 
 
 class Need:
-    """GiB of memory and disk that the ranks of a run need on a host.
+    """The memory and disk, in GiB, that the ranks of a run need on one host.
 
-    parts: GiB per rank. once: further GiB per host. copy_gb: the part of `once` for the copy of a checkpoint.
-    coordinates: whether the host is the coordinator.
+    values: settings of the run. ranks: on this host. world_size: all ranks. coordinates: whether the host
+    is the coordinator. After construction: `parts` is {purpose: GiB of one rank}, `once` {purpose: GiB of
+    the host besides}, `copy_gb` the part of `once` for the copy of a checkpoint.
     """
 
     def __init__(
@@ -170,8 +172,9 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
     limit = limited_gb(facts.get("limit", ""), total)
     subject = f"{need.ranks} ranks of depth {depth} need" if need.ranks > 1 else f"Depth {depth} needs"
     if needed > limit:
-        has = "it has" if limit == total else "fleet_memory allows"
-        problem = f"{subject} about {needed:.1f} GiB of memory ({need.described()}); {has} {limit:.1f} GiB."
+        parts = need.described()
+        has = "the host has" if limit == total else "the setting fleet_memory allows"
+        problem = f"{subject} about {needed:.1f} GiB of memory on this host ({parts}); {has} {limit:.1f} GiB."
         # A run that is resumed keeps its depth.
         smaller = [] if resumes else [d for d in range(1, depth) if need.smaller(d).memory_gb <= limit]
         fix = (
@@ -183,16 +186,25 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         return
     available = min(total, int(facts.get("available_kb") or facts["memory_kb"]) / 2**20)
     if needed > available and not facts["active"]:
-        problem = f"{subject} about {needed:.1f} GiB of memory; {available:.1f} of its {total:.1f} are free"
+        problem = (
+            f"{subject} about {needed:.1f} GiB of memory; {available:.1f} of the {total:.1f} GiB of this "
+            "host are free"
+        )
         size, pid, user, command = [*str(facts.get("biggest", "")).split(" ", 3), "", "", "", ""][:4]
         if command:
-            problem += f": {command} (PID {pid} of {user}) has {int(size) / 2**20:.1f}"
-        fix = f"ps aux --sort=-rss | head  (on {host}; end what is not needed)"
+            problem += (
+                f". The largest program is {command} (PID {pid} of {user}) with {int(size) / 2**20:.1f} GiB"
+            )
+        fix = f"end programs that are not needed; the largest: ps aux --sort=-rss | head  (on {host})"
         yield warning("NF402", host, f"{problem}.", fix)
 
 
 def limited_gb(limit: str, total_gb: float) -> float:
-    """GiB that a unit may use. limit: systemd's MemoryMax=, such as 8G or 50%; "" for total_gb."""
+    """The memory in GiB that a unit may use.
+
+    limit: the value of systemd's MemoryMax=, such as 8G or 50%; "" for no limit. total_gb: the memory of
+    the host.
+    """
     match = re.fullmatch(r"(\d+)([KMGT%])", limit)
     if not match:
         return total_gb
@@ -211,17 +223,20 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
         return
     path, disk = list(facts["disks"].items())[-1]
     free, keep = (disk["free_kb"] + int(facts.get("kept_kb") or 0)) / 2**20, need.config.keep_checkpoints
-    each = need.checkpoint_gb + need.own_gb
-    needed = (keep + 2) * each
+    size = need.checkpoint_gb + need.own_gb
+    needed = (keep + 2) * size
     if free >= needed:
         return
     problem = (
-        f"A checkpoint of depth {need.config.depth} takes {each:.1f} GiB and {path} has room for "
-        f"{free:.1f} GiB of them; keep_checkpoints={keep}, the best one and the one being written "
-        f"take {needed:.1f}."
+        f"{path} has {free:.1f} GiB free for checkpoints, and a run of depth {need.config.depth} needs "
+        f"{needed:.1f} GiB: keep_checkpoints={keep}, the best one and the one being written, each "
+        f"{size:.1f} GiB."
     )
-    fix = f"free space there: see sudo du -xh --max-depth=2 {disk['mount']} | sort -h | tail  (on {host})"
-    if free < 2 * each:
+    fix = (
+        f"delete large files; they are listed by: sudo du -xh --max-depth=2 {disk['mount']} | sort -h | "
+        f"tail  (on {host})"
+    )
+    if free < 2 * size:
         yield finding("NF403", host, problem, fix)
     else:
         fewer = f", or repeat the command with -e keep_checkpoints={keep - 1}" if keep > 1 else ""
@@ -235,17 +250,28 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
     if not online:
         return
     if asked and (missing := [part for part in asked.split(",") if not _is_within(part, online)]):
-        problem = f"fleet_cpus is {asked}, but {', '.join(missing)} is not among its processors {listed}."
-        yield finding("NF424", host, problem, f"set fleet_cpus of {host} to a part of {listed}, or remove it")
+        absent = ", ".join(missing)
+        problem = (
+            f"fleet_cpus of this host is {asked}, but the host has only the processors {listed}, not "
+            f"{absent}."
+        )
+        fix = f"set fleet_cpus of {host} in the inventory to processors of {listed}, or remove the setting"
+        yield finding("NF424", host, problem, fix)
         return
     threads, name = int(facts.get("threads") or 0), "fleet_threads"
     if config.threads:  # of a rank; it is used instead
         threads, name = config.threads * ranks, "threads" if ranks == 1 else f"threads of {ranks} ranks"
     usable = len(chosen or online)
     if threads > usable:
-        has = f"{'fleet_cpus allows' if chosen else 'it has'} {usable} processor{'s' if usable > 1 else ''}"
+        has = (
+            f"{'fleet_cpus allows' if chosen else 'the host has'} {usable} "
+            f"processor{'s' if usable > 1 else ''}"
+        )
         problem = f"{name} is {threads}, but {has}: threads would wait for each other in every step."
-        fix = f"remove fleet_threads of {host}, so that the fastest number is measured"
+        fix = (
+            f"remove fleet_threads of {host} from the inventory: the next run then measures the fastest "
+            "number"
+        )
         if config.threads:
             fix = f"repeat the command with -e threads=auto  (or -e threads={max(1, usable // ranks)})"
         yield warning("NF425", host, problem, fix)
@@ -265,15 +291,18 @@ def _processor(host: str, facts: Facts, config: Any) -> Iterator[Finding]:
     flags: Sequence[str] = facts.get("flags", "").split()
     if facts.get("machine") != "x86_64" or not flags:
         return
-    has = f"of the faster instructions it has only {', '.join(flags)}"
+    has = f"its vector instructions are {', '.join(flags)}"
     if config.dtype == "bfloat16" and not NATIVE_BF16 & set(flags):
         problem = (
-            "dtype is bfloat16, but the processor of this host only emulates bfloat16 "
-            f"({has}): steps would take minutes."
+            "dtype is bfloat16, but the processor of this host has no instructions for bfloat16 "
+            f"({has}): a step would take minutes."
         )
         fix = "repeat the command with -e dtype=auto  (selects the faster format on every host)"
         yield finding("NF405", host, problem, fix)
     if "avx2" not in flags:
-        problem = f"This host's processor has no AVX2 ({has}): its GEMM rate is half that of others or less."
-        fix = f"ansible-playbook doctor.yml  (shows its rate), or remove {host} from the inventory"
+        problem = (
+            f"The processor of this host has no AVX2 ({has}), so its rate of matrix multiplication (GEMM) is "
+            "half that of other processors or less. Every step waits for the slowest host."
+        )
+        fix = f"compare the rates: ansible-playbook doctor.yml, or remove {host} from the inventory"
         yield warning("NF406", host, problem, fix)

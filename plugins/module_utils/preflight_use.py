@@ -16,14 +16,19 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
 LAPTOPS = {"8", "9", "10", "11", "14", "30", "31", "32", "laptop", "convertible", "tablet"}
 SLEEPS = {"suspend", "hibernate", "hybrid-sleep", "suspend-then-hibernate", "sleep", "poweroff", "halt"}
 FULL = 0.9  # of the range of ports: ranks may then find none
+USERS_OF_PORTS = {
+    "store": "the rendezvous store of a run (TCPStore of torchrun)",
+    "tracker": "the tracker (MLflow)",
+}
 LOGIND = "/etc/systemd/logind.conf.d/awake.conf"
 Facts = Mapping[str, Any]
 
 
 def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> list[Finding]:
-    """All findings about the use of all hosts.
+    """All findings about the use of the hosts: ports in use, load, sleep, battery, unit files.
 
-    options: holds_sleep, whether a run keeps its host awake while it computes.
+    facts_by_host: {host: facts of its probe}. options: holds_sleep, whether a run keeps its hosts awake
+    while it computes.
     """
     findings: list[Finding] = []
     for host, facts in facts_by_host.items():
@@ -57,16 +62,19 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
         process = _process(" ".join(rest))
         if not process["unit"].startswith("nanofleet-"):
             who, end = holder(process, int(port))
-            fix = f"{end}  (on {host}; or take another port: -e {name}_port=PORT)"
-            yield finding("NF220", host, f"The {name}'s port {port} is held by {who}.", fix)
+            fix = f"{end}  (on {host}; or use another port: -e {name}_port=PORT)"
+            owner = USERS_OF_PORTS[name]
+            problem = f"Port {port}, which {owner} needs, is in use by {who}."
+            yield finding("NF220", host, problem, fix)
     if facts.get("range"):
         span, used, most, *rest = facts["range"].split(" ", 3)
         low, high = map(int, span.split("-"))
-        if int(used) >= FULL * (high - low + 1):
+        count = high - low + 1
+        if int(used) >= FULL * count:
             who, end = holder(_process(" ".join(rest)), low)
             problem = (
-                f"{used} of the {high - low + 1} ports {span} are taken, {most} of them by {who}: "
-                "ranks may find none to listen on."
+                f"{used} of the {count} ports {span} of this host are in use, {most} of them by {who}. The "
+                "ranks of a run need free ports in this range."
             )
             yield warning("NF221", host, problem, f"{end}  (on {host})")
 
@@ -76,8 +84,13 @@ def _unit(host: str, facts: Facts) -> Iterator[Finding]:
     path = str(facts.get("unit", ""))
     if path and "/transient/" not in path:
         name = Path(path).name
-        problem = f"A unit {name} already exists ({path}), so a run cannot use this name."
-        fix = f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or name the run: -e run_id=NAME)"
+        problem = (
+            f"A unit file {path} exists on this host, so systemd cannot start the run's own unit {name}."
+        )
+        fix = (
+            f"sudo rm {path} && sudo systemctl daemon-reload  (on {host}; or give the run another name: -e "
+            "run_id=NAME)"
+        )
         yield finding("NF407", host, problem, fix)
 
 
@@ -88,9 +101,17 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
         return
     busy = [line.split(" ", 3) for line in facts["busy"] if line.count(" ") == 3]
     who = ", ".join(f"{command} ({share} %, PID {pid} of {user})" for share, pid, user, command in busy)
-    problem = f"Other work keeps this host busy, a load of {load:g} on {cores} core{'s' if cores > 1 else ''}"
-    typed = f"sudo renice -n 19 -p {busy[0][1]}  (on {host}), or end it" if busy else f"top  (on {host})"
-    yield warning("NF120", host, f"{problem}{f': {who}' if who else ''}.", typed)
+    problem = (
+        f"Other programs use the processor of this host{f': {who}' if who else ''}. The load is {load:g} on "
+        f"{cores} core{'s' if cores > 1 else ''}, so training would be slow."
+    )
+    pid = busy[0][1] if busy else ""
+    typed = (
+        f"sudo renice -n 19 -p {pid}  (on {host}; lowers the priority), or end that program"
+        if busy
+        else f"end programs that are not needed; they are listed by: top  (on {host})"
+    )
+    yield warning("NF120", host, problem, typed)
 
 
 def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
@@ -111,11 +132,11 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
     )
     if not causes:
         return
-    then = "and a run without root cannot prevent that."
+    then = "A run without root access cannot keep it awake."
     if not holds_sleep:
-        then = "and no run prevents that."
+        then = "The setting launch_inhibit_sleep=false allows that during a run."
     elif facts.get("becomes"):
-        then = "a run prevents it while it trains, but not while it waits to restart after a failure."
+        then = "A run keeps it awake while it trains, but not while it waits to restart after a failure."
     keys = ["HandleLidSwitch", "HandleLidSwitchExternalPower"] if by_lid else []
     keys += ["IdleAction"] if by_idling else []
     lines = "".join(f"{key}=ignore\\n" for key in keys)
@@ -129,7 +150,7 @@ def _sleep(host: str, facts: Facts, holds_sleep: bool) -> Iterator[Finding]:
         commands.append(
             "gsettings set org.gnome.settings-daemon.plugins.power sleep-inactive-ac-type nothing"
         )
-    problem = f"This host falls asleep when {' or '.join(causes)}; {then}"
+    problem = f"This host goes to sleep when {' or '.join(causes)}. {then}"
     yield warning("NF121", host, problem, f"{' && '.join(commands)}  (on {host})")
 
 
@@ -142,4 +163,9 @@ def _battery(host: str, facts: Facts) -> Iterator[Finding]:
         percent = facts["battery"][0].split()[-1]
         left = f", {percent} % full" if percent.isdigit() else ""
         fix = f"plug {host} in, or remove it from the inventory"
-        yield warning("NF122", host, f"This host runs on its battery{left}.", fix)
+        yield warning(
+            "NF122",
+            host,
+            f"This host runs on its battery{left}. Training ends when the battery is empty.",
+            fix,
+        )

@@ -42,11 +42,12 @@ def project_folder(path: str) -> str:
 
 
 def cache_folder(path: str) -> tuple[str, bool]:
-    """(folder for files that can be made again, whether it survives the cleaning of temporary files).
+    """(the folder for files that can be made again, whether it survives the cleaning of temporary files).
 
-    The folder is the checkout; for an installed collection $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet.
-    If that cannot be written (a container without a home), a temporary folder of this user. Raises
-    PermissionError if the temporary folder belongs to another user.
+    path: of a playbook or role. The folder is the checkout; for an installed collection
+    $XDG_CACHE_HOME/nanofleet or ~/.cache/nanofleet. If that cannot be written (a container without a home),
+    it is a temporary folder of this user. Raises PermissionError if the temporary folder belongs to another
+    user.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = checkout_of(path) or Path(cache) / "nanofleet"

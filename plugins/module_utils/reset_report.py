@@ -12,7 +12,11 @@ CONFIRM = "repeat the command with -e reset_confirm=true"
 
 
 def published(variables: Mapping[str, Any], what: str) -> list[str]:
-    """The lines that the roles published as ROLE_removed, ROLE_kept or ROLE_left (`what`), each once."""
+    """The lines that the roles published on a host about their removal, each once.
+
+    variables: of the host. what: removed, kept or left: the lines are in the variables that end in it, such
+    as network_removed.
+    """
     return list(dict.fromkeys(line for role in ROLES for line in variables.get(f"{role}_{what}") or []))
 
 

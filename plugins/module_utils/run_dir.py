@@ -36,7 +36,7 @@ LEFTOVER = re.compile(r"outcome(-\d+)?\.json|heartbeat-\d+\.json|announced\.json
 
 
 def names_in(folder: str) -> list[str]:
-    """The names in a folder, sorted; [] if it is missing or cannot be read."""
+    """The names of the files in a folder, sorted; [] if the folder is missing or cannot be read."""
     try:
         return sorted(os.listdir(folder))
     except OSError:
@@ -54,10 +54,11 @@ def json_lines(path: str) -> list[dict[str, Any]]:
 
 
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
-    """The run status of each rank, from heartbeat-RANK.json, as dicts in rank order. now: Unix time.
+    """The run status of each rank on this host, from the files heartbeat-RANK.json, in rank order.
 
-    Each also has over (the rank has ended), process (process_state), before (it is of an earlier attempt) and
-    age (seconds since it was written).
+    run_dir: the directory of the run. now: Unix time. unit: the state of the run's unit. Each status also
+    has over (the rank has ended), process (the state of its process), before (it is of an earlier attempt)
+    and age (seconds since it was written).
     """
     found = []
     # The next attempt removes the outcomes when it begins.
@@ -96,7 +97,11 @@ def newest_checkpoint(run_dir: str) -> tuple[str | None, float | None]:
 def rebooted_since(
     run_dir: str, unit: Unit, statuses: list[dict[str, Any]], outcome: dict[str, Any], now: float
 ) -> float | None:
-    """Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None."""
+    """The Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None.
+
+    unit: the state of the run's unit. statuses: the run status of each rank. outcome: the content of
+    outcome.json. now: Unix time.
+    """
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
     times = [*(one.get("time") for one in [*statuses, outcome]), *(one.get("began") for one in begun)]
     last = max((float(moment) for moment in times if moment), default=None)
@@ -106,7 +111,10 @@ def rebooted_since(
 
 
 def links(run_dir: str) -> dict[str, str]:
-    """{path: target} of the symbolic links in the run directory, to which a run writes only real files."""
+    """{path: target} of the symbolic links in a run directory.
+
+    A run must not start with them, because it would overwrite their targets.
+    """
     found = {}
     for path in (os.path.join(run_dir, name) for name in names_in(run_dir) if not LEFTOVER.fullmatch(name)):
         if os.path.islink(path):
@@ -146,7 +154,10 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
-    """The part of the result of run_state that is read from the run directory; empty without run.json."""
+    """The part of the result of the module run_state that is read from a run directory; {} without run.json.
+
+    unit: the state of the run's unit. now: Unix time. log_lines: the most lines of an error in the log.
+    """
     found = os.path.exists(os.path.join(run_dir, "run.json"))
     run_dir = run_dir if found else os.devnull
     statuses = heartbeats(run_dir, now, unit)

@@ -17,7 +17,10 @@ LINES_AT_MOST = 50_000
 
 
 def rendered(host: str, line: Line, dated: bool = False) -> str:
-    """One line of the merged log: time, host:rank, text. dated: whether the time includes the date."""
+    """One line of the merged log: time, host:rank, text.
+
+    line: {"time", "rank", "text"} of the module run_log. dated: whether the time includes the date.
+    """
     moment = line.get("time")
     form = "%Y-%m-%d %H:%M:%S" if dated else "%H:%M:%S"
     at = time.strftime(form, time.localtime(moment)) if moment else "-" * (19 if dated else 8)

@@ -23,7 +23,7 @@ Ends = dict[str, list[str]]
 
 
 class RefusedError(Exception):
-    """The run must not start. The text of the error is the message of train.yml."""
+    """Raised if the run must not start. The text of the error is the message of train.yml."""
 
 
 def run_name(given: Mapping[str, Any], run_id: str = "") -> str:
@@ -155,7 +155,10 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
 
 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
-    """The run file of an earlier attempt, from the first host in rank order that has one."""
+    """The content of run.json of an earlier attempt, from the first host in rank order that has it.
+
+    states: host -> result of run_state. None if no host has it.
+    """
     for state in states:
         if state.get("run_id") == run_id and isinstance((state.get("run_file") or {}).get("config"), Mapping):
             return state["run_file"]
@@ -283,9 +286,10 @@ def _finished_message(run_id: str, outcome: Mapping[str, Any]) -> str:
 
 
 def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
-    """A message if another run is active on a host, or the port of the rendezvous store is in use; else "".
+    """Why the hosts cannot take the run: another run is active, or the store's port is in use; else "".
 
-    own: state by host, the coordinator first. unit: of the run. ends: units that are ended first, by host.
+    own: host -> result of run_state, the coordinator first. unit: the name of the run's unit. ends: {host:
+    units that are ended before the run starts}.
     """
     for host, state in own.items():
         for other in state.get("active_units", []):
@@ -310,13 +314,19 @@ def other_holder(own: Mapping[str, State], unit: str, ends: Ends) -> str:
 
 
 def busy(state: State, host: str, run_id: str) -> str:
-    """Why a host cannot take the run, as a message (see other_holder); "" if it can."""
+    """Why a host cannot take the run, as a message; "" if it can.
+
+    state: the result of run_state on `host`. run_id: the name of the run.
+    """
     unit = f"nanofleet-{run_id}.service"
     return other_holder({host: state}, unit, {host: [unit]})
 
 
 def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
-    """Raise RefusedError if only a host other than the coordinator has checkpoints of the run."""
+    """Raise RefusedError if only hosts other than the coordinator have checkpoints of the run.
+
+    own: host -> result of run_state, the coordinator first.
+    """
     first = next(iter(own))
     if own[first].get("checkpoint"):
         return
@@ -329,9 +339,10 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
 
 
 def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[str, Any]:
-    """`plan` for a run that is transferred to one host: run file, message, units to end, step_seconds.
+    """The decision for a run that continues on one faster host, made from the decision for all hosts.
 
-    transfer: result of run_summary.transferred.
+    plan: the result of `plan_run`. transfer: the result of run_summary.transferred. The result also has
+    step_seconds, the predicted seconds of a step on that host.
     """
     hosts, host, run_id = plan["file"]["hosts"], transfer["host"], plan["run_id"]
     free = ", ".join(each for each in hosts if each != host)

@@ -33,7 +33,10 @@ USUAL_VOCABULARY = 32_768
 def table(
     header: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str] = NUMBERS
 ) -> list[str]:
-    """Rows as aligned lines under a header; the columns of `numbers` to the right."""
+    """The lines of a table: a header and rows in aligned columns.
+
+    numbers: the names in the header whose columns are aligned to the right.
+    """
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(row: Sequence[str]) -> str:
@@ -47,7 +50,7 @@ def table(
 
 
 def screen(lines: Sequence[str]) -> str:
-    """Lines as one text that YAML output prints unchanged.
+    """Lines as one text that Ansible's YAML output prints unchanged.
 
     It has no tabs, trailing blanks, emoji or control characters.
     """
@@ -56,7 +59,10 @@ def screen(lines: Sequence[str]) -> str:
 
 
 def unit_word(state: State) -> str:
-    """The state of a unit in one or two words: active, failed (RESULT), rebooted, restarting and others."""
+    """The state of a run's unit on a host in one or two words: active, failed (RESULT) and others.
+
+    state: the result of run_state.
+    """
     unit = state["unit"]
     if state["failed_unit"]:
         result = unit.get("result")
@@ -67,7 +73,10 @@ def unit_word(state: State) -> str:
 
 
 def evaluation_and_checkpoints(found: Mapping[str, State]) -> list[str]:
-    """Lines about the last evaluation and the last checkpoint of a run. found: hosts that have the run."""
+    """Lines about the last evaluation and the last checkpoint of a run.
+
+    found: host -> result of run_state, of the hosts that have the run.
+    """
     lines = []
     evaluation = next((state["evaluation"] for state in found.values() if state["evaluation"]), None)
     if evaluation:
@@ -83,9 +92,10 @@ def evaluation_and_checkpoints(found: Mapping[str, State]) -> list[str]:
 
 
 def ending(found: Mapping[str, State]) -> list[str]:
-    """Lines about the outcome of a run: one per outcome and reason, with its hosts.
+    """Lines about how a run has ended: one for each outcome and reason, with the hosts that report it.
 
-    One line without hosts if all hosts agree, or if all have finished or all were stopped.
+    found: host -> result of run_state, of the hosts that have the run. One line without hosts if all hosts
+    agree, or if all have finished or all were stopped.
     """
     ended = {host: state["outcome"] for host, state in found.items() if state["outcome"]}
     by_end: dict[tuple[str, str], list[str]] = {}
@@ -101,7 +111,10 @@ def ending(found: Mapping[str, State]) -> list[str]:
 
 
 def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for each active run other than `run_id`, with the command that ends it."""
+    """A line for each active run other than `run_id`, with the command that ends it.
+
+    states: host -> result of run_state.
+    """
     return [
         f"Also active: run {other} on {', '.join(hosts)}. End it: ansible-playbook stop.yml -e run_id={other}"
         for other, hosts in active_runs(states).items()
@@ -110,7 +123,10 @@ def others_active(states: Mapping[str, State], run_id: str) -> list[str]:
 
 
 def errors_of(states: Mapping[str, State]) -> list[str]:
-    """The first error in each host's log. Left out if the outcome is the same text."""
+    """The first error in the log of each host, as lines; left out if the outcome has the same text.
+
+    states: host -> result of run_state.
+    """
     lines: list[str] = []
     for host, state in answered(states).items():
         outcome = state["outcome"] or {}
@@ -187,7 +203,10 @@ def started(states: Mapping[str, State], run_id: str) -> str:
 
 
 def idle(states: Mapping[str, State], run_id: str) -> str:
-    """The message that no run, or not the run `run_id`, is active on the hosts that answered."""
+    """The message that no run is active on the hosts that answered; or that the run `run_id` is not.
+
+    states: host -> result of run_state.
+    """
     reached = answered(states)
     if not reached:
         return "No host answered."

@@ -58,9 +58,10 @@ def status_screen(states: Mapping[str, State], run_id: str = "", tracker_uri: st
 def hosts_and_facts(
     states: Mapping[str, State], run_id: str, tracker_uri: str = "", errors: bool = False
 ) -> list[str]:
-    """The screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
+    """The status screen without its title: a row for each rank, diagnosis, speed, progress, outcome.
 
-    errors: whether the errors in the logs are included.
+    states: host -> result of run_state, in rank order. tracker_uri: address of the MLflow page, "" for
+    none. errors: whether the errors in the logs are included.
     """
     reached = facts.answered(states)
     missing = [host for host in states if host not in reached]
@@ -95,7 +96,10 @@ def hosts_and_facts(
 
 
 def without_directory(states: Mapping[str, State]) -> list[str]:
-    """The hosts whose run directory is missing although the run is active on them or on other hosts."""
+    """The hosts without a directory of the run although the run is active on them or on other hosts.
+
+    states: host -> result of run_state.
+    """
     reached = facts.answered(states)
     active = [state for state in reached.values() if state["found"] and not state["ended"]]
     members = {host for state in active for host in (state["run_file"] or {}).get("hosts") or []}
@@ -108,7 +112,10 @@ def without_directory(states: Mapping[str, State]) -> list[str]:
 
 
 def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
-    """The message that no run has this name, with the most similar name and all known runs."""
+    """The message that no host has a run of this name, with the most similar name and all known runs.
+
+    reached: host -> result of run_state, of the hosts that answered.
+    """
     runs = {run["run_id"]: run.get("active") for state in reached.values() for run in state["runs"]}
     near = difflib.get_close_matches(run_id, runs, n=1, cutoff=0.4)
     meant = f" Did you mean {near[0]}?" if near else ""
@@ -187,7 +194,10 @@ def slow_phase_seconds(status: RunStatus) -> float | None:
 
 
 def is_training(found: Mapping[str, State]) -> bool:
-    """Whether all ranks of these hosts make progress. If not, their last speed is out of date."""
+    """Whether all ranks of these hosts make progress; if not, their last speed is out of date.
+
+    found: host -> result of run_state.
+    """
     return all(
         state["heartbeats"]
         and all(
@@ -206,7 +216,10 @@ def rebooted(found: Mapping[str, State]) -> dict[str, float]:
 
 
 def returning(found: Mapping[str, State]) -> list[str]:
-    """The hosts in `rebooted` that are restarting the run by themselves (within RESTART_SECONDS)."""
+    """The hosts that have rebooted during the run and are now restarting it by themselves.
+
+    found: host -> result of run_state.
+    """
     return [
         host
         for host, moment in rebooted(found).items()
@@ -215,7 +228,10 @@ def returning(found: Mapping[str, State]) -> list[str]:
 
 
 def reboots(found: Mapping[str, State], run_id: str) -> list[str]:
-    """A line for each host in `rebooted`, with the command that restarts the run there."""
+    """A line for each host whose reboot ended the run's unit, with the command that restarts the run there.
+
+    found: host -> result of run_state.
+    """
     automatic = returning(found)
     return [
         f"Rebooted:    {host} at {time.strftime('%a %H:%M:%S', time.localtime(moment))}, which ended the "

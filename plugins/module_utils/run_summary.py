@@ -13,10 +13,11 @@ NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The 
 
 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
-    """The facts that conditions of tasks use. states: host -> result of run_state, or of a task that failed.
+    """The facts about a run that conditions of tasks use, as a dict.
 
-    run_id: the requested run. several: a message if several runs are active, else "". transfer:
-    result of `transferred`. speaker: the host from whose log the steps are shown.
+    states: host -> result of run_state, or of a task that failed. run_id: the requested run, "" for none.
+    Among them are lost (hosts that did not answer), several (a message if several runs are active, else
+    ""), transfer (result of `transferred`) and speaker (the host from whose log the steps are shown).
     """
     reached = answered(states)
     return {
@@ -44,12 +45,18 @@ def answered(states: Mapping[str, State]) -> dict[str, State]:
 
 
 def is_over(state: State) -> bool:
-    """Whether the attempt is over, also if the unit is about to start another one."""
+    """Whether the attempt has ended on a host, also if its unit is about to start the next one.
+
+    state: the result of run_state.
+    """
     return bool(state["ended"] or state.get("between"))
 
 
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
-    """The run status of rank 0, else that of any rank, else {}."""
+    """The run status that rank 0 published, else that of any rank, else {}.
+
+    states: host -> result of run_state.
+    """
     known = [status for state in answered(states).values() for status in state["heartbeats"]]
     return min(known, key=lambda status: status.get("rank") != 0, default={})
 
@@ -98,8 +105,8 @@ def several_active(states: Mapping[str, State]) -> str:
         return ""
     runs = "; ".join(f"{run} on {', '.join(hosts)}" for run, hosts in active.items())
     return (
-        f"Several runs are active: {runs}. Nothing was changed. "
-        f"Name the one to end: ansible-playbook stop.yml -e run_id={next(iter(active))}"
+        f"The active runs are {runs}. No run was stopped. "
+        f"Fix: name the run to end: ansible-playbook stop.yml -e run_id={next(iter(active))}"
     )
 
 
@@ -114,7 +121,10 @@ def can_save(states: Mapping[str, State]) -> bool:
 
 
 def not_met(states: Mapping[str, State]) -> bool:
-    """Whether a log or an outcome shows that the ranks did not meet at the rendezvous store."""
+    """Whether a log or an outcome shows that the ranks did not find each other at the rendezvous store.
+
+    states: host -> result of run_state.
+    """
     return any(
         error in text
         for state in answered(states).values()
@@ -124,11 +134,10 @@ def not_met(states: Mapping[str, State]) -> bool:
 
 
 def transferred(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The decision of the ranks to continue the run on a single host, as in outcome.json; {} without one.
+    """The decision of the ranks to continue the run on one faster host; {} if they made none.
 
-    Its keys: `host`, `seconds` (predicted step time on that host), `together` (predicted
-    step time on all ranks) and `said` (the
-    table of predictions). states: host -> result of run_state.
+    states: host -> result of run_state. The result has host, seconds (predicted step time on that host),
+    together (predicted step time on all ranks) and `said` (the table of predictions).
     """
     for state in states.values():
         outcome = state.get("outcome") or {}

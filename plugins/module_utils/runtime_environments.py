@@ -1,4 +1,7 @@
-"""The kind of a host, and what setup.yml, train.yml and the doctor say about the hosts' environments."""
+"""Messages of setup.yml, train.yml and the doctor about the Python environments of the hosts.
+
+Hosts of one kind (Python version, machine, build of torch) install the same wheels.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +16,11 @@ SETUP = "ansible-playbook setup.yml  (for all hosts)"
 
 
 def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, str]:
-    """The kind of a host, on which its wheels depend: {"name", "python", "machine", "torch"}.
+    """The kind of a host, which decides on its wheels: {"name", "python", "machine", "torch"}.
 
-    The name is such as 3.11-x86_64 or 3.11-x86_64-cuda. Of `index`, the URL for torch, only the last part of
-    the path is in the name, because the rest may contain a password.
+    host: its python (such as 3.11) and machine (such as x86_64). torch: cpu or another build. index: the
+    URL from which torch comes. The name is such as 3.11-x86_64 or 3.11-x86_64-cuda; of `index` it has only
+    the last part of the path, because the rest may contain a password.
     """
     name = f"{host['python']}-{host['machine']}"
     if torch != "cpu":
@@ -25,10 +29,10 @@ def runtime_kind(host: Mapping[str, Any], torch: str, index: str) -> dict[str, s
 
 
 def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """{host: last result of locked_venv} of the hosts with an environment.
+    """{host: last result of the module locked_venv} for the hosts that have an environment.
 
-    The last result is that of the installation, or of the check if nothing was installed. Before the first
-    setup no host has an environment.
+    hostvars: variables by host. The last result is that of the installation, or of the check if nothing was
+    installed. Before the first setup.yml no host has an environment.
     """
     found = {}
     for host in hosts:
@@ -38,7 +42,10 @@ def installed(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, Mappin
 
 
 def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[Finding]:
-    """Refusals for hosts whose files, versions or trainer differ from those of most other hosts."""
+    """Refusals for hosts whose installed files, package versions or trainer differ from those of most hosts.
+
+    hosts: names. hostvars: variables by host, with the registered results of locked_venv.
+    """
     environments = installed(hosts, hostvars)
     by_kind: dict[str, dict[str, str]] = {}
     for host, each in environments.items():
@@ -46,25 +53,37 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
     for kind, digests in by_kind.items():
         for host, digest, usual in unlike_most(digests):
             problem = (
-                f"This host's environment {digest[:12]} differs from that of the other {kind} hosts, "
-                f"{usual[:12]}."
+                f"The installed packages of this host (digest {digest[:12]}) differ from those of the other "
+                f"{kind} hosts ({usual[:12]}). All of them need the same."
             )
-            typed = "remove its folder under venvs there, then ansible-playbook setup.yml"
+            prefix = hostvars[host].get("nanofleet_prefix", "/opt/nanofleet")
+            typed = f"sudo rm -r $(readlink -f {prefix}/venv)  (on {host}), then: ansible-playbook setup.yml"
             yield finding("NF301", host, problem, typed)
     versions = {host: each["versions"] for host, each in environments.items()}
     for name in sorted({name for each in versions.values() for name in each} - {PROJECT}):
         # A kind may need a package that another does not; whoever has it has the same, whatever the build.
         have = {host: each[name].split("+")[0] for host, each in versions.items() if name in each}
         for host, version, usual in unlike_most(have):
-            yield finding("NF302", host, f"This host has {name} {version}, the others {usual}.", SETUP)
+            yield finding(
+                "NF302",
+                host,
+                f"This host has {name} {version}, the others have {usual}. All need the same.",
+                SETUP,
+            )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):
-        problem = f"This host has the trainer {digest[:12]}, the others {usual[:12]}."
+        problem = (
+            f"The training program on this host (digest {digest[:12]}) differs from that on the others "
+            f"({usual[:12]}). All need the same."
+        )
         yield finding("NF303", host, problem, SETUP)
 
 
 def runtime_summary(hosts: list[str], hostvars: Mapping[str, Any]) -> str:
-    """A sentence with what is the same on all hosts, and the digest of the files of each kind."""
+    """A sentence about what all hosts have in common, and the digest of the installed files of each kind.
+
+    hosts: names. hostvars: variables by host, with the registered results of locked_venv.
+    """
     environments = installed(hosts, hostvars)
     if not environments:
         return "No environment is installed yet."
@@ -98,9 +117,10 @@ def not_set_up(environments: Mapping[str, Any], manifests: Mapping[str, str]) ->
 
 
 def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
-    """A message about differences between the hosts' installations; "" if there are none.
+    """A message about differences between what the hosts have installed; "" if there are none.
 
-    installed: host -> what installed_environment read there; digest: of this checkout's trainer.
+    installed: {host: {"torch", "trainer", "environment", ...}} as installed_environment read it. digest: of
+    the folder trainer/ in this checkout.
     """
     differences = []
     for field in dict.fromkeys(name for facts in installed.values() for name in facts):
@@ -118,17 +138,18 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
         )
     if any(facts.get("trainer") != digest for facts in installed.values()):
         return (
-            "The trainer on the hosts is another trainer than the one in this folder. Update the hosts: "
+            "The training program on the hosts differs from the folder trainer/ here. Update the hosts: "
             "ansible-playbook setup.yml"
         )
     return ""
 
 
 def by_kind(installed: Mapping[str, Mapping[str, str]], field: str) -> list[dict[str, str]]:
-    """The values of a field by host, in groups of hosts that must not differ in it.
+    """The values of one field by host, in groups of hosts that must not differ in it.
 
-    One environment is one lock's, and each Python, machine and build of torch has its own; a build is not a
-    version, so 2.13.0+cpu trains with 2.13.0+cu130.
+    installed: as for `skew`. field: such as torch or environment. Hosts with another Python, machine or
+    build of torch have another environment, so they are in another group for it; the build is not part of
+    torch's version: 2.13.0+cpu trains with 2.13.0+cu130.
     """
     kinds: dict[tuple[str, ...], dict[str, str]] = {}
     for host, facts in installed.items():

@@ -28,8 +28,8 @@ FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
 EXAMPLES = {"run_id": "evening-1", "stop_now": "true", "preset": next(iter(PRESETS))}
-SAMPLE = ("inventory/sample/group_vars/fleet.yml", "inventory/sample/hosts.yml")
-SETTINGS_PAGE = f"{SAMPLE[0]} lists the settings"
+SETTINGS_FILE = "inventory/sample/group_vars/fleet.yml"
+SAMPLE = (SETTINGS_FILE, "inventory/sample/hosts.yml")
 Spec = Mapping[str, Any]
 
 
@@ -46,7 +46,10 @@ def _of_roles(file: str) -> list[dict[str, Any]]:
 
 
 def declared() -> dict[str, Spec]:
-    """{name: spec} of the settings that belong to no role."""
+    """{name: spec} of the settings that belong to no role.
+
+    A spec is as in argument_specs.yml: type, default, choices, ...
+    """
     specs = dict(_read("roles/preflight/vars/declared_settings.yml")["preflight_declared_settings"])
     return specs | {"preset": {**specs["preset"], "choices": list(PRESETS)}}
 
@@ -57,7 +60,10 @@ def wired() -> set[str]:
 
 
 def role_names() -> dict[str, Spec]:
-    """{name: spec of argument_specs.yml} of the variables of roles; {} as the spec of those of `wired`."""
+    """{name: spec} of the variables of all roles, as in their argument_specs.yml.
+
+    The names that playbooks/group_vars/all.yml computes (`wired`) have the spec {}.
+    """
     entries = [
         entry for specs in _of_roles("meta/argument_specs.yml") for entry in specs["argument_specs"].values()
     ]
@@ -67,10 +73,10 @@ def role_names() -> dict[str, Spec]:
 
 
 def known_names() -> dict[str, Spec]:
-    """{name: spec} of the settings that `-e` may set, without those of RunConfig.
+    """{name: spec} of the settings that `-e` may set, without those of RunConfig. specs: see `declared`.
 
-    Of the variables of roles, these are the ones that SAMPLE lists. Others are internal: a play sets them for
-    one role. With `-e` such a value would have the highest precedence and hold for all roles.
+    Of the variables of roles these are the ones that the sample inventory lists. Others are internal: a
+    play sets them for one role, and a value of `-e` would override that in all roles.
     """
     sample = "".join((COLLECTION / file).read_text(encoding="utf-8") for file in SAMPLE)
     listed = set(re.findall(r"^ *# (\w+):", sample, re.MULTILINE))
@@ -88,28 +94,33 @@ def _name_finding(name: str, value: Any, names: list[str]) -> Finding:
     """A finding about `-e` with a name that is not one of `names`."""
     given = f"-e {name}={value}"
     if name in role_names():
-        problem = "This is not a setting. The playbooks set this variable themselves."
-        return finding("NF001", given, problem, f"repeat the command without -e {name}; {SETTINGS_PAGE}")
+        problem = f"The playbooks compute the variable {name} themselves, so -e must not set it."
+        fix = f"repeat the command without -e {name}; {SETTINGS_FILE} lists the settings of -e"
+        return finding("NF001", given, problem, fix)
     if name == "_raw_params":
         word = str(value).split()[0]
         fix = (
             f"repeat the command with -e {word}=VALUE  (no spaces around =; quote a value that contains "
             "spaces: -e 'NAME=\"a b\"')"
         )
-        return finding("NF002", f"-e {word}", "a setting needs a value.", fix)
+        return finding("NF002", f"-e {word}", f"The setting {word} has no value.", fix)
     lower = {known.lower(): known for known in names}
     near = difflib.get_close_matches(name.lower(), list(lower), n=1)
     if not near:
-        return finding("NF003", given, "no such setting.", SETTINGS_PAGE)
+        fix = f"find the name of the setting in {SETTINGS_FILE}, then repeat the command with that name"
+        return finding("NF003", given, f"There is no setting {name}.", fix)
     nearest = lower[near[0]]
-    problem = f"no such setting; did you mean {nearest}?"
+    problem = f"There is no setting {name}. Did you mean {nearest}?"
     return finding(
         "NF004", given, problem, f"repeat the command with -e {nearest}={value} instead of {given}"
     )
 
 
 def value_problem(name: str, value: Any, spec: Spec) -> str | None:
-    """A sentence if `value` violates `spec` (type, choices, min, max, pattern); else None."""
+    """A sentence if `value` is not possible for the setting `name`; None if it is.
+
+    spec: the spec of the setting as in argument_specs.yml, with type, choices, min, max or pattern.
+    """
     text, kind = str(value).strip(), spec.get("type", "str")
     choices = [str(choice) for choice in spec.get("choices") or []]
     if choices and text not in choices:
@@ -186,16 +197,14 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
             return "-e"
         return f"inventory {name}" + ("" if len(hosts) == len(by_host) else f" of {', '.join(hosts)}")
 
-    def fix(name: str, message: str) -> str:
+    def example(name: str, message: str) -> str:
         proposed = re.search(r"; use (\d+)", message)
         default = known.get(name, {}).get("default", getattr(RunConfig, name, "VALUE"))
-        example = proposed[1] if proposed else EXAMPLES.get(name, default)
-        instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
-        return f"repeat the command with -e {name}={example}{instead}"
+        return str(proposed[1] if proposed else EXAMPLES.get(name, default))
 
     with_steps = [host for host, values in by_host.items() if "steps" in values]
     if "num_iterations" in asked and with_steps:
-        problem = "steps and num_iterations are the same setting; give one of them."
+        problem = "steps and num_iterations are two names of one setting, and both have a value."
         typed = f"repeat the command without -e num_iterations={asked['num_iterations']}"
         findings.append(finding("NF005", label("steps", with_steps), problem, typed))
     problems: dict[tuple[str, str], list[str]] = {}
@@ -206,7 +215,9 @@ def check(asked: Mapping[str, Any], inventory: Mapping[str, Mapping[str, Any]]) 
             if message:
                 problems.setdefault((name, message), []).append(host)
     for (name, message), hosts in problems.items():
-        findings.append(finding("NF006", label(name, hosts), message, fix(name, message)))
+        instead = f" instead of -e {name}={asked[name]}" if name in asked else ""
+        typed = f"repeat the command with -e {name}={example(name, message)}{instead}"
+        findings.append(finding("NF006", label(name, hosts), message, typed))
     for name in names:
         if name in fields or known[name].get("of_fleet"):
             findings += _differing(name, by_host)
@@ -220,6 +231,6 @@ def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> Iterator[
         values.setdefault(str(variables.get(name, "not set")).strip(), []).append(host)
     if len(values) > 1:
         each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
-        problem = f"{name} differs between the hosts ({each}); all of them need the same value."
-        once = f"set {name} once, in group_vars/fleet.yml of the inventory"
+        problem = f"{name} differs between the hosts ({each}); all hosts need the same value."
+        once = f"set {name} once, in group_vars/fleet.yml of the inventory, and remove it from the hosts"
         yield finding("NF007", f"inventory {name}", problem, once)

@@ -38,7 +38,7 @@ class Socket(NamedTuple):
 
 
 def tables() -> list[str]:
-    """The texts of /proc/net/tcp and tcp6; an empty text if the kernel has no such table."""
+    """The texts of /proc/net/tcp and /proc/net/tcp6; an empty text for one that the kernel does not have."""
     return [read_text(name) for name in ("/proc/net/tcp", "/proc/net/tcp6")]
 
 
@@ -73,12 +73,12 @@ def run(argv: list[str]) -> tuple[int, str, str]:
 
 
 def own_scope() -> str:
-    """The systemd in which this process starts units: `system` for root, else `user` (systemd --user)."""
+    """Which systemd starts the units of this process: `system` for root, else `user` (systemd --user)."""
     return "system" if os.geteuid() == 0 else "user"
 
 
 def manager(scope: str) -> list[str]:
-    """The option of systemctl and systemd-run for a scope: ["--user"] for `user`, else []."""
+    """The option of systemctl and systemd-run for a scope: ["--user"] for `user`, [] for `system`."""
     return ["--user"] if scope == "user" else []
 
 

@@ -30,10 +30,10 @@ PLAYBOOK = re.compile(r"(\bansible-playbook )(?:playbooks/)?(\w+)\.yml\b")
 
 
 def options(given: Sequence[str], usual: Sequence[str], asks_password: bool, folder: Path) -> str:
-    """The -i and -K options that a command needs, each followed by a blank.
+    """The options -i and -K that a command in a message needs, each followed by a blank.
 
-    given: inventories of the running command. usual: inventories of a command without -i. folder: the current
-    directory; paths below it become relative.
+    given: inventories of the running command. usual: inventories of a command without -i. asks_password:
+    whether -K was given. folder: the current directory; paths below it become relative.
     """
     words = []
     for source in given if list(given) != list(usual) else ():
@@ -53,7 +53,11 @@ def settings(extra_vars: Sequence[str]) -> str:
 
 
 def typed(text: str, needed: str, settings: str = "") -> str:
-    """A text in which `needed` follows each ansible command, and `settings` each setup.yml and doctor.yml."""
+    """`text` with options after the ansible commands in it.
+
+    needed: options after each command (the result of `options`). settings: options after each setup.yml and
+    doctor.yml (the result of `settings`).
+    """
 
     def completed(found: re.Match[str]) -> str:
         return found[0] + needed + settings * text[found.end() :].startswith(WITH_SETTINGS)

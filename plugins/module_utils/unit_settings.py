@@ -50,9 +50,10 @@ def systemd_env(value: Any) -> str:
 
 
 def allowed(addresses: Iterable[Any], tracker_uri: str = "") -> list[str]:
-    """Values of systemd's IPAddressAllow=: localhost, the given hosts, and the host of the tracker.
+    """The values of systemd's IPAddressAllow= for a run: localhost, the hosts of the fleet, the tracker's.
 
-    addresses: IP addresses or names, which are resolved.
+    addresses: IP addresses or names of the hosts; names are resolved. tracker_uri: the address of the
+    tracker, "" for none.
     """
     tracker = urlsplit(tracker_uri).hostname if tracker_uri.startswith(("http://", "https://")) else None
     names = [*filter(None, addresses), *([tracker] if tracker else [])]

@@ -35,7 +35,7 @@ def sha256_of(path: Path) -> str:
 
 
 def wheel_of(path: Path) -> Wheel:
-    """The Wheel for a file: normalised name and version from the file's name, size and sha256."""
+    """The name, version, size and sha256 of the wheel file `path`; the name is normalised (PEP 503)."""
     name, version = path.name.split("-")[:2]
     name = re.sub(r"[-_.]+", "-", name).lower()
     return Wheel(name, version, sha256_of(path), path.name, path.stat().st_size)

@@ -40,7 +40,10 @@ def read_pins(path: Path) -> dict[str, str]:
 
 
 def markers_of(python_version: str, architecture: str) -> dict[str, str]:
-    """The marker environment (PEP 508) of a Linux host with this Python (such as 3.11) and architecture."""
+    """The marker environment (PEP 508) of a Linux host: the values with which pip decides on a requirement.
+
+    python_version: such as 3.11. architecture: such as x86_64.
+    """
     return {
         "implementation_name": "cpython",
         "implementation_version": f"{python_version}.0",

@@ -40,7 +40,10 @@ def is_wsl2(release: str) -> bool:
 
 
 def hyperv_rule(ports: Sequence[str]) -> str:
-    """The command of PowerShell that admits TCP on these ports, as in "20000-20999", to a mirrored WSL2."""
+    """The command of PowerShell that opens TCP ports of a mirrored WSL2 in the Hyper-V firewall.
+
+    ports: each a number or "LOW-HIGH", as text.
+    """
     listed = ",".join(f"'{port}'" for port in ports)
     return (
         "New-NetFirewallHyperVRule -Name nanofleet -DisplayName nanofleet -Direction Inbound "

@@ -17,6 +17,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import ask_ip, is_wireless, resolved
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import is_wsl2, wsl_networking
 
@@ -26,9 +27,11 @@ COPY_SECONDS = 0.25
 
 
 def links() -> dict[str, dict[str, Any]]:
-    """Interfaces by name: addresses, MTU, speed in Mbit/s, duplex, kind, and whether a signal is there.
+    """{name: facts} of the network interfaces of this host.
 
-    made_as: the kernel's name of the link type, as "tun" or "bridge"; "" for a plain interface.
+    The facts are addresses, mtu, speed_mbit, duplex, wireless, physical, carrier (whether there is a
+    signal) and made_as: the kernel's name of the link type, such as "tun" or "bridge", "" for a plain
+    interface.
     """
     found = {}
     for entry in ask_ip("-details", "address")[0]:
@@ -55,7 +58,10 @@ def links() -> dict[str, dict[str, Any]]:
 
 
 def wsl(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """The networking mode of WSL2, as in wsl_networking; "" on a host that is none. found: of `links`."""
+    """The networking mode of WSL2, such as "nat" or "mirrored"; "" if this host is no WSL2.
+
+    found: the result of `links`.
+    """
     release = platform.release()
     if not is_wsl2(release):
         return ""
@@ -89,9 +95,9 @@ def disk_of(path: str) -> dict[str, Any]:
 
 
 def mark(path: str) -> str:
-    """Real path, mtime and size of a file: a text that changes with the file.
+    """A text that changes when a file changes: its real path, mtime and size.
 
-    Empty if it does not exist; "unreadable" if this user may not read its folder.
+    "" if the file does not exist; "unreadable" if this user may not read its folder.
     """
     try:
         status = os.stat(path)
@@ -123,7 +129,7 @@ def copy_rate(mib: int, threads: int) -> float:
 
 
 def cpu() -> tuple[str, list[str]]:
-    """(model, those of FLAGS that it has) of the CPU."""
+    """(the model of the processor, those of its instruction sets that are in FLAGS)."""
     lines = [line.partition(":") for line in read_text("/proc/cpuinfo").splitlines()]
     fields = {key.strip(): value.strip() for key, _colon, value in reversed(lines)}
     flags = set((fields.get("flags") or fields.get("Features") or "").split())
@@ -165,7 +171,8 @@ def main() -> None:
         "wsl": wsl(interfaces),
         "disks": {path: disk_of(path) for path in p["paths"]},
     }
-    marks = {path: mark(path) for path in p["marks"]} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}
+    marked = [*p["marks"], *(path for firewall in FIREWALLS.values() for path in firewall.files)]
+    marks = {path: mark(path) for path in marked} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}
     module.exit_json(changed=False, facts=facts, marks=marks)
 
 

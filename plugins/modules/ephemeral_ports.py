@@ -27,7 +27,11 @@ SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s
 
 
 def content(low: int, high: int, before: str, fleet: str = "") -> str:
-    """The text of the fleet's sysctl file. before: the former range, as LOW HIGH."""
+    """The text of the sysctl file that setup.yml writes.
+
+    low, high: the range that it sets. before: the former range as "LOW HIGH", which it records. fleet: the
+    name of the fleet.
+    """
     return (
         f"# The ports of nanofleet's ranks, open to the other hosts of {f'the fleet {fleet}'.strip()}.\n"
         "# setup.yml wrote this file; reset.yml removes it and restores the former range.\n"
@@ -36,12 +40,12 @@ def content(low: int, high: int, before: str, fleet: str = "") -> str:
 
 
 def setting(text: str) -> str:
-    """The last range that a sysctl file sets, as LOW HIGH; empty without one."""
+    """The range that the text of a sysctl file sets, as "LOW HIGH"; of several the last; "" without one."""
     return " ".join((SETTING.findall(text) or [()])[-1])
 
 
 def remembered(text: str) -> str:
-    """The range before the fleet's, as LOW HIGH, which the fleet's sysctl file records.
+    """The range before setup.yml as "LOW HIGH", from the text of the sysctl file that setup.yml wrote.
 
     The kernel's default if an older release wrote the file and recorded none.
     """
@@ -74,7 +78,10 @@ def usable(low: int, high: int, reserved: str) -> int:
 
 
 def listeners(tables: list[str], low: int, high: int) -> list[tuple[int, int]]:
-    """(port, uid) of the listeners from low to high that are not on loopback. tables: see systemd_unit."""
+    """(port, uid) of each listener on a port from low to high that is not on loopback.
+
+    tables: the texts of /proc/net/tcp and tcp6.
+    """
     found = {(each.port, each.uid) for each in listening(tables) if not each.loopback}
     return sorted((port, uid) for port, uid in found if low <= port <= high)
 

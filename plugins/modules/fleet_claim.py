@@ -17,7 +17,10 @@ SCHEMA = 1
 
 
 def parse(text: str, path: str, host: str) -> dict[str, Any]:
-    """The claim in the text of a file; {} if the text is empty. Raises ValueError."""
+    """The claim in the text of a claim file as a dict; {} if the text is empty. Raises ValueError.
+
+    path, host: of the file, for messages.
+    """
     if not text:
         return {}
     try:
@@ -42,9 +45,10 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
 def refusal(
     claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
 ) -> str:
-    """Why this fleet may not change a host with this claim, as a message; "" if it may.
+    """Why this fleet must not change a host that has this claim, as a message; "" if it may.
 
-    hosts: address by name. partial: whether a claim with more or fewer of these hosts is of the same fleet.
+    claim: the content of the file on the host. fleet_id: the name of this fleet. hosts: {name: address} of
+    its hosts. partial: whether a claim with more or fewer of these hosts is of the same fleet.
     """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""
@@ -54,11 +58,10 @@ def refusal(
     others = ", ".join(f"{name} ({address})" for name, address in claim["hosts"].items())
     return (
         f"{host} serves the fleet {claim['fleet_id']}: {others}; set up by {claim['by']} at {claim['at']}. "
-        f"This fleet is {fleet_id}, and a host serves one fleet at a time. "
-        f"If both are the same fleet, put fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of the "
-        "inventory. "
-        f"If {host} is to leave the other fleet: "
-        f"ansible-playbook reset.yml -e fleet_id={claim['fleet_id']} -e reset_confirm=true --limit {host}"
+        f"This fleet is {fleet_id}, and a host serves one fleet at a time. If both are the same fleet, put "
+        f"fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of the inventory. If {host} is to leave "
+        f"the other fleet: ansible-playbook reset.yml -e fleet_id={claim['fleet_id']} -e reset_confirm=true "
+        f"--limit {host}"
     )
 
 

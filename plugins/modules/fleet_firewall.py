@@ -32,10 +32,11 @@ def as_rule(source: str, port: str) -> str:
 
 
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
-    """(rules to add, rules to delete), in a stable order. present: {rule: comment}.
+    """(ufw rules to add, ufw rules to delete) so that exactly the wanted rules of the fleet exist.
 
-    A rule with the same first word in another comment is added again, which changes its comment. The rule for
-    SSH is kept.
+    present: {rule: comment} of all rules. wanted: rules. comment: that of the fleet's rules. A rule whose
+    comment has the same first word and differs otherwise is added again, which changes its comment. The
+    rule for SSH is kept.
     """
     mark = mark_of(comment)
 
@@ -68,10 +69,10 @@ def of_ssh(comment: str) -> bool:
 
 
 def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
-    """Verdict of the first rule about the controller's SSH connection: accept, drop, or "" without one.
+    """What the first rule about the controller's SSH connection does: accept, drop, or "" without one.
 
-    A rule for one interface or one destination counts only if it drops. Any source matches an unknown
-    controller ("").
+    rules: arguments of ufw. controller: its address, "" if unknown. port: of SSH. A rule for one interface
+    or one destination counts only if it drops. Any source matches an unknown controller.
     """
     for line in rules:
         rule = ufw_rule(f"ufw {line}")
@@ -84,9 +85,10 @@ def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
 
 
 def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
-    """(rule that admits SSH, to add before ufw is enabled; whether it must come before all other rules).
+    """The ufw rule that admits SSH, to add before ufw is enabled: (rule, whether it must be the first one).
 
-    It admits everybody if no rule is about SSH, else the controller.
+    rules: arguments of ufw, in their order. controller: its address, "" if unknown. port: of SSH. The rule
+    admits everybody if no rule is about SSH, else the controller.
     """
     verdict = ssh_verdict(rules, controller, port)
     narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]

@@ -77,9 +77,10 @@ def read_marker(venv: Path) -> dict[str, Any]:
 
 
 def problems_of(venv: Path, digest: str, python: str) -> list[str]:
-    """Why the environment for this lock has to be made again; [] if it is complete.
+    """Why an environment has to be made again; [] if it is complete.
 
-    It is missing, unfinished, built on another Python, or was changed.
+    venv: its folder. digest: of the lock that it must be of. python: the version that it must have. Reasons
+    are that it is missing or unfinished, has another Python, or was changed.
     """
     marker = read_marker(venv)
     if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():
@@ -129,10 +130,10 @@ def command(arguments: list[str], what: str, folder: Path | str, **environment: 
 
 
 def build(p: dict[str, Any], venv: Path) -> None:
-    """Make the environment in place; its marker file is written last.
+    """Make the environment in its folder; the marker file is written last.
 
-    The login user may change the wheelhouse at any time. Therefore copies of its wheels are verified and
-    used.
+    p: the options of the module. The login user may change the wheelhouse at any time, so copies of its
+    wheels are verified and used.
     """
     if hashlib.sha256(p["requirements"].encode()).hexdigest() != p["digest"]:
         raise ValueError("The lock that was sent is not the one the controller made: run the playbook again.")

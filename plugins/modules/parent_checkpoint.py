@@ -39,7 +39,7 @@ def checkpoint(path: str) -> dict[str, Any] | None:
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """The result of the module."""
+    """The result of the module: checkpoints of a base run, and runs of stage sft. params: its options."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     asked = params["checkpoint"]
     run = params["run"] or ("" if os.path.isabs(asked) else asked.split("/")[0])

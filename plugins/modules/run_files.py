@@ -16,7 +16,7 @@ KEPT = ("run.json", "metrics.jsonl", "train.log", "outcome.json", "attempts.json
 
 
 def sha256_of(path: str, size: int | None = None) -> str:
-    """sha256 of the first `size` bytes of a file, or of the whole file."""
+    """The sha256 of the first `size` bytes of a file, as 64 hex digits; without a size, of the whole file."""
     digest, left = hashlib.sha256(), os.stat(path).st_size if size is None else size
     with open(path, "rb") as file:
         while block := file.read(min(1 << 20, left)):

@@ -95,7 +95,10 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """The result of the module for one reading: lines, error, cursor, source, ended."""
+    """The result of the module for one reading: {"lines", "error", "cursor", "source", "ended"}.
+
+    params: the options of the module.
+    """
     count = max(SEARCHED, params["lines"])
     lines, cursor = read_journal(params, count)
     source = "journal"
@@ -117,7 +120,10 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(lines: list[Entry], count: int) -> list[Line]:
-    """The first error of the last attempt, as lines with times; [] without one. count: most lines."""
+    """The first error of the last attempt, as lines with times; [] without one.
+
+    lines: of the log. count: the most lines of the result.
+    """
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]
     attempt = attempt_of(texts)

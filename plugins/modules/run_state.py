@@ -30,7 +30,7 @@ SERVERS = (PREFIX + "tracker.service", PREFIX + "serve.service")
 
 
 def read_state(params: dict[str, Any]) -> dict[str, Any]:
-    """The result of the module for one reading."""
+    """The result of the module for one reading of unit and run directory. params: its options."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = known_units(PREFIX + "*.service")

@@ -33,7 +33,7 @@ NEED_ROOT = {
 
 
 def assignments(properties: dict[str, Any]) -> list[str]:
-    """NAME=VALUE texts for systemd-run's --property. Raises RuntimeError for control characters."""
+    """Properties as NAME=VALUE texts for `systemd-run --property`. RuntimeError for control characters."""
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
@@ -135,7 +135,10 @@ def stop(module: AnsibleModule, unit: Unit) -> None:
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`."""
+    """Stop a unit, and send SIGKILL to its processes that are left after `seconds`.
+
+    name, scope: of the unit. control: runs systemctl.
+    """
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
     while processes_of(name, scope):

@@ -68,7 +68,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None = None) -> str:
-    """A phrase if a file is missing or differs; it begins with its name. Empty if the file is correct."""
+    """How a file of the data differs from the manifest, as a phrase that begins with `name`; else "".
+
+    digests: the stored digests. path: of the file. sha256, size: as the manifest lists them.
+    """
     if not path.is_file():
         return f"{name} is missing"
     found = path.stat().st_size

@@ -44,7 +44,7 @@ PROJECT = "nanofleet"
 
 
 class Wheelhouse:
-    """One wheelhouse folder, and the packages and sources that it is made from."""
+    """A wheelhouse, the folder of wheels for one kind of host, and the packages that it must contain."""
 
     def __init__(self, params: dict[str, Any]) -> None:
         self.p = params

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from port_range import COLON, DASHED
+
 from .lab import Fleet
 
 STATE = "/var/lib/nanofleet"
@@ -45,23 +47,23 @@ class Fault:
 FAULTS = (
     Fault(
         "Gloo's range blocked one way (iptables DROP)", 2,
-        "iptables -I INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
-        "iptables -D INPUT -s {peer} -p tcp --syn --dport 20000:20999 -j DROP",
-        "NF528", ("gets no answer", "20000-20999", "other direction is open", "iptables"),
+        f"iptables -I INPUT -s {{peer}} -p tcp --syn --dport {COLON} -j DROP",
+        f"iptables -D INPUT -s {{peer}} -p tcp --syn --dport {COLON} -j DROP",
+        "NF528", ("gets no answer", DASHED, "other direction is open", "iptables"),
         remedy="sudo iptables -D INPUT",
     ),
     Fault(
         "Gloo's range refused one way (ufw reject)", 1,
-        "ufw delete allow from {peer} to any port 20000:20999 proto tcp"
-        " && ufw prepend reject from {peer} to any port 20000:20999 proto tcp",
-        "ufw delete reject from {peer} to any port 20000:20999 proto tcp"
-        " && ufw prepend allow from {peer} to any port 20000:20999 proto tcp comment nanofleet",
-        "NF528", ("is refused", "20000-20999", "ufw reject"), remedy="sudo ufw delete reject",
+        f"ufw delete allow from {{peer}} to any port {COLON} proto tcp"
+        f" && ufw prepend reject from {{peer}} to any port {COLON} proto tcp",
+        f"ufw delete reject from {{peer}} to any port {COLON} proto tcp"
+        f" && ufw prepend allow from {{peer}} to any port {COLON} proto tcp comment nanofleet",
+        "NF528", ("is refused", DASHED, "ufw reject"), remedy="sudo ufw delete reject",
     ),
     Fault(
         "no ufw rule lets the peer in", 2,
-        "ufw delete allow from {peer} to any port 20000:20999 proto tcp",
-        "ufw prepend allow from {peer} to any port 20000:20999 proto tcp comment nanofleet",
+        f"ufw delete allow from {{peer}} to any port {COLON} proto tcp",
+        f"ufw prepend allow from {{peer}} to any port {COLON} proto tcp comment nanofleet",
         "NF528", ("gets no answer", "has no rule that lets"), remedy="setup.yml",
     ),
     Fault(
@@ -72,14 +74,14 @@ FAULTS = (
     ),
     Fault(
         "outgoing connections blocked", 2,
-        "iptables -I OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DROP",
-        "iptables -D OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DROP",
+        f"iptables -I OUTPUT -d {{peer}} -p tcp --dport {COLON} -j DROP",
+        f"iptables -D OUTPUT -d {{peer}} -p tcp --dport {COLON} -j DROP",
         "NF528", ("gets no answer", "OUTPUT"), remedy="sudo iptables -D OUTPUT",
     ),
     Fault(
         "ports led to another machine (DNAT)", 1,
-        "iptables -t nat -I OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DNAT --to-destination {me}",
-        "iptables -t nat -D OUTPUT -d {peer} -p tcp --dport 20000:20999 -j DNAT --to-destination {me}",
+        f"iptables -t nat -I OUTPUT -d {{peer}} -p tcp --dport {COLON} -j DNAT --to-destination {{me}}",
+        f"iptables -t nat -D OUTPUT -d {{peer}} -p tcp --dport {COLON} -j DNAT --to-destination {{me}}",
         "NF522", ("reaches", "instead"), blames=2, remedy="ip -br address",
     ),
     Fault(
@@ -123,7 +125,7 @@ FAULTS = (
         f"f={TORCH} && cp -a $f /tmp/METADATA"
         " && sed 's/^Version: .*/Version: 2.11.0/' /tmp/METADATA > $f",
         f"f={TORCH} && cp -a /tmp/METADATA $f && rm /tmp/METADATA",
-        "NF511", ("torch 2.11.0",), remedy="setup.yml",
+        "NF511", ("version of torch", "2.11.0"), remedy="setup.yml",
         note="the package's metadata are changed, as no second build is at hand",
     ),
     Fault(
@@ -243,7 +245,7 @@ def table(rows: list[tuple[Fault, Said]], good: Said, render: Callable[[str], st
     for fault, said in rows:
         found = [line for line in said.text.splitlines() if line.startswith(("FAULT", "warning"))]
         # The machine's own load is no part of the fault.
-        found = [render(line) for line in found if "Other work keeps this host busy" not in line]
+        found = [render(line) for line in found if "NF508" not in line]
         note = f" ({fault.note})" if fault.note else ""
         cell = "<br>".join(found).replace("|", "&#124;")
         lines.append(f"| {fault.name}{note} | host {fault.host} | {cell} | {said.seconds:.0f} |")

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from port_range import HIGH, LOW
 
 from .lab import ROOT, Fleet
 from .three import NAME, TINY, Three
@@ -54,7 +55,7 @@ def row(firewall: str, address: str, source: str, listening: list[int], seen: di
     def cell(port: int) -> str:
         return (seen.get(port) or "no answer") if port in listening else "(no listener)"
 
-    ranks = [port for port in listening if 20000 <= port <= 20999]
+    ranks = [port for port in listening if LOW <= port <= HIGH]
     reached = sum(seen.get(port) == "open" for port in ranks)
     family = "IPv6" if ":" in address else "IPv4"
     cells = [firewall, family, source, cell(22), cell(29500), cell(5000), f"{reached} of {len(ranks)} open"]
@@ -82,7 +83,7 @@ def check(three: Three, firewall: str, rows: list[str]) -> None:
     """Scan both hosts from outside, and each from the other, over both families."""
     for host, peer in ((1, 2), (2, 1)):
         listening = three.listeners(host)
-        ranks = [port for port in listening if 20000 <= port <= 20999]
+        ranks = [port for port in listening if LOW <= port <= HIGH]
         assert len(ranks) >= 2, "Gloo's listener and the health endpoint"
         assert (29500 in listening, 5000 in listening) == (host == 1, host == 1)
         for address in (three.addresses[host - 1], f"fd42::1{host}"):

@@ -237,12 +237,12 @@ def test_misspelt_and_wrong_knobs_get_a_sentence(fleet: Fleet) -> None:
 
 
 def test_data_that_the_hosts_do_not_hold_are_refused(fleet: Fleet, dataset: Path, tmp_path: Path) -> None:
-    assert "No dataset is in" in fleet.play("train.yml", fails=True, data_dir=tmp_path, **TINY).stdout
+    assert "is not a dataset" in fleet.play("train.yml", fails=True, data_dir=tmp_path, **TINY).stdout
     manifest = (dataset / "manifest.json").read_text()
     (tmp_path / "manifest.json").write_text(manifest + "\n")
     said = fleet.play("train.yml", fails=True, run_id="other", data_dir=tmp_path, **TINY).stdout
     for host in HOSTS:
-        assert f"{host} does not hold the data of {tmp_path}" in " ".join(said.split())
+        assert f"The training data of {host} are not those of {tmp_path}" in " ".join(said.split())
     assert fleet.on(HOSTS[0], f"ls {RUN}").split() == ["e2e", "long", "smoke"]
 
 
@@ -268,7 +268,10 @@ def test_a_run_is_fine_tuned_on_conversations(fleet: Fleet, dataset: Path, tmp_p
 
     chats.write_text(chats.read_text() + "[]\n")
     refused = " ".join(fleet.play("train.yml", fails=True, conversations=chats, **asked).stdout.split())
-    assert f"NF616: The conversations cannot be used. conversations: {chats}:401: " in refused
+    assert (
+        f"NF616: The files of conversations cannot be used for fine-tuning. conversations: {chats}:401: "
+        in refused
+    )
 
 
 def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
@@ -281,7 +284,7 @@ def test_a_host_that_is_down_is_named(fleet: Fleet, tmp_path: Path) -> None:
     said = (
         Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="down", steps=5, **TINY).stdout
     )
-    assert re.search(rf"^ *NF101 +{HOSTS[1]} +This host cannot be reached at ", said, re.MULTILINE), said
+    assert re.search(rf"^ *NF101 +{HOSTS[1]} +SSH cannot reach this host at ", said, re.MULTILINE), said
     assert "Traceback" not in said
 
 
@@ -297,4 +300,4 @@ def test_a_host_whose_key_has_changed_is_refused(fleet: Fleet, tmp_path: Path) -
     inventory = tmp_path / "hosts.yml"
     inventory.write_text(text.replace(known, str(tmp_path / "known_hosts")).replace("  vars:\n", anew))
     said = Fleet(fleet.workdir, inventory).play("train.yml", fails=True, run_id="key", **TINY).stdout
-    assert " ".join(said.split()).count("its host key is not known here or has changed") >= len(HOSTS), said
+    assert " ".join(said.split()).count("the controller does not know the host's SSH key") >= len(HOSTS), said

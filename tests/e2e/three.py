@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from port_range import DASHED
 
 from .lab import LAB, ROOT, Fleet
 
 GIVEN = os.environ.get("NANOFLEET_THREE_LAB", "")
 NAME = GIVEN or f"{LAB}-open"
-SCANNED = "22 5000 29500 20000-20999"
+SCANNED = f"22 5000 29500 {DASHED}"
 TINY = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 1024,
     "device_batch_size": 4, "warmup_steps": 1, "eval_tokens": 1024, "eval_every": 0, "sample_every": 0,

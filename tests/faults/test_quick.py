@@ -84,7 +84,9 @@ def test_a_held_port_is_named_with_its_process(site: Site) -> None:
     finally:
         site.inside(COORDINATOR, "systemctl stop squatter")
     lines = refused.splitlines()
-    at = next(at for at, line in enumerate(lines) if "The store's port 29500 is held by process" in line)
+    at = next(
+        at for at, line in enumerate(lines) if "Port 29500, which the rendezvous store of a run" in line
+    )
     said, typed = lines[at].strip(), lines[at + 1].strip()
     assert said.startswith(f"NF220  {site.names[COORDINATOR - 1]}")
     assert "unit squatter.service" in said

@@ -49,7 +49,8 @@ def test_the_digest_is_of_the_identity_alone() -> None:
     texts |= {"stage": "sft", "parent": "other/step_000001/0123456789ab"}
     for name in RunConfig.field_names(IDENTITY):
         value = getattr(config, name)
-        other = texts.get(name) or {"local_bits": 4, "head_dim": 64}.get(name) or value / 2 or 2
+        other = texts.get(name) or {"local_bits": 4, "head_dim": 64}.get(name) or value / 2
+        other = other or (0.5 if isinstance(value, float) else 2)
         changed = RunConfig(**{name: other})
         assert changed.digest() != config.digest(), name
     sections = [RunConfig.field_names(section) for section in (IDENTITY, HORIZON, RUNTIME)]

@@ -16,7 +16,7 @@ from local_ranks import Rank, Room, batches_of, equal, look, resume, together
 from torch import Tensor
 
 from trainer.checkpoint.rank_state import load_rank_state, save_rank_state
-from trainer.config import ConfigError, RunConfig
+from trainer.config import NEAR_MODES, ConfigError, RunConfig
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.run_plan import describe_plan, make_plan
@@ -304,7 +304,9 @@ def test_rates_are_those_of_all_tokens() -> None:
 
 
 def test_auto_does_not_take_it() -> None:
-    with pytest.raises(ConfigError, match="sync_allow is 'fast,local': it takes fast, or nothing"):
+    with pytest.raises(
+        ConfigError, match=f"sync_allow is 'fast,local': it takes {', '.join(NEAR_MODES)}, or nothing"
+    ):
         RunConfig(sync="auto", sync_allow="fast,local")
 
 

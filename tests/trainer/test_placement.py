@@ -337,7 +337,7 @@ def test_shares_as_text(tmp_path: Path) -> None:
     path.write_text(json.dumps(run_file.to_dict()))
     assert RunFile.load(path) == run_file
     assert (run_file.by_speed, run_file.fixed_shares) == (True, ())
-    with pytest.raises(ConfigError, match="sync_allow is 'dense': it takes fast"):
+    with pytest.raises(ConfigError, match="sync_allow is 'dense': it takes"):
         RunConfig(sync_allow="dense")
 
 

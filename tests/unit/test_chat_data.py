@@ -100,4 +100,4 @@ def test_train_yml_refuses_a_bad_request_before_a_host_is_contacted(folder: Path
     data = f"data_dir={folder}"
     (folder / "manifest.json").write_text("{}")
     gone = refusal(folder, "stage=sft", "from_run=first", f"conversations={folder}/gone.jsonl", data)
-    assert f"there is no file or folder {folder}/gone.jsonl" in gone
+    assert f"There is no file or folder {folder}/gone.jsonl" in gone

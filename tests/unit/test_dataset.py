@@ -110,7 +110,7 @@ def test_all_hosts_that_differ_are_named_at_once() -> None:
     }
     assert filters.dataset_findings(list(hosts), hosts) == [
         "b: x is missing.",
-        "c: its manifest is nnnnnnnnnnnn, that of the others mmmmmmmmmmmm.",
+        "c: the digest of its manifest.json is nnnnnnnnnnnn, on the others mmmmmmmmmmmm.",
     ]
     assert filters.dataset_findings(["d"], hosts) == []
 
@@ -135,7 +135,7 @@ def test_the_host_with_other_rows_is_named() -> None:
     }
     found = filters.dataset_rows_findings(list(hosts), hosts)
     assert len(found) == 1
-    assert found[0].startswith("b packed rows bbbb")
+    assert found[0].startswith("b has training rows with the digests bbbb")
     other_bytes = {**hosts, "c": packed("a" * 64, "u" * 64), "b": packed("a" * 64)}
     assert [said.split()[0] for said in filters.dataset_rows_findings(["a", "b", "c"], other_bytes)] == ["c"]
     assert filters.dataset_rows(packed("x")["__dataset_packed"])["packed"] is True  # type: ignore[arg-type]

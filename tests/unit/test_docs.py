@@ -19,6 +19,7 @@ from fleet.__main__ import parser as fleet_parser
 from scripts import docs_messages, docs_reference
 from trainer.__main__ import make_parser
 from trainer.config import RunConfig
+from trainer.tracking.names import METRICS
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -248,9 +249,9 @@ def test_every_message_has_one_code_and_stands_in_the_reference() -> None:
 @pytest.mark.parametrize(
     ("text", "shown"),
     [
-        ("at {{ __tracker_url }}", "at <tracker_url>"),
+        ("at {{ __tracker_url }}", "at <tracker url>"),
         ("{{ 'Stopped. Fix: start it' if \"can't\" in stderr else 'Failed' }}.", "Stopped. Fix: start it."),
-        ("has {{ \"a\" if lacks else 'b' }}{% if more %} more{% endif %}", "has ... more"),
+        ("has {{ \"a\" if lacks else 'b' }}{% if more %} more{% endif %}", "has a more"),
     ],
 )
 def test_an_expression_is_shown_as_a_text_a_name_or_dots(text: str, shown: str) -> None:
@@ -313,6 +314,18 @@ def test_files_and_fields_of_a_run_are_those_of_the_sources(name: str) -> None:
             word = re.split(r"RANK|NNNNNN|\d", shown)[0].rstrip("/-")
             phase = re.fullmatch(r"(data|forward|backward|sync|optimizer)_s", word)
             assert (phase[1] if phase else word) in source, shown
+
+
+def test_every_figure_of_a_step_is_on_the_page_of_metrics() -> None:
+    page = (DOCS / "reference" / "metrics.md").read_text()
+    assert not [figure for figure in METRICS if f"`{figure}`" not in page]
+
+
+def test_every_playbook_is_in_the_readme() -> None:
+    table = [line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| `")]
+    playbooks = [path.name for path in ROOT.glob("*.yml") if "import_playbook" in path.read_text()]
+    assert playbooks
+    assert not [name for name in playbooks if not any(f"ansible-playbook {name}" in row for row in table)]
 
 
 def test_each_page_is_in_the_navigation() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import doctor_measured as doctor
 from measured_fleet import DROP, UFW, close_ports, fleet
+from port_range import HIGH, LOW
 
 # -- who does what -----------------------------------------------------------------------------------------
 
@@ -135,7 +136,7 @@ def test_a_skipped_task_does_not_replace_a_result_that_is_judged(name: str) -> N
 
 # -- due ---------------------------------------------------------------------------------------------------
 
-SETTINGS = {"store_port": 29500, "port_low": 20000, "port_high": 20999}
+SETTINGS = {"store_port": 29500, "port_low": LOW, "port_high": HIGH}
 UNREAD: dict[str, dict[str, Any]] = {"tower": {}, "laptop": {}}
 """No host's firewall was read."""
 

@@ -13,15 +13,24 @@ import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import firewalls
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import Rule
 from measured_fleet import close_ports, fleet, only
+from port_range import COLON, DASHED, LOW
 
 LISTINGS = Path(__file__).parent / "listings"
-NFT = {"nft --stateless --handle list ruleset": (LISTINGS / "nft.txt").read_text()}
-IPTABLES = {"iptables-save": (LISTINGS / "iptables.txt").read_text()}
+
+
+def recorded(name: str) -> str:
+    """A recorded listing, with the present port range instead of the one when it was recorded."""
+    text = (LISTINGS / name).read_text()
+    return text.replace("20000-20999", DASHED).replace("20000:20999", COLON)
+
+
+NFT = {"nft --stateless --handle list ruleset": recorded("nft.txt")}
+IPTABLES = {"iptables-save": recorded("iptables.txt")}
 UFW = {
     "ufw status": "Status: active\n",
     "ufw show added": (
         "Added user rules (see 'ufw status' for running firewall):\n"
-        "ufw deny from 10.0.0.1 to any port 20000:20999 proto tcp\n"
+        f"ufw deny from 10.0.0.1 to any port {COLON} proto tcp\n"
         "ufw reject out to 10.0.0.2\n"
         "ufw allow from 10.0.0.3 to any port 29500 proto tcp comment 'nanofleet'\n"
         "ufw allow 8080/tcp\n"
@@ -70,7 +79,7 @@ def lost(rules: list[Rule], role: str = "gloo", where: str = "laptop", address: 
     return only(measured)
 
 
-SYN = "-s 10.0.0.1/32 -p tcp -m tcp --dport 20000:20999 --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"
+SYN = f"-s 10.0.0.1/32 -p tcp -m tcp --dport {COLON} --tcp-flags FIN,SYN,RST,ACK SYN -j DROP"
 LACKS = "has no rule that lets tower in."
 HOOK = "type filter hook input priority filter; policy"
 
@@ -81,7 +90,7 @@ HOOK = "type filter hook input priority filter; policy"
         (
             NFT,
             "nft table inet mine, chain guard:"
-            " ip saddr 10.0.0.1 tcp dport 20000-20999 ct state new counter drop.",
+            f" ip saddr 10.0.0.1 tcp dport {DASHED} ct state new counter drop.",
             "sudo nft delete rule inet mine guard handle 3",
         ),
         (
@@ -91,8 +100,8 @@ HOOK = "type filter hook input priority filter; policy"
         ),
         (
             UFW,
-            "ufw deny from 10.0.0.1 to any port 20000:20999 proto tcp.",
-            "sudo ufw delete deny from 10.0.0.1 to any port 20000:20999 proto tcp",
+            f"ufw deny from 10.0.0.1 to any port {COLON} proto tcp.",
+            f"sudo ufw delete deny from 10.0.0.1 to any port {COLON} proto tcp",
         ),
     ],
 )  # fmt: skip
@@ -108,7 +117,7 @@ def test_a_plain_drop_is_named_with_what_removes_it(listing: dict[str, str], tex
         (
             nft(f"{HOOK} drop;"),
             f"nft table inet mine, chain in (policy drop) is active on laptop and {LACKS}",
-            "sudo nft 'insert rule inet mine in ip saddr { 10.0.0.1 } tcp dport { 20000-20999 } accept'"
+            f"sudo nft 'insert rule inet mine in ip saddr {{ 10.0.0.1 }} tcp dport {{ {DASHED} }} accept'"
             "  (and the same in /etc/nftables.conf, to keep it)",
         ),
         (
@@ -119,7 +128,7 @@ def test_a_plain_drop_is_named_with_what_removes_it(listing: dict[str, str], tex
         (
             {"iptables-save": "*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp --dport 22 -j ACCEPT\nCOMMIT\n"},
             f"iptables chain INPUT (policy DROP) is active on laptop and {LACKS}",
-            "sudo iptables -I INPUT -s 10.0.0.1 -p tcp -m multiport --dports 20000:20999 -j ACCEPT"
+            f"sudo iptables -I INPUT -s 10.0.0.1 -p tcp -m multiport --dports {COLON} -j ACCEPT"
             "  (and sudo netfilter-persistent save, to keep it)",
         ),
         (
@@ -140,20 +149,20 @@ def test_a_policy_is_named_with_what_admits_the_peer(listing: dict[str, str], te
 @pytest.mark.parametrize(
     ("rule", "is_shown"),
     [
-        ("ip saddr @fleet tcp dport 20000-20999 drop", True),
-        ("tcp dport vmap { 22 : accept, 20000-20999 : drop }", True),
-        ("limit rate over 5/second tcp dport 20000-20999 drop", True),
+        (f"ip saddr @fleet tcp dport {DASHED} drop", True),
+        (f"tcp dport vmap {{ 22 : accept, {DASHED} : drop }}", True),
+        (f"limit rate over 5/second tcp dport {DASHED} drop", True),
         ('iifname "eth0" ip saddr 10.0.0.0/8 drop', True),
-        ('iifname "eth0" tcp dport 20000-20999 jump closed', True),
+        (f'iifname "eth0" tcp dport {DASHED} jump closed', True),
         ("ip saddr @fleet tcp dport 29500 drop", False),
         ('iifname "eth0" ip saddr 10.0.0.9 drop', False),
         ("ct state invalid drop", False),
         ("ct state { established, related } accept", False),
-        ("limit rate over 5/second udp dport 20000-20999 drop", False),
+        (f"limit rate over 5/second udp dport {DASHED} drop", False),
         ("meta l4proto icmp drop", False),
         ("ip6 saddr != fd00::/8 tcp dport 22 drop", False),
-        ('tcp dport 20000-20999 log prefix "drop "', False),
-        ('tcp dport 20000-20999 accept comment "do not drop"', False),
+        (f'tcp dport {DASHED} log prefix "drop "', False),
+        (f'tcp dport {DASHED} accept comment "do not drop"', False),
     ],
 )
 def test_rules_that_may_drop_them_are_shown_and_none_is_to_be_removed(rule: str, is_shown: bool) -> None:
@@ -161,10 +170,13 @@ def test_rules_that_may_drop_them_are_shown_and_none_is_to_be_removed(rule: str,
     found = lost(read(nft(f"{HOOK} accept;\n{rule} # handle 9", closed)))
     if is_shown:
         shown = "chain closed: counter drop" if "jump" in rule else f"chain in: {rule}"
-        assert f"Rules of laptop that may drop them: nft table inet mine, {shown}." in found["problem"]
+        assert (
+            f"Firewall rules of laptop that may drop these packets: nft table inet mine, {shown}."
+            in found["problem"]
+        )
         assert found["remedy"] == "sudo nft list ruleset  (on laptop)"
     else:
-        assert "No rule for it was found on tower or laptop" in found["problem"]
+        assert "No firewall rule of tower or laptop explains that" in found["problem"]
 
 
 def test_chains_that_packets_do_not_pass_are_not_shown() -> None:
@@ -180,50 +192,48 @@ def test_chains_that_packets_do_not_pass_are_not_shown() -> None:
     ("accepted", "is_blamed"),
     [
         ("ip saddr 10.0.0.1 accept", False),
-        ("ip saddr 10.0.0.0/24 tcp dport { 22, 20000-20999 } ct state { established, new } accept", False),
+        (f"ip saddr 10.0.0.0/24 tcp dport {{ 22, {DASHED} }} ct state {{ established, new }} accept", False),
         ("ct state established,related accept", True),
-        ("ip saddr 10.0.0.1 tcp dport 20000 accept", True),
-        ("ip saddr 10.0.0.9 tcp dport 20000-20999 accept", True),
+        (f"ip saddr 10.0.0.1 tcp dport {LOW} accept", True),
+        (f"ip saddr 10.0.0.9 tcp dport {DASHED} accept", True),
         ("ip saddr != 10.0.0.1 accept", True),
-        ("udp dport 20000-20999 accept", True),
+        (f"udp dport {DASHED} accept", True),
         ("ip6 saddr fd00::1 accept", True),
     ],
 )  # fmt: skip
 def test_a_policy_with_a_rule_that_admits_the_peer_is_not_the_cause(accepted: str, is_blamed: bool) -> None:
     found = lost(read(nft(f"{HOOK} drop;\n{accepted} # handle 5")))
     assert ("(policy drop) is active" in found["problem"]) == is_blamed
-    assert ("No rule for it was found" in found["problem"]) != is_blamed
+    assert ("No firewall rule of" in found["problem"]) != is_blamed
 
 
 def test_rules_of_one_version_of_ip_are_for_it_alone() -> None:
-    six = {
-        "ip6tables-save": "*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp --dport 20000:20999 -j DROP\nCOMMIT\n"
-    }
-    assert "No rule for it was found" in lost(read(six))["problem"]
+    six = {"ip6tables-save": f"*filter\n:INPUT DROP [0:0]\n-A INPUT -p tcp --dport {COLON} -j DROP\nCOMMIT\n"}
+    assert "No firewall rule of" in lost(read(six))["problem"]
     found = lost(read(six), address="fd00::1")
-    assert found["remedy"] == "sudo ip6tables -D INPUT -p tcp --dport 20000:20999 -j DROP  (on laptop)"
+    assert found["remedy"] == f"sudo ip6tables -D INPUT -p tcp --dport {COLON} -j DROP  (on laptop)"
     own = {
         next(
             iter(NFT)
         ): "table ip6 own {\n\tchain in {\n\t\ttype filter hook input priority 0; policy drop;\n\t}\n}\n"
     }
-    assert "No rule for it was found" in lost(read(own))["problem"]
+    assert "No firewall rule of" in lost(read(own))["problem"]
     assert "ip6 saddr { fd00::1 }" in lost(read(own), address="fd00::1")["remedy"]
 
 
 def test_outgoing_packets_are_dropped_by_rules_and_policies_of_the_sender() -> None:
     out = "type filter hook output priority filter; policy"
     found = lost(
-        read(nft(f"{out} accept;\nip daddr 10.0.0.2 tcp dport 20000-20999 reject # handle 8")), where="tower"
+        read(nft(f"{out} accept;\nip daddr 10.0.0.2 tcp dport {DASHED} reject # handle 8")), where="tower"
     )
     assert (found["host"], found["remedy"]) == (
         "tower",
         "sudo nft delete rule inet mine in handle 8  (on tower)",
     )
     found = lost(read(nft(f"{out} drop;")), where="tower")
-    assert "has no rule that lets it reach laptop." in found["problem"]
+    assert "has no rule that lets tower reach laptop." in found["problem"]
     assert found["remedy"] == "sudo nft list ruleset  (on tower)"
-    assert "No rule for it was found" in lost(read(nft(f"{out} drop;")))["problem"], (
+    assert "No firewall rule of" in lost(read(nft(f"{out} drop;")))["problem"], (
         "answers are no new connections"
     )
 
@@ -246,7 +256,7 @@ def test_iptables_rules_are_read_with_what_deletes_them() -> None:
     ]  # fmt: skip
     keys = ("chain", "source", "ports", "length")
     assert [tuple(rule[key] for key in keys) for rule in rules[1:]] == [
-        ("INPUT", "10.0.0.1/32", "20000:20999", ""),
+        ("INPUT", "10.0.0.1/32", COLON, ""),
         ("INPUT", "!=10.0.0.0/24", "22,29500", ""),
         ("INPUT", "10.0.0.3/32", "", ""),
         ("OUTPUT", "10.0.0.2/32", "", "1301:65535"),
@@ -266,7 +276,7 @@ def test_of_ufw_only_its_own_listing_is_read() -> None:
     ]
     assert kinds == [
         ("policy", "INPUT", "", "", ""),
-        ("drop", "INPUT", "10.0.0.1", "20000:20999", "tcp"),
+        ("drop", "INPUT", "10.0.0.1", COLON, "tcp"),
         ("drop", "OUTPUT", "10.0.0.2", "", ""),
         ("accept", "INPUT", "10.0.0.3", "29500", "tcp"),
         ("accept", "INPUT", "", "8080", "tcp"),
@@ -282,15 +292,15 @@ def test_a_black_hole_is_named_by_nfts_rule_about_lengths() -> None:
 
 
 def test_each_firewall_has_its_own_command() -> None:
-    ports = ("20000:20999", "29500", "5000")
+    ports = (COLON, "29500", "5000")
     wanted = [{"source": source, "port": port} for source in ("10.0.0.11", "fd00::11") for port in ports]
     permit = {name: each.permit for name, each in firewalls.FIREWALLS.items()}
     assert permit["nft"](wanted, "inet filter input", "") == [
-        f"sudo nft 'insert rule inet filter input {saddr} tcp dport {{ 20000-20999, 29500, 5000 }} accept'"
+        f"sudo nft 'insert rule inet filter input {saddr} tcp dport {{ {DASHED}, 29500, 5000 }} accept'"
         for saddr in ("ip saddr { 10.0.0.11 }", "ip6 saddr { fd00::11 }")
     ]
     assert permit["iptables"](wanted, "", "")[1] == (
-        "sudo ip6tables -I INPUT -s fd00::11 -p tcp -m multiport --dports 20000:20999,29500,5000 -j ACCEPT"
+        f"sudo ip6tables -I INPUT -s fd00::11 -p tcp -m multiport --dports {COLON},29500,5000 -j ACCEPT"
     )
     firewalld = permit["firewalld"](wanted[:1], "public", "")
     assert firewalld[0].startswith(
@@ -298,5 +308,5 @@ def test_each_firewall_has_its_own_command() -> None:
     )
     assert firewalld[-1] == "sudo firewall-cmd --reload"
     assert permit["ufw"](wanted[:1], "", "nanofleet") == [
-        "sudo ufw prepend allow from 10.0.0.11 to any port 20000:20999 proto tcp comment nanofleet"
+        f"sudo ufw prepend allow from 10.0.0.11 to any port {COLON} proto tcp comment nanofleet"
     ]

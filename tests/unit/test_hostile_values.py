@@ -80,7 +80,7 @@ def test_a_setting_of_the_whole_fleet_has_one_value(name: str) -> None:
     [found] = [f for f in settings_check.check({}, inventory) if "differs" in f["problem"]]
     assert found["problem"] == (
         f"{name} differs between the hosts ({values[0]} on tower, {values[1]} on laptop); "
-        "all of them need the same value."
+        "all hosts need the same value."
     )
     assert settings_check.check({name: values[0]}, inventory) == []
 

@@ -217,7 +217,7 @@ def render(template: str, tmp_path: Path, **values: object) -> str:
         ("lab_cores=0", "lab_cores=0 is not a number of cores"),
         ("lab_link=fast", "lab_link=fast is not a rate"),
         ("lab_distribution=sid", "it takes bookworm or trixie or noble"),
-        ("lab_name=My_Lab", "lab_name=My_Lab cannot be a host's name"),
+        ("lab_name=My_Lab", "lab_name=My_Lab cannot begin the names of hosts"),
         ("lab_state=sideways", "it takes up or down"),
         ("lab_memory=lots", "lab_memory=lots is not an amount of memory"),
     ],

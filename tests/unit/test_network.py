@@ -62,8 +62,8 @@ def test_an_override_is_used_and_a_route_over_another_interface_is_a_finding() -
     assert (chosen["interface"], chosen["address"]) == ("docker0", "172.17.0.1")
     (found,) = chosen["findings"]
     assert (
-        "fleet_interface is docker0, but the kernel sends packets to laptop (10.0.0.11) over enp3s0"
-        in found["problem"]
+        "fleet_interface of this host is docker0, but its kernel sends packets to laptop (10.0.0.11) over "
+        "enp3s0" in found["problem"]
     )
 
 
@@ -76,9 +76,9 @@ def test_an_override_takes_the_address_on_the_peers_own_network() -> None:
 @pytest.mark.parametrize("name", ["wlan0", "lo"])
 def test_an_override_that_does_not_exist_or_is_loopback_is_refused_with_what_there_is(name: str) -> None:
     problem = network.choose("tower", {}, seen(), name)["problem"]
-    assert f"tower has no interface {name}" in problem
+    assert f"fleet_interface of tower is {name}, but" in problem
     assert "enp3s0 (10.0.0.10)" in problem
-    assert "fleet_interface of tower" in problem
+    assert "Set fleet_interface of tower" in problem
 
 
 def test_loopback_is_never_chosen() -> None:
@@ -150,8 +150,8 @@ def test_an_interface_beside_a_cable_on_the_same_network_is_used_with_a_warning(
     chosen = network.choose("tower", ONE, there)
     assert chosen["interface"] == way
     (found,) = chosen["findings"]
-    assert f"over {way}, which is {word}" in found["problem"]
-    assert "the wired interface enp3s0 is on the same network" in found["problem"]
+    assert f"over {way} ({word}" in found["problem"]
+    assert "The wired interface enp3s0 is on the same network" in found["problem"]
 
 
 def test_a_tunnel_that_is_the_only_path_is_no_finding() -> None:
@@ -185,7 +185,7 @@ def test_a_temporary_address_is_named() -> None:
 def test_a_name_server_that_does_not_answer_is_named() -> None:
     there = seen(("10.0.0.11", "enp3s0", "10.0.0.10"), slow_names=["tower"])
     (found,) = network.choose("tower", ONE, there)["findings"]
-    assert "A lookup of the name tower takes more than 3 s" in found["problem"]
+    assert "A lookup of the name tower on this host takes more than 3 s" in found["problem"]
     assert network.lines([found, found]) == [f"NF204  tower: {found['problem']} Fix: {found['remedy']}"]
 
 
@@ -214,7 +214,8 @@ def test_the_addresses_gloo_announces_must_meet(tower: tuple, laptop: tuple, mee
     findings = network.peer_findings("tower", ["laptop"], hostvars)
     assert (findings == []) is meet
     if not meet:
-        assert f"Gloo announces {tower[1]} on tower and {laptop[1]} on laptop" in findings[0]["problem"]
+        shown = f"{tower[1]} of eth0 on tower, and {laptop[1]} of eth0 on laptop"
+        assert shown in findings[0]["problem"]
 
 
 def test_names_are_resolved_to_ipv4_before_loopback_and_link_local(monkeypatch: pytest.MonkeyPatch) -> None:

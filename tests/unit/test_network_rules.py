@@ -11,6 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import network_rul
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import make_rule
 from ansible_collections.nanofleet.fleet.plugins.modules import ephemeral_ports as ports
 from ansible_collections.nanofleet.fleet.plugins.modules import fleet_firewall as firewall
+from port_range import COLON, DASHED, HIGH, LOW
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
 
@@ -32,16 +33,14 @@ def test_peers_come_from_the_addresses_they_published() -> None:
 
 
 def test_a_worker_opens_the_range_to_its_peers_alone() -> None:
-    wanted = rules.rules(["10.0.0.10", "10.0.0.12"], "20000:20999", 29500, 5000, False, ["10.0.0.1"])
-    assert wanted == [{"source": a, "port": "20000:20999"} for a in ("10.0.0.10", "10.0.0.12")]
+    wanted = rules.rules(["10.0.0.10", "10.0.0.12"], COLON, 29500, 5000, False, ["10.0.0.1"])
+    assert wanted == [{"source": a, "port": COLON} for a in ("10.0.0.10", "10.0.0.12")]
 
 
 def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
-    wanted = rules.rules(
-        ["10.0.0.11"], "20000:20999", 29500, 5000, True, ["10.0.0.1", "10.0.0.2", "10.0.0.1"]
-    )
+    wanted = rules.rules(["10.0.0.11"], COLON, 29500, 5000, True, ["10.0.0.1", "10.0.0.2", "10.0.0.1"])
     assert [f"port {rule['port']} from {rule['source']}" for rule in wanted] == [
-        "port 20000:20999 from 10.0.0.11",
+        f"port {COLON} from 10.0.0.11",
         "port 29500 from 10.0.0.11",
         "port 5000 from 10.0.0.11",
         "port 5000 from 10.0.0.1",
@@ -51,16 +50,16 @@ def test_the_coordinator_also_serves_the_store_and_the_tracker() -> None:
 
 @pytest.mark.parametrize("controller", ["", "127.0.0.1", "::1", "fe80::1%eth0", "10.0.0.11"])
 def test_the_controller_needs_no_rule_if_local_unknown_or_a_peer(controller: str) -> None:
-    wanted = rules.rules(["10.0.0.11"], "20000:20999", 29500, 5000, True, [controller])
+    wanted = rules.rules(["10.0.0.11"], COLON, 29500, 5000, True, [controller])
     assert {rule["source"] for rule in wanted} == {"10.0.0.11"}
 
 
 # ufw
 
-ADDED = """Added user rules (see 'ufw status' for running firewall):
-ufw allow from 10.0.0.11 to any port 20000:20999 proto tcp comment 'nanofleet'
-ufw allow from 10.0.0.12 to any port 20000:20999 proto tcp comment 'nanofleet'
-ufw allow from 10.0.0.13 to any port 20000:20999 proto tcp
+ADDED = f"""Added user rules (see 'ufw status' for running firewall):
+ufw allow from 10.0.0.11 to any port {COLON} proto tcp comment 'nanofleet'
+ufw allow from 10.0.0.12 to any port {COLON} proto tcp comment 'nanofleet'
+ufw allow from 10.0.0.13 to any port {COLON} proto tcp
 ufw allow from 10.0.0.14 to any port 29500 proto tcp comment 'backup'
 ufw deny from 10.0.0.15 to any port 29500 proto tcp comment 'of the attic'
 ufw allow OpenSSH
@@ -71,8 +70,8 @@ ufw allow 22/tcp comment 'nanofleet ssh'
 
 def test_rules_are_read_with_their_comments() -> None:
     added = firewall.parse_added(ADDED)
-    assert added["allow from 10.0.0.11 to any port 20000:20999 proto tcp"] == "nanofleet"
-    assert added["allow from 10.0.0.13 to any port 20000:20999 proto tcp"] == ""
+    assert added[f"allow from 10.0.0.11 to any port {COLON} proto tcp"] == "nanofleet"
+    assert added[f"allow from 10.0.0.13 to any port {COLON} proto tcp"] == ""
     assert added["allow 8080/tcp"] == "it is mine"
     assert len(added) == 8
     assert firewall.parse_added("Added user rules (see 'ufw status' for running firewall):\n(None)\n") == {}
@@ -82,14 +81,14 @@ def test_only_rules_of_the_fleet_are_deleted() -> None:
     wanted = [
         firewall.as_rule(source, port)
         for source, port in (
-            ("10.0.0.11", "20000:20999"),
-            ("10.0.0.13", "20000:20999"),
+            ("10.0.0.11", COLON),
+            ("10.0.0.13", COLON),
             ("10.0.0.16", "29500"),
         )
     ]
     add, delete = firewall.plan(firewall.parse_added(ADDED), wanted, "nanofleet")
     assert add == ["allow from 10.0.0.16 to any port 29500 proto tcp"]
-    assert delete == ["allow from 10.0.0.12 to any port 20000:20999 proto tcp"]
+    assert delete == [f"allow from 10.0.0.12 to any port {COLON} proto tcp"]
 
 
 def test_rules_get_the_name_of_the_fleet_and_those_of_another_name_are_ours_as_well() -> None:
@@ -164,10 +163,10 @@ def test_ssh_is_let_in_for_all_for_the_controller_or_before_what_denies_it() -> 
 
 
 def test_the_file_remembers_what_was_before() -> None:
-    text = ports.content(20000, 20999, "40000 50000")
-    assert ports.setting(text) == "20000 20999"
+    text = ports.content(LOW, HIGH, "40000 50000")
+    assert ports.setting(text) == f"{LOW} {HIGH}"
     assert ports.remembered(text) == "40000 50000"
-    assert ports.remembered("net.ipv4.ip_local_port_range = 20000 20999\n") == ports.DEFAULT
+    assert ports.remembered(f"net.ipv4.ip_local_port_range = {LOW} {HIGH}\n") == ports.DEFAULT
 
 
 @pytest.mark.parametrize(
@@ -194,8 +193,8 @@ def test_files_read_after_ours_are_named_with_what_they_set() -> None:
 
 
 def test_reserved_ports_are_counted_within_the_range() -> None:
-    assert ports.usable(20000, 20999, "") == 1000
-    assert ports.usable(20000, 20999, "8080,20990-21050,20000") == 989
+    assert ports.usable(LOW, HIGH, "") == 1000
+    assert ports.usable(LOW, HIGH, f"8080,{HIGH - 9}-{HIGH + 51},{LOW}") == 989
 
 
 def test_listeners_in_the_range_are_read_but_not_those_on_loopback() -> None:
@@ -211,7 +210,7 @@ def test_listeners_in_the_range_are_read_but_not_those_on_loopback() -> None:
         f"   0: {'0' * 32}:4E24 {'0' * 32}:0000 0A 0:0 0:0 0  7  0 1 1\n"
         f"   1: {'0' * 24}01000000:4E25 {'0' * 32}:0000 0A 0:0 0:0 0  7  0 1 1\n"
     )
-    assert ports.listeners([tcp, tcp6], 20000, 20999) == [(20001, 1000), (20004, 7)]
+    assert ports.listeners([tcp, tcp6], 0x4E20, 0x4E24) == [(0x4E21, 1000), (0x4E24, 7)]
 
 
 def test_problems_of_the_port_range_are_reported() -> None:
@@ -219,21 +218,21 @@ def test_problems_of_the_port_range_are_reported() -> None:
         "changed": True,
         "before": "40000 50000",
         "usable": 7,
-        "reserved": "20000-20992",
+        "reserved": f"{LOW}-{HIGH - 7}",
         "overriding": ["/etc/sysctl.d/99-c.conf (1024 65535)"],
-        "listeners": [{"port": 20001, "user": "postgres"}],
+        "listeners": [{"port": LOW + 1, "user": "postgres"}],
     }
-    said = [found["problem"] for found in rules.port_findings("tower", state, 20000, 20999)]
+    said = [found["problem"] for found in rules.port_findings("tower", state, LOW, HIGH)]
     words = [
-        "/etc/sysctl.d/99-c.conf (1024 65535) sets another",
+        "The file /etc/sysctl.d/99-c.conf (1024 65535) sets another",
         "was 40000-50000",
-        "leaves 7 ports",
-        "postgres listens on port 20001, which is in 20000-20999",
+        "Of this range 7 ports are left",
+        f"postgres listens on port {LOW + 1}. This port is in the range {DASHED}",
     ]
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
     quiet = {**state, "changed": False, "usable": 1000, "overriding": [], "listeners": []}
-    assert list(rules.port_findings("tower", quiet, 20000, 20999)) == []
+    assert list(rules.port_findings("tower", quiet, LOW, HIGH)) == []
 
 
 # Hosts without sudo
@@ -246,15 +245,16 @@ def test_problems_of_the_port_range_are_reported() -> None:
         (
             ["ufw"],
             "32768\t60999\n",
-            "echo 'net.ipv4.ip_local_port_range = 20000 20999' | sudo tee /etc/sysctl.d/60-nanofleet.conf"
+            f"echo 'net.ipv4.ip_local_port_range = {LOW} {HIGH}' | sudo tee /etc/sysctl.d/60-nanofleet.conf"
             " && sudo sysctl --load=/etc/sysctl.d/60-nanofleet.conf"
-            " && sudo ufw prepend allow from 10.0.0.10 to any port 20000:20999 proto tcp comment nanofleet"
+            f" && sudo ufw prepend allow from 10.0.0.10 to any port {COLON} proto tcp comment nanofleet"
             "  (on laptop)",
         ),
         (
             ["nft"],
-            "20000\t20999\n",
-            "sudo nft 'insert rule inet filter input ip saddr { 10.0.0.10 } tcp dport { 20000-20999 } accept'"
+            f"{LOW}\t{HIGH}\n",
+            f"sudo nft 'insert rule inet filter input ip saddr {{ 10.0.0.10 }} tcp dport {{ {DASHED} }} "
+            "accept'"
             "  (on laptop)",
         ),
     ],
@@ -274,13 +274,13 @@ def test_the_owner_of_a_host_without_sudo_gets_the_line_to_type(
 # Connections that were tried
 
 OPTIONS = {
-    "port_low": 20000, "port_high": 20999, "store_port": 29500, "is_root": True, "comment": "nanofleet",
-    "wanted": [{"source": "10.0.0.10", "port": "20000:20999"}],
+    "port_low": LOW, "port_high": HIGH, "store_port": 29500, "is_root": True, "comment": "nanofleet",
+    "wanted": [{"source": "10.0.0.10", "port": COLON}],
 }  # fmt: skip
 QUIET = {"changed": False, "usable": 1000, "overriding": [], "listeners": []}
 PORTS = [
     {"port": 29500, "role": "store", "picked": False}, {"port": 41234, "role": "gloo", "picked": True},
-    {"port": 20000, "role": "gloo", "picked": False}, {"port": 20999, "role": "gloo", "picked": False},
+    {"port": LOW, "role": "gloo", "picked": False}, {"port": HIGH, "role": "gloo", "picked": False},
 ]  # fmt: skip
 
 
@@ -299,7 +299,7 @@ def tried(state: str, listed: list[dict[str, str]]) -> dict[str, list[dict[str, 
             "__network_tried": {"peers": {peer: {"ports": ports, "up": True, "rtt_ms": {"min": 900}}}},
             "__network_listed": {"rules": listed if me == "tower" else [], "active": []},
         }
-    measured = rules.measured(list(hostvars), hostvars, 20000, 20999)
+    measured = rules.measured(list(hostvars), hostvars, LOW, HIGH)
     return {host: rules.findings(host, own, measured, OPTIONS) for host, own in hostvars.items()}
 
 
@@ -312,12 +312,12 @@ def test_another_firewall_that_drops_the_fleets_packets_is_a_warning_on_its_host
     (warning,) = found["tower"]
     assert warning["severity"] == "warning"
     assert (
-        "laptop gets no answer from tower on the store's port 29500 and Gloo's range 20000-20999"
+        f"laptop gets no answer from tower on the rendezvous store's port 29500 and Gloo's ports {DASHED}"
         in warning["problem"]
     )
     assert "table inet mine, chain in (policy drop) is active on tower" in warning["problem"]
     assert warning["remedy"].startswith(
-        "sudo nft 'insert rule inet mine in ip saddr { 10.0.0.11 } tcp dport { 20000-20999, 29500 } accept'"
+        f"sudo nft 'insert rule inet mine in ip saddr {{ 10.0.0.11 }} tcp dport {{ {DASHED}, 29500 }} accept'"
     )
 
 
@@ -328,7 +328,7 @@ def test_open_connections_are_no_finding_however_long_they_took() -> None:
 def test_hosts_that_did_not_listen_are_not_judged() -> None:
     own: dict[str, Any] = {"__network_listening": {"skipped": True}, "__network_tried": {"peers": {}}}
     hostvars = {"tower": own, "laptop": {}}
-    measured = rules.measured(list(hostvars), hostvars, 20000, 20999)
+    measured = rules.measured(list(hostvars), hostvars, LOW, HIGH)
     assert (
         rules.findings(
             "tower", {"__network_filter": {"stdout": "closed"}, "__network_ports": QUIET}, measured, OPTIONS

@@ -50,7 +50,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(name: str, nearest: str) ->
     assert check({name: "8"}) == [
         (
             f"-e {name}=8",
-            f"no such setting; did you mean {nearest}?",
+            f"There is no setting {name}. Did you mean {nearest}?",
             f"repeat the command with -e {nearest}=8 instead of -e {name}=8",
         )
     ]
@@ -70,7 +70,7 @@ def test_a_variable_that_plays_hand_to_roles_is_no_setting(name: str) -> None:
     """With -e, which goes before all else, the tracker's environment would get the trainer's extra."""
     [(where, problem, remedy)] = check({name: "x"})
     assert where == f"-e {name}=x"
-    assert problem == "This is not a setting. The playbooks set this variable themselves."
+    assert problem == f"The playbooks compute the variable {name} themselves, so -e must not set it."
     assert remedy.startswith(f"repeat the command without -e {name}")
 
 
@@ -82,13 +82,13 @@ def test_the_settings_of_roles_are_those_that_the_sample_inventory_lists() -> No
 
 def test_a_name_like_no_other_points_to_the_list() -> None:
     [(where, problem, remedy)] = check({"zzzzzz": "8"})
-    assert (where, problem) == ("-e zzzzzz=8", "no such setting.")
+    assert (where, problem) == ("-e zzzzzz=8", "There is no setting zzzzzz.")
     assert "inventory/sample/group_vars/fleet.yml" in remedy
 
 
 def test_a_word_without_a_value_is_refused() -> None:
     [(where, problem, remedy)] = check({"_raw_params": "depth 8"})
-    assert (where, problem) == ("-e depth", "a setting needs a value.")
+    assert (where, problem) == ("-e depth", "The setting depth has no value.")
     assert "-e depth=VALUE" in remedy
     assert "-e 'NAME=\"a b\"'" in remedy  # a word may also be what a blank has cut off a value
 
@@ -175,7 +175,7 @@ def test_templates_are_left_to_where_they_are_used() -> None:
 def test_both_names_of_the_steps_are_refused() -> None:
     [(where, problem, typed)] = check({"steps": "20", "num_iterations": "30"})
     assert (where, typed) == ("-e steps=20", "repeat the command without -e num_iterations=30")
-    assert problem == "steps and num_iterations are the same setting; give one of them."
+    assert problem == "steps and num_iterations are two names of one setting, and both have a value."
 
 
 def test_all_findings_come_at_once_and_the_inventorys_too() -> None:
@@ -224,14 +224,14 @@ def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
             ["b"],
             {"a": "10.0.0.1", "b": "10.0.0.1"},
             "b",
-            "This host has the same address as a, 10.0.0.1.",
+            "This host and a have the same address, 10.0.0.1: they are one machine.",
         ),
         (
             ["a"],
             ["b"],
             {"a": "10.0.0.1", "b": "nowhere"},
             "b",
-            "This host's address nowhere does not resolve on this machine.",
+            "The controller finds no IP address for nowhere, the address of this host.",
         ),
     ],
 )
@@ -250,19 +250,19 @@ def test_an_inventory_that_is_no_fleet_gets_a_sentence(
         (
             [],
             "inventory",
-            "The inventory has no group fleet, which every playbook runs on.",
-            "add the group fleet",
+            "The inventory has no group fleet. Every playbook runs on the hosts of this group.",
+            "a group fleet with the children",
         ),
         (
             ["a"],
             "inventory",
-            "Not in the group fleet, so no playbook would reach it: b.",
-            "the children of fleet",
+            "The group fleet, on which every playbook runs, does not contain b.",
+            "children of the group fleet",
         ),
         (
             ["a", "b", "c"],
             "c",
-            "This host is in the group fleet, but neither in coordinator nor in workers.",
+            "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it.",
             "ansible-playbook reset.yml --limit c -e reset_confirm=true",
         ),
     ],

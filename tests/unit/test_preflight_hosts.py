@@ -16,13 +16,17 @@ def test_a_fit_host_has_no_finding() -> None:
 
 def test_without_python_it_says_so() -> None:
     [(problem, remedy)] = host(GOOD.replace("python3=yes\npython=3.11\n", ""))
-    assert problem == "No python3 is installed; Ansible and the trainer need Python 3.11 or 3.12 or 3.13."
+    assert problem == (
+        "This host has no command python3. Ansible and the training program need Python 3.11 or 3.12 or 3.13."
+    )
     assert remedy == "sudo apt install python3 python3-venv  (on laptop)"
 
 
 def test_an_old_python_is_named() -> None:
     [(problem, remedy)] = host(GOOD.replace("3.11", "3.9").replace("debian 12", "debian 11"))
-    assert problem == "Python 3.11 or 3.12 or 3.13 is needed; it has 3.9 (debian 11)."
+    assert problem == (
+        "The training program needs Python 3.11 or 3.12 or 3.13, and this host (debian 11) has 3.9."
+    )
     assert "python3.11" in remedy
 
 
@@ -35,16 +39,20 @@ def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
 
 def test_other_processors_are_refused() -> None:
     [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
-    assert problem == "This host's processor is riscv64; torch is available for x86_64 and aarch64."
+    assert problem == (
+        "The processor of this host is riscv64, and torch is available for x86_64 and aarch64 only."
+    )
 
 
 def test_a_full_disk_is_said_once_a_mount() -> None:
     [(problem, remedy)] = host(GOOD.replace(" 9000000", " 1048576"))
-    assert problem == "1.0 GiB are free on / for /opt/nanofleet and /var/lib/nanofleet; 3 are needed."
+    assert problem == (
+        "The disk at / has 1.0 GiB free, and nanofleet needs 3 GiB for /opt/nanofleet and /var/lib/nanofleet."
+    )
     assert "du -xh" in remedy
     apart = GOOD.replace("/opt/nanofleet 9000000", "/opt/nanofleet 1048576")
     assert [problem for problem, _ in host(apart)] == [
-        "1.0 GiB are free on / for /opt/nanofleet; 3 are needed."
+        "The disk at / has 1.0 GiB free, and nanofleet needs 3 GiB for /opt/nanofleet."
     ]
 
 
@@ -57,12 +65,12 @@ def test_a_host_that_is_set_up_needs_less_space() -> None:
 @pytest.mark.parametrize(("version", "fits"), [("245", False), ("247", True), ("257", True), ("", True)])
 def test_a_systemd_that_is_too_old(version: str, fits: bool) -> None:
     found = host(put(GOOD, systemd_version=version, distribution="ubuntu 20.04"))
-    assert found == [] if fits else "systemd 245 (ubuntu 20.04) is too old" in found[0][0]
+    assert found == [] if fits else "systemd 245 of this host (ubuntu 20.04) is too old" in found[0][0]
 
 
 def test_a_missing_command_is_named_with_its_package() -> None:
     assert host(GOOD + "missing=ip\n") == [
-        ("The command ip is missing.", "sudo apt install iproute2  (on laptop)")
+        ("This host has no command ip, which the playbooks use.", "sudo apt install iproute2  (on laptop)")
     ]
 
 
@@ -73,23 +81,23 @@ def test_the_probe_looks_for_every_command_that_a_host_needs() -> None:
     assert looked_for
     assert looked_for[1].split() == ["ip", "sysctl", "rsync"]
     assert host(GOOD + "missing=rsync\n") == [
-        ("The command rsync is missing.", "sudo apt install rsync  (on laptop)")
+        ("This host has no command rsync, which the playbooks use.", "sudo apt install rsync  (on laptop)")
     ]
 
 
 @pytest.mark.parametrize(("time", "words"), [(1020, "20 s ahead of"), (980, "20 s behind")])
 def test_a_clock_that_is_off(time: int, words: str) -> None:
     [(problem, remedy)] = host(root=put(ROOT_OK, time=str(time)))
-    assert problem == f"This host's clock is {words} the controller's."
+    assert problem.startswith(f"The clock of this host is {words} that of the controller (allowed: ")
     assert remedy == "sudo timedatectl set-ntp true  (on laptop)"
 
 
 def test_sudo_that_wants_a_password() -> None:
     [(problem, remedy)] = host(root="", msg="Task failed: Missing sudo password")
-    assert problem == "sudo asks for a password of me."
-    assert remedy.startswith("add -K")
+    assert problem == "sudo on this host asks for the password of me, and none was given."
+    assert remedy.startswith("repeat the command with -K")
     [(problem, _)] = host(root="", msg="Incorrect sudo password")
-    assert problem == "sudo refuses the password of me."
+    assert problem == "sudo on this host refuses the password that was given for me."
 
 
 @pytest.mark.parametrize(
@@ -97,15 +105,15 @@ def test_sudo_that_wants_a_password() -> None:
     [
         (
             "ssh: connect to host 10.0.0.11 port 22: Connection timed out",
-            "down, asleep",
+            "off, asleep",
             "ssh -p 2222 me@10.0.0.11",
         ),
         (
             "ssh: connect to host 10.0.0.11 port 22: No route to host",
-            "down or on another",
+            "off or on another",
             "ssh -p 2222 me@10.0.0.11",
         ),
-        ("ssh: connect: Network is unreachable", "this machine has no route", "ssh -p 2222 me@10.0.0.11"),
+        ("ssh: connect: Network is unreachable", "the controller has no route", "ssh -p 2222 me@10.0.0.11"),
         (
             "ssh: connect to host 10.0.0.11 port 22: Connection refused",
             "no SSH server",
@@ -113,13 +121,13 @@ def test_sudo_that_wants_a_password() -> None:
         ),
         (
             "me@10.0.0.11: Permission denied (publickey).",
-            "refuses this user or key",
+            "refuses the user or the key",
             "ssh-copy-id -p 2222 me@10.0.0.11",
         ),
-        ("Host key verification failed.", "host key", "ssh -p 2222 me@10.0.0.11"),
+        ("Host key verification failed.", "SSH key", "ssh -p 2222 me@10.0.0.11"),
         (
             "ssh: Could not resolve hostname laptop: Name or service not known",
-            "does not resolve",
+            "no IP address",
             "ansible_host",
         ),
         ("Something else", "Something else", "ssh -p 2222 me@10.0.0.11"),
@@ -133,7 +141,7 @@ def test_a_host_that_cannot_be_reached(said: str, meaning: str, remedy: str) -> 
         "ansible_port": 2222,
     }
     [found] = hosts.host_findings(["laptop"], {"laptop": variables}, LIMITS)
-    assert found["problem"].startswith("This host cannot be reached at me@10.0.0.11: ")
+    assert found["problem"].startswith("SSH cannot reach this host at me@10.0.0.11: ")
     assert meaning in found["problem"]
     assert remedy in found["remedy"]
 
@@ -169,7 +177,8 @@ def test_warnings_follow_what_stops() -> None:
     assert findings.table(found).splitlines()[::2] == [
         "1 finding; nothing was changed.",
         "               Fix: remove laptop from the inventory",
-        "NF121  laptop  This host falls asleep when its lid is closed; a run prevents it while it trains, "
+        "NF121  laptop  This host goes to sleep when its lid is closed. A run keeps it awake while it "
+        "trains, "
         "but not while it waits to restart after a failure.",
     ]
     assert findings.refusals(found) == found[:1]

@@ -24,7 +24,7 @@ def test_too_little_memory_is_refused_with_the_depth_that_fits() -> None:
     assert "Depth 8 needs about 5." in found["problem"]
     for part in ("the copy a checkpoint is written from 1.3", "the tracker 0.5", "torchrun 0.2"):
         assert part in found["problem"]
-    assert "it has 2.9 GiB." in found["problem"]
+    assert "the host has 2.9 GiB." in found["problem"]
     depth = int(found["remedy"].rpartition("=")[2])
     assert found["remedy"] == f"repeat the command with -e depth={depth}"
     assert run.Need({"depth": depth}).memory_gb <= 2.9 < run.Need({"depth": depth + 1}).memory_gb
@@ -34,7 +34,7 @@ def test_too_little_free_memory_is_a_warning_that_names_the_biggest_process() ->
     busy = put(GOOD, available_kb="2097152")
     [found] = reported(busy, config={"depth": "8"})
     assert found["severity"] == "warning"
-    assert "2.0 of its 15.3 are free: firefox-esr (PID 4711 of ada) has 3.2." in found["problem"]
+    assert "2.0 of the 15.3 GiB of this host are free. The largest program is firefox-esr" in found["problem"]
     # What a run that is up has taken is not somebody else's.
     assert host(busy + "active=nanofleet-d8.service\n", config={"depth": "8"}) == []
 
@@ -44,7 +44,7 @@ def test_memory_counts_every_rank_and_what_the_unit_may_use() -> None:
     [(problem, _)] = host(config={"depth": "8"}, nproc_per_node=8)
     assert problem.startswith("8 ranks of depth 8 need about ")
     [(problem, _)] = host(put(GOOD, limit="2G"), config={"depth": "8"})
-    assert problem.endswith("; fleet_memory allows 2.0 GiB.")
+    assert problem.endswith("; the setting fleet_memory allows 2.0 GiB.")
     assert run.limited_gb("50%", 16.0) == 8.0
     assert run.limited_gb("", 16.0) == 16.0
 
@@ -88,7 +88,7 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     small = put(GOOD, memory_kb="5000000")
     memory, disk = reported(small, config={"depth": "8", "sync": "local"})
     assert "outer parameters with momentum and error feedback 1.4" in memory["problem"]
-    assert "A checkpoint of depth 8 takes 2.7 GiB" in disk["problem"]
+    assert "each 2.7 GiB" in disk["problem"]
 
 
 def test_exact_divides_the_optimizer_state_and_fast_all_but_that_of_lm_head() -> None:
@@ -108,7 +108,7 @@ def test_exact_divides_the_optimizer_state_and_fast_all_but_that_of_lm_head() ->
 
 def test_the_limit_of_a_container_is_the_memory_of_its_host() -> None:
     tight = put(GOOD, container_kb="3000000")
-    assert "it has 2.9 GiB" in host(tight, config={"depth": "8"})[0][0]
+    assert "the host has 2.9 GiB" in host(tight, config={"depth": "8"})[0][0]
     for none in ("", "9007199254740988"):
         assert "refusal" not in severity(reported(put(GOOD, container_kb=none), config={"depth": "8"}))
 
@@ -141,7 +141,10 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
     four = put(GOOD, disk="/var/lib/nanofleet 4194304 /data")
     [found] = reported(four, config=config)
     assert found["severity"] == "warning"
-    assert "takes 1.3 GiB and /var/lib/nanofleet has room for 4.0 GiB of them" in found["problem"]
+    assert (
+        "/var/lib/nanofleet has 4.0 GiB free for checkpoints, and a run of depth 8 needs 5.2 GiB"
+        in found["problem"]
+    )
     assert found["remedy"].endswith("-e keep_checkpoints=1")
     assert host(four, put(ROOT_OK, kept_kb="2097152"), config=config) == []
     two = put(GOOD, disk="/var/lib/nanofleet 2500000 /data") + "installed=yes\n"
@@ -160,7 +163,7 @@ def test_room_for_the_checkpoints_of_the_depth() -> None:
 def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     found = reported(put(GOOD, flags=flags), config={"dtype": "bfloat16"})
     assert severity(found) == (["refusal"] if refused else [])
-    assert not refused or f"it has only {', '.join(flags.split())}" in found[0]["problem"]
+    assert not refused or f"its vector instructions are {', '.join(flags.split())}" in found[0]["problem"]
     assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
     assert host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"}) == []
 
@@ -173,8 +176,12 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
     found = reported(put(GOOD, cpus=cpus), config={})
     assert severity(found) == (["refusal"] if lacks else [])
     if lacks:
-        assert found[0]["problem"] == f"fleet_cpus is {cpus}, but {lacks} is not among its processors 0-3."
-        assert found[0]["remedy"] == "set fleet_cpus of laptop to a part of 0-3, or remove it"
+        assert found[0]["problem"] == (
+            f"fleet_cpus of this host is {cpus}, but the host has only the processors 0-3, not {lacks}."
+        )
+        assert found[0]["remedy"] == (
+            "set fleet_cpus of laptop in the inventory to processors of 0-3, or remove the setting"
+        )
 
 
 @pytest.mark.parametrize(
@@ -182,10 +189,10 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
     [
         ({"threads": "4"}, {}, 1, "", ""),
         ({"threads": "0"}, {"threads": "auto"}, 1, "", ""),
-        ({"threads": "16"}, {}, 1, "fleet_threads is 16, but it has 4 ", "remove fleet_threads of laptop"),
+        ({"threads": "16"}, {}, 1, "fleet_threads is 16, but the host has 4 ", "remove fleet_threads"),
         ({"threads": "2", "cpus": "3"}, {}, 1, "fleet_threads is 2, but fleet_cpus allows 1 ", "remove"),
-        ({}, {"threads": 6}, 1, "threads is 6, but it has 4 processors: ", "threads=auto  (or -e threads=4)"),
-        ({}, {"threads": 3}, 2, "threads of 2 ranks is 6, but it has 4 ", "(or -e threads=2)"),
+        ({}, {"threads": 6}, 1, "threads is 6, but the host has 4 ", "threads=auto  (or -e threads=4)"),
+        ({}, {"threads": 3}, 2, "threads of 2 ranks is 6, but the host has 4 ", "(or -e threads=2)"),
         ({"threads": "16", "online": ""}, {}, 1, "", ""),  # not known
     ],
 )  # fmt: skip

@@ -1,6 +1,7 @@
 """What preflight says of how a host is used: other work, sleep, battery, ports in other hands."""
 
 import pytest
+from port_range import DASHED
 from preflight_probe import AWAKE, GOOD, ROOT_OK, host, put, reported
 
 
@@ -9,12 +10,18 @@ def test_other_work_is_named_with_its_owner() -> None:
     [found] = reported(busy)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "Other work keeps this host busy, a load of 7.52 on 4 cores: "
-        "ffmpeg (398 %, PID 812 of ada), firefox-esr (99 %, PID 4711 of ada)."
+        "Other programs use the processor of this host: ffmpeg (398 %, PID 812 of ada), "
+        "firefox-esr (99 %, PID 4711 of ada). The load is 7.52 on 4 cores, so training would be slow."
     )
-    assert found["remedy"] == "sudo renice -n 19 -p 812  (on laptop), or end it"
+    assert found["remedy"] == (
+        "sudo renice -n 19 -p 812  (on laptop; lowers the priority), or end that program"
+    )
     assert host(put(GOOD, load="7.52")) == [
-        ("Other work keeps this host busy, a load of 7.52 on 4 cores.", "top  (on laptop)")
+        (
+            "Other programs use the processor of this host. The load is 7.52 on 4 cores, so training would "
+            "be slow.",
+            "end programs that are not needed; they are listed by: top  (on laptop)",
+        )
     ]
     assert host(busy + "active=nanofleet-d8-1a2b3c4d.service\n") == []
 
@@ -23,15 +30,15 @@ def test_a_lid_that_puts_it_to_sleep() -> None:
     [found] = reported(AWAKE)
     assert found["severity"] == "warning"
     assert found["problem"] == (
-        "This host falls asleep when its lid is closed; a run prevents it while it trains, "
+        "This host goes to sleep when its lid is closed. A run keeps it awake while it trains, "
         "but not while it waits to restart after a failure."
     )
     assert found["remedy"].startswith("printf '[Login]\\nHandleLidSwitch=ignore\\n")
     assert "IdleAction" not in found["remedy"]
     [(problem, _)] = host(AWAKE, variables={"ansible_become": False})
-    assert problem.endswith("and a run without root cannot prevent that.")
+    assert problem.endswith("A run without root access cannot keep it awake.")
     [(problem, _)] = host(AWAKE, holds_sleep=False)
-    assert problem.endswith("and no run prevents that.")
+    assert problem.endswith("The setting launch_inhibit_sleep=false allows that during a run.")
 
 
 @pytest.mark.parametrize(
@@ -63,7 +70,10 @@ def test_idling_that_puts_a_desktop_to_sleep() -> None:
 def test_a_laptop_on_its_battery() -> None:
     [found] = reported(put(GOOD, battery="Discharging 63", mains="0"))
     assert found["severity"] == "warning"
-    assert found["problem"] == "This host runs on its battery, 63 % full."
+    assert (
+        found["problem"]
+        == "This host runs on its battery, 63 % full. Training ends when the battery is empty."
+    )
     assert host(put(GOOD, battery="Charging 63", mains="1")) == []
 
 
@@ -72,21 +82,23 @@ def test_a_port_in_other_hands() -> None:
     [found] = reported(root=ROOT_OK + squatter)
     assert found["severity"] == "refusal"
     assert found["problem"] == (
-        "The store's port 29500 is held by process 2537 of root (/usr/bin/python3 -m http.server 29500), "
-        "unit squatter.service."
+        "Port 29500, which the rendezvous store of a run (TCPStore of torchrun) needs, is in use by process "
+        "2537 of root (/usr/bin/python3 -m http.server 29500), unit squatter.service."
     )
     assert found["remedy"] == (
-        "sudo systemctl stop squatter.service  (on laptop; or take another port: -e store_port=PORT)"
+        "sudo systemctl stop squatter.service  (on laptop; or use another port: -e store_port=PORT)"
     )
     assert host(root=ROOT_OK + squatter.replace("squatter.service", "nanofleet-d8-1a2b3c4d.service")) == []
     [(_, remedy)] = host(root=ROOT_OK + squatter.replace("squatter.service", "-"))
     assert remedy.startswith("sudo kill 2537")
     [(problem, remedy)] = host(root=ROOT_OK + "port=tracker 5000\n")
-    assert problem == "The tracker's port 5000 is held by a process that only root can name."
+    assert problem == (
+        "Port 5000, which the tracker (MLflow) needs, is in use by a process that only root can name."
+    )
     assert "-e tracker_port=PORT" in remedy
     assert host(root=ROOT_OK + "port=tracker 5000 - nanofleet nanofleet-tracker.service\n") == []
     [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 - ada squatter.service\n")
-    assert problem == "The store's port 29500 is held by squatter.service of ada."
+    assert problem.endswith("needs, is in use by squatter.service of ada.")
     assert remedy.startswith("sudo systemctl stop squatter.service")
     [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 1 root init.scope /sbin/init\n")
     assert "systemd itself" in problem
@@ -94,17 +106,18 @@ def test_a_port_in_other_hands() -> None:
 
 
 def test_a_range_that_is_nearly_used_up() -> None:
-    [found] = reported(root=put(ROOT_OK, range="20000-20999 940 900 812 ada - ./crawler"))
+    [found] = reported(root=put(ROOT_OK, range=f"{DASHED} 940 900 812 ada - ./crawler"))
     assert found["severity"] == "warning"
     assert found["problem"].startswith(
-        "940 of the 1000 ports 20000-20999 are taken, 900 of them by process 812 of ada (./crawler)"
+        f"940 of the 1000 ports {DASHED} of this host are in use, 900 of them by process 812 of ada "
+        "(./crawler)"
     )
-    assert host(root=put(ROOT_OK, range="20000-20999 700 700 812 ada - ./crawler")) == []
+    assert host(root=put(ROOT_OK, range=f"{DASHED} 700 700 812 ada - ./crawler")) == []
 
 
 def test_a_unit_file_of_the_runs_name() -> None:
     path = "/etc/systemd/system/nanofleet-d8.service"
     [found] = reported(root=put(ROOT_OK, unit=path))
     assert found["severity"] == "refusal"
-    assert f"A unit nanofleet-d8.service already exists ({path})" in found["problem"]
+    assert f"A unit file {path} exists on this host" in found["problem"]
     assert host(root=put(ROOT_OK, unit="/run/systemd/transient/nanofleet-d8.service")) == []

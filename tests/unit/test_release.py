@@ -43,7 +43,10 @@ def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touch
 ) -> None:
     done = play({**FLEET, "fleet": ["tower", "laptop", "old"]}, tmp_path, playbook)
     assert done.returncode != 0
-    assert "This host is in the group fleet, but neither in coordinator nor in workers." in said(done)
+    assert (
+        "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it."
+        in said(done)
+    )
     assert f"ansible-playbook -i {tmp_path}/hosts.yml reset.yml --limit old -e reset_confirm=true" in said(
         done
     )
@@ -53,7 +56,7 @@ def test_a_host_of_fleet_that_is_in_neither_group_is_refused_before_any_is_touch
 def test_a_worker_that_is_not_in_fleet_is_refused(tmp_path: Path) -> None:
     done = play({**FLEET, "fleet": ["tower"]}, tmp_path, "train.yml")
     assert done.returncode != 0
-    assert "Not in the group fleet, so no playbook would reach it: laptop." in said(done)
+    assert "The group fleet, on which every playbook runs, does not contain laptop." in said(done)
 
 
 @pytest.mark.parametrize("where", ["workers", "released"])
@@ -70,7 +73,7 @@ def test_reset_yml_with_a_limit_runs_on_that_host_alone(where: str, tmp_path: Pa
 def test_a_limit_does_not_pass_over_the_check_of_the_settings(tmp_path: Path) -> None:
     done = play(FLEET, tmp_path, "reset.yml", "--limit", "laptop", "-e", "reset_confrm=true")
     assert done.returncode != 0
-    assert "did you mean reset_confirm?" in said(done)
+    assert "Did you mean reset_confirm?" in said(done)
     assert "UNREACHABLE" not in done.stdout
 
 
@@ -125,7 +128,11 @@ CLAIM = '{"schema": 1, "fleet_id": "home", "hosts": {"tower": "192.0.2.1", "old"
 
 def test_a_host_that_has_left_since_the_last_setup_is_named_with_how_to_release_it() -> None:
     assert former(CLAIM, {"tower": "192.0.2.1", "laptop": "192.0.2.2"}) == [
-        ("old", "ansible-playbook reset.yml -i 192.0.2.3, -u USER --limit 192.0.2.3 -e reset_confirm=true")
+        (
+            "old",
+            "uninstall nanofleet there: "
+            "ansible-playbook reset.yml -i 192.0.2.3, -u USER --limit 192.0.2.3 -e reset_confirm=true",
+        )
     ]
 
 
@@ -145,4 +152,4 @@ def test_nobody_is_named_who_is_there_or_of_another_fleet(claim: str, addresses:
 
 
 def test_a_name_is_quoted_in_the_command_that_releases_it() -> None:
-    assert "--limit 'a b'" in preflight.release("a b")
+    assert "--limit 'a b'" in preflight.reset_command("a b")

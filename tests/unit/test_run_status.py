@@ -273,7 +273,7 @@ def test_a_stop_without_a_name_does_not_choose_among_runs() -> None:
 
     assert summary.several_active({"tower": up("a"), "laptop": up("a")}) == ""
     said = summary.several_active({"tower": up("b"), "laptop": up("a")})
-    assert said.startswith("Several runs are active: b on tower; a on laptop. Nothing was changed.")
+    assert said.startswith("The active runs are b on tower; a on laptop. No run was stopped.")
     hosts = {"tower": state(), "laptop": state(**stored())}
     stopped = report.stopped(hosts, "a", {}, {"tower": "b", "laptop": "a"})
     assert "Also ended:  run b on tower, at once; nothing was saved." in stopped

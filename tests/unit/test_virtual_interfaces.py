@@ -18,6 +18,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import wsl
 from ansible_collections.nanofleet.fleet.plugins.module_utils.network_interfaces import kind_of
 from ansible_collections.nanofleet.fleet.plugins.modules import doctor_host
 from measured_fleet import Measured, a_link, all_findings, close_ports, fleet, only
+from port_range import DASHED
 
 LISTINGS = json.loads((Path(__file__).parent / "listings" / "ip_address.json").read_text())
 RELEASE = "5.15.133.1-microsoft-standard-WSL2"
@@ -182,7 +183,7 @@ def test_wsl2_behind_nat_is_the_fault_with_what_to_type_on_windows() -> None:
         "[wsl2] and networkingMode=mirrored to %UserProfile%\\.wslconfig",
         "wsl --shutdown",
         "-VMCreatorId '{40E0AC32-46A5-438A-A0B2-2B479E8F2E90}'",
-        "-LocalPorts '22','29500','20000-20999'",
+        f"-LocalPorts '22','29500','{DASHED}'",
     ):
         assert typed in found["remedy"]
 
@@ -197,5 +198,5 @@ def test_a_mirrored_wsl2_that_gives_no_answer_is_behind_the_firewall_of_windows(
     assert (found["code"], found["host"]) == ("NF528", "laptop")
     assert "the Hyper-V firewall of Windows" in found["problem"]
     assert "New-NetFirewallHyperVRule" in found["remedy"]
-    assert "'29500','20000-20999'" in found["remedy"]
+    assert f"'29500','{DASHED}'" in found["remedy"]
     assert "'22'" not in found["remedy"]

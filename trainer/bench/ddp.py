@@ -30,7 +30,7 @@ from trainer.sync.mode import SyncMode
 
 
 class PlainDDP(SyncMode):
-    """DistributedDataParallel around `model`, in the place of a sync mode. `module` is the wrapped model.
+    """DistributedDataParallel around `model`, with the methods of a sync mode. `module`: the wrapped model.
 
     DDP makes gradients the mean over the ranks, so the loss of a rank has the factor `loss_scale`.
     """
@@ -50,7 +50,7 @@ class PlainDDP(SyncMode):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def loss_scale(self, tokens: int) -> float:
-        """The factor of a rank's summed loss with which the mean over ranks is that over `tokens` tokens."""
+        """The factor for a rank's summed loss, so that DDP's mean over ranks is that over `tokens` tokens."""
         return self._group.world_size / tokens
 
     def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
@@ -58,7 +58,10 @@ class PlainDDP(SyncMode):
 
     @contextmanager
     def last_backward(self) -> Iterator[None]:
-        """Context of the backward in which DDP reduces. Counts the bytes of the step. Raises PeerLost."""
+        """Context of the last backward of a step, in which DDP reduces the gradients. Raises PeerLost.
+
+        It also counts the bytes that the step sends.
+        """
         self._unfinished = len(self._parameters)
         try:
             yield

@@ -34,7 +34,7 @@ class Rates:
 
     @classmethod
     def median(cls, rates: Sequence[Rates]) -> Rates:
-        """The median of each rate over several measurements, as bench reports the median of the steps."""
+        """The median of each rate over several measurements."""
         return cls(median(r.gemm for r in rates), median(r.copy for r in rates))
 
 
@@ -56,7 +56,10 @@ class StepOperations:
 
 
 def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
-    """Count the operations of a rank in a step: `tokens` tokens, and Muon on the matrices in `owned`."""
+    """Count the operations of a rank in a step.
+
+    owned: the matrices that Muon steps on this rank. tokens: of the rank's part of the step.
+    """
     matrices = optimizer.muon_parameters()
     of_muon = {id(matrix.parameter) for matrix in matrices}
     others = [parameter for parameter in model.parameters() if id(parameter) not in of_muon]
@@ -68,7 +71,7 @@ def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], t
 
 
 def iterated_flops(rows: int, cols: int) -> int:
-    """FLOPs of Polar Express on a matrix of this shape, without the Gram matrix."""
+    """FLOPs of the Polar Express iterations of Muon on a (rows, cols) matrix, without the Gram matrix."""
     m, n = min(rows, cols), max(rows, cols)
     return len(POLAR_EXPRESS) * (4 * m * m * n + 2 * m**3)
 

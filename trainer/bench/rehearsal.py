@@ -38,7 +38,7 @@ SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would
 
 
 class Ranks(Collectives):
-    """All ranks of the rehearsal, or those of one process group of torch.distributed."""
+    """The ranks that all-reduce together: all of the rehearsal, or those of one process group."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.world_size, self._group = world_size, group
@@ -53,7 +53,7 @@ class Ranks(Collectives):
             dist.all_reduce(tensor, group=self._group)
 
     def link(self) -> Link:
-        """The effective bandwidth of an all-reduce, the mean over ranks, and its latency."""
+        """Measure an all-reduce: its effective bandwidth, the mean over the ranks, and its latency."""
         link = measure_link(self, CPU)
         assert link is not None, "measured with two ranks at least"
         return link
@@ -65,7 +65,10 @@ def mbit(link: Link) -> float:
 
 
 def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """GEMM rates with all threads in GFLOP/s, by dtype. rates: of one core in FLOP/s."""
+    """GEMM rates of all threads in GFLOP/s, by the name of the dtype.
+
+    rates: {dtype: rate of one core in FLOP/s}.
+    """
     found = {}
     for dtype, one_core in rates.items():
         rows = 2048 if one_core > SLOW else 64
@@ -74,7 +77,10 @@ def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
 
 
 def join(part: Mapping[str, Any]) -> dist.TCPStore:
-    """Connect to the rendezvous store and join the process group of all hosts."""
+    """Connect to the rendezvous store and join the process group of all hosts.
+
+    part: as for `rehearse`.
+    """
     rank, size = part["rank"], len(part["hosts"])
     store = dist.TCPStore(part["master"], part["port"], size, rank == 0, timeout=JOIN_TIMEOUT)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=CONNECT_TIMEOUT)
@@ -82,7 +88,10 @@ def join(part: Mapping[str, Any]) -> dist.TCPStore:
 
 
 def all_reduces(part: Mapping[str, Any]) -> tuple[Link, dict[str, float]]:
-    """The link of all hosts; and effective bandwidths in Mbit/s of pairs, by "A-B", two ranks."""
+    """Measure all-reduces: (the link of all hosts, {"A-B": effective bandwidth of two ranks in Mbit/s}).
+
+    part: as for `rehearse`.
+    """
     rank, size = part["rank"], len(part["hosts"])
     link = Ranks(size).link()
     pairs = {"0-1": mbit(link)} if size == 2 else {}
@@ -103,10 +112,11 @@ def predicted_step(
     rates: Mapping[torch.dtype, float],
     gflops: Mapping[str, float],
 ) -> dict[str, Any] | None:
-    """The prediction of a step of the run on rank 0 (see step_prediction); None on other ranks.
+    """The predicted step of the run (see step_prediction) on rank 0; None on other ranks. All ranks call it.
 
-    All ranks call it. rates: GEMM rates of one core; gflops: of all threads, by dtype. Raises ConfigError if
-    the settings of the run do not fit these hosts, and RuntimeError if a rank publishes no speed in time.
+    part: as for `rehearse`. store: the rendezvous store. link: of all hosts. rates: {dtype: GEMM rate of
+    one core in FLOP/s}. gflops: of all threads, by dtype. Raises ConfigError if the settings of the run do
+    not fit these hosts, and RuntimeError if a rank publishes no speed in time.
     """
     hosts, config = part["hosts"], RunConfig.from_strings(part.get("config") or {})
     plan = make_plan(config, VOCAB_SIZE, len(hosts))
@@ -133,12 +143,13 @@ def predicted_step(
 
 
 def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:
-    """Call `report` with what was found, once before and once after the prediction of a step.
+    """Measure this host together with the others, and call `report` with the results so far, twice.
 
-    Found are hosts, gemm_gflops, allreduce_mbit (all hosts), pairs, error ("" if nothing failed), predicted
-    (on rank 0, see step_prediction) and prediction_error. part: hosts (in rank order), rank, master (address
-    of the first host), port (of the rendezvous store), rounds (lists of pairs of ranks that all-reduce at the
-    same time), config (settings of the run by the names of RunConfig's fields).
+    The first call comes before a step is predicted, the second after it. The results are hosts,
+    gemm_gflops, allreduce_mbit (of all hosts), pairs, error ("" if nothing failed), predicted (on rank 0,
+    see step_prediction) and prediction_error. part: hosts (in rank order), rank, master (address of the
+    first host), port (of the rendezvous store), rounds (lists of pairs of ranks that all-reduce at the same
+    time), config (settings of the run by the names of RunConfig's fields).
     """
     found: dict[str, Any] = {
         "hosts": part["hosts"], "gemm_gflops": {}, "allreduce_mbit": None, "pairs": {}, "error": "",

@@ -91,11 +91,11 @@ def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """One row per benchmark case, with what it is compared with if that was measured too.
+    """A row for each benchmark case, with what it is compared with if that was measured too.
 
-    ratio and bound need the single-host baseline, over_ddp the case with plain DDP.
-
-    link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
+    results: {case: its result file}. link_mbit: rate of the link in Mbit/s; 0: as the network cards report
+    it. The ratio to one host and its bound need the single-host baseline, the factor over plain DDP needs
+    the case `ddp`.
     """
     rows = []
     for name, result in results.items():
@@ -222,7 +222,10 @@ def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
 
 
 def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
-    """The report as Markdown: facts of the hosts, one table of all cases, others in detail."""
+    """The report as Markdown: the hosts, one table of all cases, then details.
+
+    results: {case: its result file}. rows: the result of `compare`.
+    """
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
     for rank in (rank for result in results.values() for rank in result["ranks"]):
@@ -312,7 +315,10 @@ TRANSFERS: Columns = {
 
 
 def draw(path: Path, rows: Sequence[Row]) -> None:
-    """Plot tokens per second of each case, with a red mark at the upper bound, if it is known."""
+    """Plot the tokens per second of each case to `path`, with a red mark at a known upper bound.
+
+    rows: the result of `compare`.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 1.2 + 0.4 * len(rows)), layout="constrained")
@@ -331,7 +337,10 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 
 
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
-    """Create a run on the MLflow server at `uri` with the figures of each case and the report's files."""
+    """Create a run on the MLflow server at `uri` with the figures of each case and the files of the report.
+
+    folder: has these files. rows: the result of `compare`.
+    """
     import mlflow
 
     os.environ["MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"] = "true"  # it would be the coordinator's own address

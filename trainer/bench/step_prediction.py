@@ -33,7 +33,7 @@ LEAST_TOKENS = 64  # of a sampled row
 
 @dataclass(frozen=True)
 class Operations:
-    """Operations of the three times of a Speed. row: FLOPs of one row; muon: FLOPs; adamw: parameters."""
+    """The operations that a measured Speed is of: row: FLOPs of one row; muon: FLOPs; adamw: parameters."""
 
     row: int
     muon: int
@@ -58,7 +58,10 @@ def _build(shape: GPTConfig, device: str) -> tuple[GPT, MuonAdamW]:
 
 
 def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
-    """The shape that is timed in place of `shape`. flops_rate: the GEMM rate of this host in FLOP/s."""
+    """A smaller shape that is timed instead of `shape`, with its width and vocabulary.
+
+    flops_rate: the GEMM rate of this host in FLOP/s.
+    """
     sampled = replace(shape, n_layer=min(SAMPLED_LAYERS, shape.n_layer))
     while sampled.sequence_len > LEAST_TOKENS:
         if Operations.of(*_build(sampled, "meta")).row <= SAMPLED_SECONDS * flops_rate:
@@ -68,7 +71,10 @@ def sampled_shape(shape: GPTConfig, flops_rate: float) -> GPTConfig:
 
 
 def sample_speed(shape: GPTConfig, compute_dtype: torch.dtype, flops_rate: float) -> Speed:
-    """The Speed of this host's processor for a model of this shape, from a smaller one."""
+    """The predicted Speed of this host for a model of `shape`, from timing a smaller model.
+
+    compute_dtype: of the GEMMs. flops_rate: the GEMM rate of this host in FLOP/s.
+    """
     model, optimizer = _build(sampled_shape(shape, flops_rate), "cpu")
     model.compute_dtype = optimizer.compute_dtype = compute_dtype
     timed = measure_speed(model, optimizer, batch_size=1)
@@ -83,12 +89,13 @@ def sample_speed(shape: GPTConfig, compute_dtype: torch.dtype, flops_rate: float
 def predict(
     config: RunConfig, plan: Plan, speeds: Sequence[Speed], link: Link, hosts: Sequence[str]
 ) -> dict[str, Any]:
-    """The prediction of the cost model as JSON values.
+    """The predicted step of a run, as JSON values.
 
-    depth, total_batch_size (tokens); modes: by sync mode the `network_s` that a rank spends on the network in
-    a step, hidden by computation or not, and the `step_s`; sync: the mode that the run would use; alone: the
-    single-host baseline; advice: settings that make a step faster, the least change first. Bytes are those of
-    rows in which every token differs, the most that a step may send.
+    plan: of the run. speeds: by rank. link: between the ranks. hosts: names by rank. The result has depth,
+    total_batch_size (tokens); modes: by sync mode the `network_s` that a rank spends on the network in a
+    step, hidden by computation or not, and the `step_s`; sync: the mode that the run would use; alone: the
+    single-host baseline; advice: settings that make a step faster, the least change first. Bytes are those
+    of rows in which every token differs, the most that a step may send.
     """
     model, optimizer = _build(plan.model, "meta")
     length, tokens = plan.model.sequence_len, plan.model.vocab_size

@@ -55,7 +55,7 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """Clocks and counters of a rank at the start or end of a step. wall and cpu are in seconds."""
+    """The clocks and byte counters of a rank at the start or end of a step. wall and cpu are in seconds."""
 
     wall: float
     cpu: float
@@ -239,11 +239,12 @@ class BenchTrainer(Trainer):
 
 
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
-    """The roofline limit divided by the seconds of a step. limits: of each rank, one per measurement.
+    """The roofline limit divided by the measured seconds of a step: 1 would be the fastest possible step.
 
-    The limit of a step is the mean of the two measured before and after it, each that of the slowest rank.
-    The result is the median over the steps. Without a measurement between all steps, it is the mean limit
-    divided by the median step.
+    limits: for each measurement, the limit in seconds by rank. steps: seconds of the steps. The limit of a
+    step is the mean of the two measured before and after it, each that of the slowest rank, and the result
+    is the median over the steps. Without a measurement between all steps, it is the mean limit divided by
+    the median step.
     """
     longest = [max(ranks) for ranks in zip(*limits, strict=True)]
     if len(longest) != len(steps) + 1:

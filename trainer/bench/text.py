@@ -13,7 +13,7 @@ QUIET = 0.9  # share of its cores below which other processes have influenced th
 
 
 def describe(result: Result) -> str:
-    """The result of one measurement as a few lines of text."""
+    """The result of one measurement of `trainer bench` as a few lines of text."""
     first = result["ranks"][0]
     paired = len(first["rates_all"]) == result["steps"] + 1
     lines = [
@@ -91,7 +91,10 @@ RESULTS: Columns = {
 
 
 def table(rows: Sequence[Result], columns: Columns = RESULTS) -> str:
-    """A Markdown table with a line for each of `rows`."""
+    """A Markdown table with a line for each of `rows`.
+
+    columns: the heads and how each cell follows from a row.
+    """
     return markdown_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
 
 

@@ -19,7 +19,10 @@ MARKS = {  # special token: (what it begins, what it shows)
 
 
 class Answer:
-    """An answer that grows. `text` is what a person sees: a call is `EXPRESSION` = RESULT."""
+    """An answer while it is generated. `text`: what a person reads; `parts`: those of the stored message.
+
+    A call of the calculator is shown as `EXPRESSION` = RESULT.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -29,7 +32,10 @@ class Answer:
         self._kind, self._ids, self._shown = "text", list[int](), 0
 
     def add(self, tokens: Sequence[int]) -> str:
-        """Add tokens; returns the new text, in whole characters."""
+        """Add token ids to the answer; returns the new text.
+
+        Bytes of a character that is not complete yet are kept for the next call.
+        """
         before = len(self.text)
         for token in tokens:
             name = self.names.get(token)
@@ -43,7 +49,7 @@ class Answer:
         return self.text[before:]
 
     def end(self) -> str:
-        """End the part that grows, with the bytes that are no whole character; returns the new text."""
+        """End the answer; returns the text of the bytes that are still kept, which are no whole character."""
         before = len(self.text)
         if self._ids:
             text = self.tokenizer.decode(self._ids)

@@ -44,7 +44,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tools:
-    """The special tokens of a tokenizer that the engine knows, and its conversion of expressions."""
+    """What the engine needs of a tokenizer: its special tokens, and the tokens of a calculation's result."""
 
     tokenizer: Tokenizer
     stop: frozenset[int]
@@ -64,7 +64,7 @@ class Tools:
         return cls(tokenizer, stop, pair("python"), pair("output"))
 
     def output_of(self, expression: Sequence[int]) -> list[int]:
-        """The tokens that follow a call of Python with this expression; none if it has no result."""
+        """The token ids that follow a call of the calculator with `expression`; none if it has no result."""
         result = calculate(self.tokenizer.decode(expression))
         if result is None or self.output is None:
             return []
@@ -127,13 +127,15 @@ class Engine:
 
     @property
     def limit(self) -> int:
-        """Tokens of the context: of prompt and answer together."""
+        """The most tokens of a sequence, prompt and answer together: the context length of the model."""
         return self.model.config.sequence_len
 
     def start(self, prompt: Sequence[int], sampling: Sampling, slides: bool = False) -> SequenceState:
-        """A sequence that continues `prompt`, token ids. slides: a full context loses its older half.
+        """Begin a sequence that continues `prompt`, token ids; returns it. Nothing is computed yet.
 
-        Raises ContextOverflowError if the prompt fills the context and the sequence does not slide.
+        sampling: how tokens are drawn. slides: whether a full context loses its older half; if not, the
+        sequence ends there. Raises ContextOverflowError if the prompt fills the context and the sequence
+        does not slide.
         """
         if not prompt:
             raise ValueError("a prompt has at least one token")

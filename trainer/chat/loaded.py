@@ -39,7 +39,10 @@ class Loaded:
 
 
 def load_from(args: argparse.Namespace) -> Loaded:
-    """Load the model that the options of add_model_arguments name. Raises ConfigError or DataError."""
+    """Load the model of --checkpoint or --run-dir (options of add_model_arguments).
+
+    Raises ConfigError or DataError.
+    """
     if args.threads < 0:
         raise ConfigError(f"--threads is {args.threads}: it must be 0 or more.")
     if args.threads:

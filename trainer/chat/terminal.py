@@ -26,7 +26,7 @@ Ctrl-C stops an answer."""
 
 
 class Chat:
-    """A conversation with a model, and the settings of its answers."""
+    """A conversation with a model in the terminal: its messages so far, and the settings of its answers."""
 
     def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
         self.loaded, self.sampling = loaded, sampling

@@ -18,9 +18,10 @@ DEFAULT_NAME = re.compile(r"d\d+-[0-9a-f]{8}")  # another release may name the s
 
 
 def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError if imported weights are of another model or tokenizer than the run's.
+    """Raise ConfigError or DataError if imported weights do not fit the model or tokenizer of the run.
 
-    `state` is the imported checkpoint; `model` and `hashes` are those of the run.
+    state: the imported checkpoint. model, hashes: the model of the run and the hashes of its data. run_id:
+    of the run, for the message.
     """
     saved = state.meta["model_config"]
     differing = [
@@ -42,7 +43,11 @@ def check_begins(state: State, model: GPTConfig, hashes: Mapping[str, str], run_
 
 
 def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], run_id: str) -> None:
-    """Raise ConfigError or DataError if `state` is of another run, configuration or data than this run."""
+    """Raise ConfigError or DataError if the checkpoint `state` is not one of this run.
+
+    It must have the same run_id, configuration and data. config, hashes: the settings of the run and the
+    hashes of its data.
+    """
     started = str(state.meta.get("run_id", run_id))
     by_default = DEFAULT_NAME.fullmatch(started) and DEFAULT_NAME.fullmatch(run_id)
     if started != run_id and not by_default and "imported" not in state.meta:

@@ -43,10 +43,10 @@ def unflatten(flat: Mapping[str, Tensor], prefix: str = "") -> dict[str, Paramet
 def gather_optimizer(
     group: Collectives, sync: SyncMode, optimizer: MuonAdamW, room: Room = new_tensor
 ) -> dict[str, ParameterState]:
-    """The whole optimizer state on rank 0, gathered from the owner ranks; a part of it on the other ranks.
+    """Gather the optimizer state of all owner ranks on rank 0: {parameter: {state name: tensor}}.
 
-    It maps parameter name -> state name -> tensor. The state of the sync mode is included, with the prefix
-    COMMON. `room` provides the tensors for parameters that are sharded by rows.
+    The other ranks get a part of it. All ranks call it. sync: the sync mode, whose own state is included
+    with the prefix COMMON. room: provides the tensors for parameters that are sharded by rows.
     """
     state = optimizer.state_dict()
     gathered: dict[str, ParameterState] = {}
@@ -80,7 +80,10 @@ def _gather_rows(
 
 
 def pop_common_state(tensors: ParameterState) -> ParameterState:
-    """Remove the state of the sync mode of a parameter and return it, without the prefix COMMON."""
+    """Remove and return those tensors of a parameter that are state of the sync mode.
+
+    Their names are returned without the prefix COMMON.
+    """
     return {key.removeprefix(COMMON): tensors.pop(key) for key in list(tensors) if key.startswith(COMMON)}
 
 

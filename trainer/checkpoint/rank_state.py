@@ -89,9 +89,10 @@ def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """The tensors by name and the optimizer state that `save_rank_state` wrote at the step of `meta`.
+    """The tensors by name, and the optimizer state, of a rank at the step of `meta`.
 
-    None if the file of `rank` is missing, or if its sha256 is not the one in `meta`.
+    None if the file of `rank` is missing in `run_dir`, or if its sha256 is not the one in `meta`, the
+    content of a checkpoint's meta.json.
     """
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)

@@ -88,9 +88,9 @@ class CheckpointWriter:
         self._writer.start()
 
     def room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A CPU tensor for the tensor PARAMETER/STATE of the next checkpoint, which `save` does not copy.
+        """A CPU tensor into which the caller copies PARAMETER/STATE, so that `save` need not copy it.
 
-        Waits for the current write, which may be of this tensor.
+        It waits for the current write, which may still read this tensor. path: PARAMETER/STATE.
         """
         return self._copy.room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
 

@@ -32,9 +32,10 @@ ORDER, VALIDATION = 0, 1  # what a permutation is for
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder of conversations. weight: how many times an epoch has each of them; 0.5: every other.
+    """A file or folder of conversations.
 
-    A fraction takes a part of them, which the seed selects.
+    weight: how many times an epoch contains each of them. 2: twice; 0.5: a random half of them, which the
+    seed selects.
     """
 
     path: Path

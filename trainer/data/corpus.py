@@ -104,9 +104,9 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 @dataclass(frozen=True)
 class Plan:
-    """Assigns documents to shards: `n_train` training shards of equal size, then one shard for validation.
+    """Assigns documents to shards: `n_train` training shards of equal size, then one for validation.
 
-    `total` and `train_bytes` are the bytes of all text and of the text for training.
+    total: bytes of all text. train_bytes: bytes of the text for training.
     """
 
     total: int

@@ -194,10 +194,11 @@ def make_directory(
     clock: Clock,
     notes: Mapping[str, Any] | None = None,
 ) -> Prepared:
-    """Make shards and tokenizer unless `out` has those of this digest. The caller holds the lock.
+    """Make shards and tokenizer in `out`, unless it has those of this digest already.
 
-    The tokenizer has `vocab_size` tokens, or is the existing one in `tokenizer_dir`. `notes` are added to the
-    manifest.
+    The caller holds the lock of `out`. digest: of the sources and options. make: writes the shards.
+    vocab_size: tokens of a new tokenizer. tokenizer_dir: an existing one to copy instead. clock: measures
+    the steps. notes: more entries for the manifest.
     """
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)

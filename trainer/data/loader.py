@@ -59,7 +59,7 @@ def row_sums(rows: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 class Sequences(NamedTuple):
-    """Token ids of rows, and the targets: each token's successor, IGNORED_TARGET where it has no loss."""
+    """Token ids of rows, (n, T), and their targets: the next token, or IGNORED_TARGET without a loss."""
 
     tokens: NDArray[Any]  # (rows, T+1)
     targets: NDArray[np.int64]  # (rows, T)

@@ -115,7 +115,7 @@ class StoppedEvaluationError(Exception):
 
 
 def ignore(*_: Any) -> None:
-    """The default of the callbacks."""
+    """A callback that does nothing: the default of `evaluate_core`."""
 
 
 @torch.no_grad()
@@ -165,7 +165,7 @@ def evaluate_core(
 
 
 def work_of(task: Task) -> float:
-    """The characters of all prompts of a task, about: a measure of the time that it takes."""
+    """About how long a task takes compared to others: the characters of all its prompts."""
     fields = {CHOICE: "query", SCHEMA: "continuation", LANGUAGE: "context"}
     characters, prompts = 0, 0
     for item in task.items:
@@ -192,7 +192,10 @@ def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> boo
 
 @dataclass(frozen=True)
 class Span:
-    """Of the scored tokens of a prompt: mean loss in nats, nan without any; whether each is the arg max."""
+    """The scores of a prompt: mean loss of its scored tokens in nats, and whether each is the arg max.
+
+    The loss is nan if no token is scored.
+    """
 
     loss: float
     exact: bool

@@ -43,7 +43,10 @@ class Results:
             write_json(self.folder / RESULT, content)
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
-        """Right answers and items of each finished task. Raises ConfigError if they are of another bundle."""
+        """The finished tasks of an interrupted CORE evaluation: {label: [right answers, items]}.
+
+        Raises ConfigError if the folder has results of another bundle.
+        """
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
         tasks = self._core["tasks"]

@@ -1,4 +1,4 @@
-"""How ranks divide the items of a task: in blocks, after each of which they add up what they have found."""
+"""How ranks divide the items (questions) of a task: in blocks; after each they add up their results."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ BLOCK = 16  # items of a rank between two sums over the ranks
 
 
 def blocks(n_items: int, group: Collectives) -> Iterator[range]:
-    """Yield the numbers of the items of each block, in order."""
+    """Yield the numbers of the items of each block, as a range, in order.
+
+    n_items: of the task. group: the ranks.
+    """
     size = BLOCK * group.world_size
     for first in range(0, n_items, size):
         yield range(first, min(first + size, n_items))
@@ -28,7 +31,7 @@ def own_items(block: range, group: Collectives, shares: Sequence[int] = ()) -> l
 
 
 def add_up(group: Collectives, *values: float) -> list[int]:
-    """The sum of each value over all ranks, rounded to an integer. All ranks must call it."""
+    """The sums over all ranks of each of the given values, as integers. All ranks must call it."""
     totals = torch.tensor(values, dtype=torch.float64)
     group.all_reduce([totals])
     return [round(total) for total in totals.tolist()]

@@ -57,9 +57,9 @@ def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
 
 
 def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the shortest of several runs of `work` on `device`, by wall-clock time.
+    """Seconds of the shortest of several runs of the function `work`, which computes on `device`.
 
-    On a GPU, each run ends with a synchronization.
+    By wall-clock time; on a GPU, each run ends with a synchronization.
     """
 
     def finished() -> None:
@@ -73,10 +73,10 @@ def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
 def shortest_seconds(
     works: Sequence[Callable[[], object]], budget: float, repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Seconds of the shortest run of each of `works`, measured with `clock`.
+    """Seconds of the shortest run of each of `works`, functions that are called in turn.
 
-    The works run in turn for `budget` seconds, and `repeats` times at least. The first run of each, which
-    also prepares kernels, does not count.
+    They run for `budget` seconds, and `repeats` times at least, measured with `clock`. The first run of
+    each, which also prepares kernels, does not count.
     """
     for work in works:
         work()

@@ -75,9 +75,10 @@ class Binding:
         return {"usable_cpus": self.usable, "cores": self.cores}
 
     def changes(self, saved: Mapping[str, Any]) -> str:
-        """The differences of this host from that in `saved`, of a checkpoint, as text; "" if there are none.
+        """How the processors of this host differ from those at a checkpoint, as text; "" if they do not.
 
-        Also "" where the threads are set by a person, now or at the checkpoint.
+        saved: the result of `saved` in the checkpoint. Also "" if a person has set the threads, now or at
+        the checkpoint.
         """
         if not (self.cpus and saved.get("cpus")):
             return ""
@@ -145,10 +146,10 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Options:
-    """The numerics of this rank on a CPU and on its GPU, before the device of the run is chosen.
+    """What this rank can compute on, its CPU and its GPU, before the device of the run is chosen.
 
-    `cuda` is None if there is no GPU for this local rank; `gpus` counts the GPUs of the host. `refusals` maps
-    a device kind that cannot be used to the reason, a sentence.
+    `cpu` and `cuda` are Numerics; `cuda` is None if there is no GPU for this local rank. `gpus` counts the
+    GPUs of the host. `refusals` maps a device kind that cannot be used to the reason, a sentence.
     """
 
     cpu: Numerics

@@ -52,7 +52,10 @@ class KVCache:
         return attend(q, self.k_LBHTE[layer, :, :, seen], self.v_LBHTE[layer, :, :, seen], window, grouped)
 
     def advance(self, last_B1D: Tensor, count: int) -> None:
-        """Count the new tokens; last_B1D is the embedding of the last of them."""
+        """Count new tokens as part of the cache, after all layers have attended to them.
+
+        last_B1D: the embedding of the last of them. count: their number.
+        """
         self.last_B1D = last_B1D
         self.length += count
 

@@ -61,7 +61,7 @@ def relative_speeds(seconds: Sequence[float]) -> list[float]:
 
 
 class SplitChange(NamedTuple):
-    """A new batch split. shares: rows per rank; reason: the text about it for the log."""
+    """A new batch split. shares: rows per rank. reason: a sentence about it for the log."""
 
     shares: list[int]
     reason: str
@@ -91,7 +91,10 @@ def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
 
 
 class Balancer:
-    """Measures the seconds per row of each rank; `proposed` is a faster split that is not applied yet."""
+    """Measures the seconds per row of each rank, and proposes a faster batch split during the run.
+
+    `proposed` is a split that is not applied yet.
+    """
 
     def __init__(self, shares: Sequence[int], names: Sequence[str]) -> None:
         self.shares, self._names = list(shares), list(names)

@@ -134,7 +134,7 @@ class CostModel:
         return compute + max(0.0, wire - hidden) + muon + adamw / len(self.speeds)
 
     def network(self, mode: str, rows: int) -> float:
-        """Seconds that a rank sends and receives in a step of `rows` rows; 0 with one rank.
+        """Seconds of network of a rank in a step of `rows` rows in the sync mode `mode`; 0 with one rank.
 
         Computation may hide a part of them.
         """

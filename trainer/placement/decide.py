@@ -245,7 +245,10 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
 
 
 def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
-    """Raise Final, naming the ranks, if their placements differ. digests: of the placements, by rank."""
+    """Raise Final, naming the ranks, if the placement differs between ranks.
+
+    peers: facts of the ranks. digests: of each rank's placement, by rank.
+    """
     others = [f"{peer} has {own}" for peer, own in zip(peers, digests, strict=True) if own != digests[0]]
     if others:
         raise Final(

@@ -24,10 +24,10 @@ from trainer.placement.microbenchmark import Speed, measure_speed
 
 @dataclass(frozen=True)
 class FasterHost:
-    """A rank whose GPU is faster than all ranks on their CPUs.
+    """A rank whose GPU is faster than all ranks on their CPUs together.
 
-    seconds: of a step on that GPU; together: of a step on all ranks; obstacle: why the run cannot move to its
-    host, empty if it can.
+    seconds: of a step on that GPU. together: of a step on all ranks. obstacle: why the run cannot move to
+    its host; empty if it can.
     """
 
     rank: int

@@ -166,10 +166,11 @@ def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
 def ranks_per_node(
     topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]
 ) -> tuple[int, float]:
-    """(number of NUMA nodes, speed) if a rank on each node is faster than one rank on `best`, else (1, 1.0).
+    """(number of NUMA nodes, gain) if a rank on each is faster than one rank on `best`, else (1, 1.0).
 
-    speed: how many times as fast. It is measured: all nodes do a work of their own at the same time. The
-    nodes must have as many usable physical cores each, and the CPU quota must allow all of them.
+    best: the fastest set of processors for one rank. make_work: makes the work that is timed. gain: how
+    many times as fast, measured while all nodes work at the same time. The nodes must have as many usable
+    physical cores each, and the CPU quota must allow all of them.
     """
     cores = first_siblings(topology.cpus)
     sets = [frozenset(cpu.number for cpu in cores if cpu.node == node) for node in topology.nodes]
@@ -180,9 +181,10 @@ def ranks_per_node(
 
 
 def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Callable[[], object]]) -> float:
-    """The seconds of a work while each of `sets` of processors, of equal size, does one: of the slowest.
+    """The seconds of the slowest of several equal works that run at the same time.
 
-    Each set has a thread that calls torch, which has a team of threads of its own.
+    sets: for each work, the processors that it runs on; all have the same number. make_work: makes a work.
+    Each work has a thread that calls torch, which has a team of threads of its own.
     """
     seconds = [0.0] * len(sets)
     ready = threading.Barrier(len(sets))

@@ -40,7 +40,7 @@ class Message(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """What both kinds of request have. Other fields of OpenAI's API are ignored."""
+    """The fields that requests for chats and for completions share. Other fields of OpenAI's are ignored."""
 
     model: str = ""
     stream: bool = False
@@ -74,7 +74,7 @@ class CompletionBody(GenerationBody):
 
 
 class Shape:
-    """Builds the answers to one request: kind is "chat" or "text"."""
+    """Builds the answers to one request in OpenAI's format. kind: "chat" or "text"."""
 
     def __init__(self, kind: Literal["chat", "text"], model: str, fingerprint: str) -> None:
         self.kind = kind

@@ -29,7 +29,10 @@ Update = tuple[Sequence[int], str | None]
 
 
 def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
-    """The application of a scheduler. With an api_key, all but the page and /health need it."""
+    """The HTTP application that answers requests with `scheduler`.
+
+    api_key: a request needs it, except those for the page and /health; "" for none.
+    """
     app = FastAPI(title="nanofleet", docs_url=None, redoc_url=None, openapi_url=None)
 
     def check_key(request: Request) -> None:
@@ -162,5 +165,5 @@ def unfinished(reason: str) -> ApiError:
 
 
 def mark(loaded: Loaded) -> str:
-    """The system_fingerprint of answers: which step of the run answers."""
+    """The field system_fingerprint of an answer: the run and the step of the model that answers."""
     return f"{loaded.run_id}@{loaded.step}"

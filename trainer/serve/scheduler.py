@@ -26,7 +26,7 @@ class QueueFullError(Exception):
 
 
 class Request:
-    """A request for an answer. `cancel` ends its generation at the next step."""
+    """A request for an answer, queued or active. `cancel` ends its generation at the next step."""
 
     def __init__(self, loaded: Loaded, sequence: SequenceState, deliver: Deliver) -> None:
         self.loaded, self.sequence, self.deliver = loaded, sequence, deliver

@@ -26,7 +26,10 @@ GRACE_SECONDS = 10  # for answers that are in progress at SIGTERM
 
 
 class Follower(threading.Thread):
-    """Loads each new checkpoint of a run. One that cannot be loaded is reported once and skipped."""
+    """Loads each new checkpoint of a run while the server answers.
+
+    A checkpoint that cannot be loaded is reported once and skipped.
+    """
 
     def __init__(
         self, scheduler: Scheduler, run_dir: Path, dtype: str, seconds: float = FOLLOW_SECONDS
@@ -41,7 +44,7 @@ class Follower(threading.Thread):
             self.look()
 
     def look(self) -> None:
-        """Load the newest checkpoint if it is another one than before."""
+        """Look for a new checkpoint in the run directory, and load it if there is one."""
         try:
             newest = newest_in(self.run_dir)
             if newest == self.seen:
@@ -71,7 +74,7 @@ def read_key(path: Path | None) -> str:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A listening socket. Raises ConfigError, which names the port, if it cannot be had."""
+    """A listening socket. Raises ConfigError, which names the port, if it is in use or cannot be opened."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family, kind)

@@ -59,12 +59,13 @@ class Facts:
 
 @dataclass
 class Cursor:
-    """The content of tracker.json: the figures and files of a run that the server has received.
+    """The content of tracker.json: which figures and files of a run the server has received.
 
-    steps: metric -> its last step that was sent. artifacts: file -> size and time of the file that was sent.
-    A resumed run repeats steps and writes equal figures for them. MLflow cannot delete points, so the sender
-    does not send such points again. Earlier releases sent figures by their names in metrics.jsonl: a run of
-    theirs that is sent again has those metrics up to this time, and all its points under the names of today.
+    steps: {metric: its last step that was sent}. artifacts: {file: size and time of the file that was
+    sent}. A resumed run repeats steps and writes equal figures for them; the sender does not send these
+    again, because MLflow cannot delete points. Earlier releases sent figures by their names in
+    metrics.jsonl: if a run of theirs is sent again, the server has its earlier points under those names and
+    all points under the present ones.
     """
 
     uri: str
@@ -89,7 +90,7 @@ class Cursor:
         write_json(run_dir / CURSOR, asdict(self))
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """The figures of a parsed line that were not yet sent: metric -> value."""
+        """The figures of a parsed line that were not sent yet: {metric: value}. line: of metrics.jsonl."""
         figures = {
             metric_of(name): float(value)
             for name, value in line.items()
@@ -131,7 +132,10 @@ class JsonLines:
 
 
 class NewLines:
-    """The lines of a JsonLines file after `offset` bytes. A file that replaces it is read from the start."""
+    """Iterates over the lines of a JsonLines file after the first `offset` bytes; the caller moves `offset`.
+
+    A file that replaces it is read from the start.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path, self.offset, self._inode = path, 0, 0

@@ -25,7 +25,7 @@ SMOOTHING = 0.1  # weight of the newest step in the average share of sync, and i
 
 
 class StepCost(NamedTuple):
-    """What the figures of progress follow from. gemm_rate: of all ranks in FLOP/s; None: not measured."""
+    """Figures of the run from which its speed is computed. gemm_rate: of all ranks in FLOP/s, or None."""
 
     flops_per_token: int
     gemm_rate: float | None
@@ -51,7 +51,7 @@ class Reporter:
 
     @property
     def measured(self) -> bool:
-        """Whether exactly MEASURED_STEPS steps are done: then the time-out of collectives is set."""
+        """Whether exactly MEASURED_STEPS steps are done: the time-out of collectives is set at that step."""
         return len(self.durations) == MEASURED_STEPS
 
     @property
@@ -74,7 +74,7 @@ class Reporter:
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
     def begin(self, plan: Plan, train_state: TrainState, cost: StepCost) -> None:
-        """Set plan, state and cost after the setup, and report them."""
+        """Begin to report after the setup: set plan, train state and cost of a step."""
         self.plan, self.train_state, self.cost = plan, train_state, cost
         self.attempt.update(num_iterations=plan.num_iterations)
         # Without the loss, which shows that this attempt has made a step.
@@ -84,7 +84,10 @@ class Reporter:
         self.update()
 
     def update(self, **figures: Any) -> None:
-        """Copy the train state into the outcome; set step and `figures` in the run status."""
+        """Copy step, losses and checkpoint from the train state to the outcome.
+
+        figures: more figures for the run status, which then also gets the step.
+        """
         train_state = self.train_state
         self.attempt.update(
             step=train_state.step,
@@ -97,7 +100,11 @@ class Reporter:
             self.run_status.update(step=train_state.step, **figures)
 
     def step(self, loss: float, rate: float, lr: float, seconds: float, sent: int) -> None:
-        """Report a step. rate: multiplier of learning rates; lr: Muon's rate; sent: bytes of this rank."""
+        """Report a finished step.
+
+        loss: in nats. rate: multiplier of the learning rates. lr: learning rate of Muon. seconds: of the
+        step. sent: bytes that this rank sent.
+        """
         train_state, last = self.train_state, self.plan.num_iterations
         self.durations.append(seconds)
         train_state.step += 1
