@@ -155,7 +155,7 @@ class RunSetup:
         self.run_status.is_waiting = lambda: self.group.is_waiting
 
     def _gather_facts(self, records: list[consistency.Record]) -> None:
-        """Gather what each rank says about its arithmetic, for checkpoints and the tracker."""
+        """Gather the arithmetic of each rank, for checkpoints and the tracker."""
         if self.numerics.threads > usable_cores():
             self.log.info(
                 f"warning: {self.numerics.threads} threads on {usable_cores()} core(s) wait for each other; "

@@ -160,7 +160,7 @@ FAULTS = (
         "podman exec {name} ip link set eth0 down && podman pause {name}",
         "podman unpause {name} && podman exec {name} ip link set eth0 up"
         " && podman exec {name} ip route add default via {gateway}",
-        "NF101", ("Cannot be reached", "either: it is off, asleep"), remedy="ssh", outside=True,
+        "NF101", ("annot be reached", "either: it is off, asleep"), remedy="ssh", outside=True,
     ),
 )  # fmt: skip
 

@@ -63,7 +63,7 @@ def test_the_loss_is_read_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model.init_weights()
     run = SimpleNamespace(
         setup=SimpleNamespace(micro_batches=[1]),
-        env=SimpleNamespace(rank=0),
+        group=SimpleNamespace(rank=0),
         run_status=SimpleNamespace(enter=lambda phase: None),
         sync=SimpleNamespace(last_backward=nullcontext),
         model=model,
