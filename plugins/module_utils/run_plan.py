@@ -92,10 +92,20 @@ def plan_run(
         fleet = dict(zip(hosts, states, strict=True))
         action, message, ends = _decide(run_file, stored, fleet)
         file, first = run_file.to_dict(), fleet[run_file.hosts[0]]
+        joins = _absent(before, fleet, f"nanofleet-{name}.service") if action == "join" else []
+        if joins:  # the run file that its members have
+            file = dict(before)
         saves = set(run_file.hosts) <= set(ends) and _trains(first)
     except (trainer.ConfigError, RefusedError) as error:
-        file, action, message, ends, saves = None, "refuse", str(error), {}, False
-    return {"run_id": name, "file": file, "action": action, "message": message, "ends": ends, "saves": saves}
+        file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
+    plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
+    return {**plan, "saves": saves, "joins": joins}
+
+
+def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) -> list[str]:
+    """The hosts of the run file `stored` on which the run's `unit` is not active."""
+    hosts = [host for host in stored.get("hosts", []) if host in fleet]
+    return [host for host in hosts if unit not in fleet[host].get("active_units", [])]
 
 
 def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> tuple[str, str, Ends]:
@@ -122,6 +132,11 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     if active:
         # After a boot, a host that is no longer part of the run waits for the earlier hosts.
         members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
+        absent = _absent(stored or {}, fleet, unit)
+        if before.elastic and absent and run_file.hosts[0] in active:
+            where = ", ".join(active)
+            joining = f"The run {name} trains on {where}; {', '.join(absent)} will join it."
+            return "join", " ".join([joining, *notes]), {}
         cause = _restart_cause(run_file, stored or {}, members, fleet)
         if not cause:
             return "none", _active_message(run_file, before, members, fleet, stored or {}), {}

@@ -279,6 +279,9 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """
     chosen = " only (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
     run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{chosen}"
+    if plan["action"] == "join":
+        joining = ", ".join(plan["joins"])
+        return f"Starting {joining} for the run {plan['run_id']}, which trains on the others."
     if plan["action"] != "resume":
         return f"Starting {run}."
     step = checkpoint_step(states[0])

@@ -59,6 +59,18 @@ def test_an_active_run_is_left_alone() -> None:
 UNIT = "nanofleet-a.service"
 
 
+def test_hosts_join_an_active_elastic_run_and_leave_it_unchanged() -> None:
+    run_file = stored()["run_file"]
+    elastic = {**run_file, "config": {**run_file["config"], "elastic": True}}
+    up = state(found=True, run_file=elastic, active_units=[UNIT], heartbeats=[beat()], ended=False)
+    away = state(found=True, run_file=elastic)
+    made = plan({}, up, away)
+    assert (made["action"], made["joins"], made["ends"]) == ("join", ["laptop"], {})
+    assert made["file"] == elastic
+    assert plan({}, up, up)["action"] == "none"
+    assert plan({}, away, up)["action"] == "resume", "without the coordinator nobody trains"
+
+
 def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:
     run_file = {**stored()["run_file"], "hosts": hosts}
     return state(found=True, run_file=run_file, active_units=[UNIT], ended=False, **changes)

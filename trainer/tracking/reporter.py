@@ -241,7 +241,7 @@ class Reporter:
             self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 
     def members(self, hosts: int, ranks: int) -> None:
-        """Report the numbers of hosts and ranks of an elastic run after a change; forget the seconds of steps."""
+        """Report the hosts and ranks of an elastic run after a change, and forget the seconds of steps."""
         self.durations.clear()
         if self.tracker is not None:
             self.tracker.step(self.train_state.step, {"hosts": float(hosts), "ranks": float(ranks)})
