@@ -4,6 +4,7 @@ A conversation asks how a sentence goes on. A small model learns the form of an 
 them, and little more.
 """
 
+import itertools
 import json
 import re
 import urllib.error
@@ -22,7 +23,8 @@ HELD_OUT = 2
 ASKED = "How does this sentence go on? "
 ANSWER_TOKENS = 40
 ANSWER_SECONDS = 60.0
-_SENTENCE = re.compile(r"(?<![\w,;:] )\b([A-Z][a-z]+(?: [\w'-]+,?){7,30}\.)(?=\s|$)")
+_PARAGRAPH = re.compile(r"\n\s*\n")
+_SENTENCE = re.compile(r"(?:^|(?<=[.!?] ))([A-Z][a-z]*(?: [\w'-]+,?){7,30}\.)(?= |$)")
 _FIRST_WORDS = 5
 _OF_DOCUMENT = 4
 _PAGE = re.compile(r"Page: (http://\S+)/\s")
@@ -32,8 +34,11 @@ def sentences(texts: Iterator[str]) -> Iterator[str]:
     """Yield plain sentences of 8 to 31 words, at most a few of each text, and each once."""
     seen: set[str] = set()
     for text in texts:
-        found = [each for each in _SENTENCE.findall(" ".join(text.split())) if each not in seen]
-        for sentence in found[:_OF_DOCUMENT]:
+        paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(text))
+        found = (
+            each for paragraph in paragraphs for each in _SENTENCE.findall(paragraph) if each not in seen
+        )
+        for sentence in itertools.islice(found, _OF_DOCUMENT):
             seen.add(sentence)
             yield sentence
 

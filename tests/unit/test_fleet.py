@@ -149,7 +149,7 @@ def test_without_the_venv_there_is_a_sentence() -> None:
 
 class TestExchange:
     TEXT = (
-        "import os\nThe quick brown fox jumps over the lazy dog again and again. See x.y for more. The old "
+        "import os\n\nThe quick brown fox jumps over the lazy dog again and again. See x.y for more. The old "
         "man went down to the harbour and looked at ships. Nobody had ever seen a house as small as this."
     )
 

@@ -446,7 +446,7 @@ def test_an_evaluation_that_has_not_finished_names_each_cause() -> None:
     said = report.evaluation_failure({"tower": tower, "laptop": laptop})
     assert said.splitlines() == [
         "laptop: its unit ended without an outcome (failed).",
-        "Outcome:     retryable on tower: Lost rank 1 (laptop)",
+        "Outcome:     retryable: Lost rank 1 (laptop)",
     ]
     done = {"outcome": "finished", "reason": "Evaluated.", "rank": 0}
     said = report.evaluation_failure({"tower": state(outcome=done), "laptop": {"unreachable": True}})
