@@ -1,6 +1,6 @@
 """The exchange at the end of the demo: conversations made of its text, and questions to the tuned model.
 
-A conversation asks how a sentence goes on. A small model learns the form of an answer from some hundreds of
+A conversation asks how a sentence continues. A small model learns the form of an answer from some hundreds of
 them, and little more.
 """
 
@@ -20,7 +20,7 @@ CONVERSATIONS = 1000
 """The most conversations that are made: an epoch of a minute or so."""
 HELD_OUT = 2
 """Conversations that the model is not tuned on, and is asked at the end."""
-ASKED = "How does this sentence go on? "
+ASKED = "How does this sentence continue? "
 ANSWER_TOKENS = 40
 ANSWER_SECONDS = 60.0
 _PARAGRAPH = re.compile(r"\n\s*\n")
@@ -44,7 +44,7 @@ def sentences(texts: Iterator[str]) -> Iterator[str]:
 
 
 def conversation(sentence: str) -> list[dict[str, str]]:
-    """A question about the first words of a sentence, with the others as answer."""
+    """The first words of a sentence as a question, the others as the answer."""
     words = sentence.split(" ")
     start, rest = " ".join(words[:_FIRST_WORDS]), " ".join(words[_FIRST_WORDS:])
     question = f"{ASKED}{start} ..."

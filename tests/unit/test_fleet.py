@@ -157,7 +157,7 @@ class TestExchange:
         found = list(exchange.sentences(iter([self.TEXT, self.TEXT])))
         assert [each.split()[0] for each in found] == ["The", "The", "Nobody"], "each once"
         ask, answer = exchange.conversation(found[0])
-        assert ask["content"] == "How does this sentence go on? The quick brown fox jumps ..."
+        assert ask["content"] == "How does this sentence continue? The quick brown fox jumps ..."
         assert answer["content"] == "over the lazy dog again and again."
 
     def test_the_questions_that_are_asked_are_not_in_the_file(self, tmp_path: Path) -> None:
