@@ -34,7 +34,7 @@ from trainer.eval.core_bundle import Bundle, read_bundle
 from trainer.eval.core_download import fetch_bundle
 from trainer.eval.parts import Parts
 from trainer.eval.results import Results
-from trainer.eval.shared_model import SharedModel
+from trainer.eval.shared_model import ARRIVAL_SECONDS, SharedModel
 from trainer.formatting import counted, duration
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
@@ -112,9 +112,9 @@ class Evaluation:
         record = consistency.Record(
             self.env.rank, self.env.host, self.env.address(), compared if not problem else {}, {}, problem
         )
-        records = consistency.check_consistency(
-            store, record, self.env.world_size, consistency.LOADING_SECONDS
-        )
+        # Under eval.yml the rows are packed before, and a rank that is late is lost.
+        seconds = ARRIVAL_SECONDS if self.args.run_dir else consistency.LOADING_SECONDS
+        records = consistency.check_consistency(store, record, self.env.world_size, seconds)
         self.group = Collectives.open(self.env, [each.peer for each in records], store, self.device)
 
     def _load(self) -> dict[str, str]:

@@ -25,7 +25,7 @@ from trainer.outcome import Retryable
 
 KEY = "eval/checkpoint"  # in the rendezvous store: what `announce` sends
 ANNOUNCED = ("step", "run_id", "config", "model_config", "sha256", "schema")
-ARRIVAL_SECONDS = 120.0
+ARRIVAL_SECONDS = 180.0  # for a host that imports torch slowly
 TOKENIZER = "tokenizer.json"  # among the tensors of the broadcast; no parameter has this name
 
 
