@@ -59,6 +59,12 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=_positive, default=demo.Demo.steps, help="updates (%(default)s)")
     one.add_argument("--lab", default="lab", metavar="NAME", help="the lab's name (%(default)s)")
     one.add_argument("--hosts", type=_positive, default=2, help="hosts of the lab (%(default)s)")
+    one.add_argument(
+        "--no-chat",
+        dest="chat",
+        action="store_false",
+        help="end after training, without fine-tuning the model and asking it",
+    )
     _add_shared(one, "the run's name (default: demo-DATE-TIME)", "more settings of a run")
     one.set_defaults(command=_demo, name="demo", inventory=None)
 

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from rich import filesize
 from rich.text import Text
 
 from fleet import CACHE, ROOT, FleetError, corpus
+from fleet.exchange import ask, make_conversations, served_at
 from fleet.playbooks import Job
 from fleet.progress import Screen, done_line
 from fleet.stages import run_command, run_playbook
@@ -28,6 +29,7 @@ FREE_GB = 8
 
 _VOCAB_SIZE = 4096
 _SETTINGS = {"sequence_len": 256, "total_batch_size": 4096, "warmup_steps": 10, "eval_tokens": 16384}
+_CHAT_SETTINGS = {"stage": "sft", "steps": 20, "eval_tokens": 4096}
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Demo:
     """The options of `python -m fleet demo`.
 
     corpus: a folder of text, None for text of this machine. extra: `-e` options for the playbooks.
+    chat: whether it ends with an exchange with the model.
     """
 
     corpus: str | None = None
@@ -44,6 +47,7 @@ class Demo:
     hosts: int = 2
     run_id: str = ""
     extra: tuple[str, ...] = ()
+    chat: bool = True
 
     @property
     def where(self) -> str:
@@ -82,7 +86,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
 
     run_id = demo.run_id or time.strftime("demo-%Y%m%d-%H%M%S")
     settings = {"data_dir": data, "depth": demo.depth, "steps": demo.steps, "run_id": run_id, **_SETTINGS}
-    args = [word for name, value in settings.items() for word in ("-e", f"{name}={value}")] + list(demo.extra)
+    args = [*options(settings), *demo.extra]
     lab = ["-e", "lab_state=up", "-e", f"lab_name={demo.lab}", "-e", f"lab_hosts={demo.hosts}"]
     for job in (
         Job("lab", "lab.yml", args=lab),
@@ -100,14 +104,24 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
     before = time.monotonic()
     code = follower.follow()
     seconds.append(("train", time.monotonic() - before))
+    exchange: list[tuple[str, str]] = []
     if code == FINISHED:
         screen.say(done_line("train", seconds[-1][1]))
+        if demo.chat:
+            before = time.monotonic()
+            try:
+                exchange = talk(screen, demo, data, run_id, password)
+            except FleetError as error:
+                exchange, code = [("chat", str(error))], FAILED
+            code = code if exchange else FAILED
+            seconds.append(("chat", time.monotonic() - before))
     total, option = time.monotonic() - started, f"-i {demo.where} " if demo.where else ""
     took_what = "  ".join(f"{name} {duration(spent)}" for name, spent in seconds)
     close(
         screen,
         follower,
         [
+            *exchange,
             ("took", f"{duration(total)}  ({took_what})"),
             ("next", f"The lab runs. Type: . .venv/bin/activate; ansible-playbook {option}status.yml"),
             ("stop", f"Remove the lab. Type: {demo.down}"),
@@ -116,6 +130,44 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
         picture=picture,
     )
     return code
+
+
+def options(settings: Mapping[str, object]) -> list[str]:
+    """`settings` as `-e` options of ansible-playbook."""
+    return [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
+
+
+def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | None) -> list[tuple[str, str]]:
+    """Fine-tune the model of the run, serve it and ask it: lines of the report, [] after a failure."""
+    file = data.parent / "chats.jsonl"
+    questions = make_conversations(data, file)
+    tuned = f"{run_id}-chat"
+    settings = {"data_dir": data, "from_run": run_id, "conversations": file, "run_id": tuned}
+    args = [*options({**settings, **_CHAT_SETTINGS}), *demo.extra]
+    job = Job("tune", "train.yml", inventory=demo.inventory, args=args, become_password=password)
+    if not run_playbook(screen, job):
+        return []
+    follower = Follower(screen, demo.inventory, args, become_password=password)
+    before = time.monotonic()
+    if follower.follow() != FINISHED:
+        return []
+    screen.say(done_line("tune", job.seconds + time.monotonic() - before, f"{_CHAT_SETTINGS['steps']} steps"))
+    job = Job(
+        "serve",
+        "serve.yml",
+        inventory=demo.inventory,
+        args=options({"run_id": tuned}),
+        become_password=password,
+    )
+    if not run_playbook(screen, job):
+        return []
+    url = served_at(job.stage.notes)
+    lines = [line for question in questions for line in (("you", question), ("model", ask(url, question)))]
+    honest = (
+        f"A model of this size has the form of the text after {demo.steps} steps, not its sense. "
+        f"Talk to it: {url}/"
+    )
+    return [*lines, ("chat", honest)]
 
 
 def check_machine(system: str | None = None, free_bytes: int | None = None) -> None:

@@ -20,6 +20,7 @@ from trainer.optim.lr_schedule import (
     steps_for_ratio,
 )
 from trainer.optim.muon_adamw import width_scale
+from trainer.stages import SFT
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,7 @@ def _horizon(config: RunConfig, model: GPTConfig, size: int, batch: int, epoch: 
         with torch.device("meta"):
             flops = GPT(model).flops_per_token()
         return max(1, round(config.target_flops / (flops * batch)))
-    if config.stage == "sft":
+    if config.stage == SFT:
         return max(1, epoch)
     return steps_for_ratio(config.target_param_data_ratio, size, batch)
 
@@ -132,7 +133,7 @@ def describe_plan(
             f"local: each rank trains by itself on {own} a step; "
             f"a sync round after every {counted(config.local_steps, 'step')}"
         )
-    if config.stage == "sft":
+    if config.stage == SFT:
         text.append(f"sft: fine-tunes {config.parent}; {epochs:.2f} epochs of {counted(train_rows, 'row')}")
         return "\n".join(text)
     if ratio < config.target_param_data_ratio / 2:

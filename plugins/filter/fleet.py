@@ -58,6 +58,7 @@ class FilterModule:
             "doctor_peers": doctor_measured.peers,
             "doctor_rehearsal": doctor_measured.rehearsal_part,
             "doctor_rounds": doctor_measured.rate_rounds,
+            "evaluate_failure": run_report.evaluation_failure,
             "fleet_id": project_folder.fleet_id,
             "lab_burst": lab_plan.lab_burst,
             "lab_containers": lab_plan.lab_containers,

@@ -18,6 +18,8 @@ from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
 RESERVED = {"tracker", "serve", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit, for example."""
+EVALUATION = "eval:"
+"""Begins the name of the evaluation of a run, which is no run."""
 State = Mapping[str, Any]
 Ends = dict[str, list[str]]
 
@@ -57,7 +59,7 @@ def plan_run(
     name = run_id
     try:
         name = run_name(given, run_id)
-        if name in RESERVED:
+        if name in RESERVED or name.startswith(EVALUATION):
             raise RefusedError(
                 f"run_id {name!r} is reserved by nanofleet. Choose another name: -e run_id=NAME."
             )

@@ -184,6 +184,24 @@ def failure(states: Mapping[str, State], run_id: str) -> str:
     )
 
 
+def evaluation_failure(states: Mapping[str, State]) -> str:
+    """Why an evaluation has not finished: the outcomes of the hosts, and the first error of each log.
+
+    The reason of several hosts is named once. states: host -> result of run_state in rank order.
+    """
+    reached = answered(states)
+    lost = [f"{host} did not answer." for host in states if host not in reached]
+    silent = [
+        f"{host}: its unit ended without an outcome ({unit_word(state)})."
+        for host, state in reached.items()
+        if not state["outcome"] and not state["error"]
+    ]
+    ended = {host: state for host, state in reached.items() if state["outcome"]}
+    unfinished = {host: s for host, s in ended.items() if s["outcome"]["outcome"] != "finished"}
+    errors = errors_of({host: state for host, state in reached.items() if host not in ended})
+    return screen([*lost, *silent, *ending(unfinished), *errors])
+
+
 def started(states: Mapping[str, State], run_id: str) -> str:
     """The message of train.yml after every rank's first step: prediction, step, loss, speed, commands."""
     status = rank_zero(states)

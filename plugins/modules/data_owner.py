@@ -15,7 +15,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-PUSHED = ("manifest.json", "shards", "tokenizer")
+PUSHED = ("manifest.json", "shards", "tokenizer", "core")
 
 
 def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], check: bool = False) -> int:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +27,7 @@ def address(fleet: Fleet, host: str) -> str:
     return fleet.on(host, "hostname -I").split()[0]
 
 
-def asked(url: str, key: str = "") -> dict[str, str]:
+def asked(url: str, key: str = "") -> dict[str, Any]:
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}
     request = urllib.request.Request(
@@ -49,6 +51,35 @@ def test_a_run_answers_the_controller_alone(fleet: Fleet, dataset: Path) -> None
     peer = f"python3 -c 'import socket; s = socket.socket(); s.settimeout(3); print(s.{tries})'"
     assert fleet.on(HOSTS[1], peer) != "0", "a peer is neither the controller nor in serve_from"
     assert fleet.on(HOSTS[0], peer) == "0", "the host itself connects"
+
+
+def health(fleet: Fleet) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://{address(fleet, HOSTS[0])}:8000/health", timeout=10) as answer:
+        return dict(json.load(answer))
+
+
+def test_a_new_checkpoint_of_the_run_is_followed(fleet: Fleet) -> None:
+    assert health(fleet)["step"] == 6
+    fleet.play("train.yml", run_id="served", steps=9, **TINY)
+    fleet.play("playbooks/watch.yml", run_id="served")
+    deadline = time.monotonic() + 60
+    while health(fleet)["step"] != 9 and time.monotonic() < deadline:
+        time.sleep(1)
+    assert health(fleet)["step"] == 9
+
+
+def test_a_fine_tuned_run_takes_its_place(fleet: Fleet, dataset: Path, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    ask, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Nothing at all."}
+    chats.write_text(f"{json.dumps([ask, answer])}\n" * 100)
+    asked = {"stage": "sft", "from_run": "served", "conversations": chats, "data_dir": dataset, "steps": 4}
+    fleet.play("train.yml", run_id="tuned", **asked)
+    fleet.play("playbooks/watch.yml", run_id="tuned")
+    fleet.play("serve.yml", run_id="tuned")
+    found = health(fleet)
+    assert (found["run_id"], found["step"], found["fine_tuned"], found["notice"]) == ("tuned", 4, True, "")
+    assert asked(f"http://{address(fleet, HOSTS[0])}:8000")["choices"]
+    fleet.play("serve.yml", run_id="served")
 
 
 def test_a_port_that_is_held_is_refused_by_its_holder(fleet: Fleet) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,18 @@ def test_a_file_for_validation_is_not_trained_on(tmp_path: Path, tokenizer_dir: 
     out = tmp_path / "chats"
     prepare_conversations([Source(a)], out, tokenizer_dir, validation=[b])
     assert [len(stored(out, split)) for split in ("train", "val")] == [5, 3]
+
+
+def test_the_manifest_depends_on_the_content_alone(tmp_path: Path, tokenizer_dir: Path) -> None:
+    """Another controller has the same conversations in another folder, at another time."""
+    made = []
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        path = write(tmp_path / folder / f"{folder}.jsonl", range(40))
+        os.utime(path, (len(folder), len(made)))
+        prepare_conversations([Source(path)], tmp_path / folder / "out", tokenizer_dir)
+        made.append((tmp_path / folder / "out" / "manifest.json").read_bytes())
+    assert made[0] == made[1]
 
 
 def test_the_batch_of_a_step_has_targets_and_a_checksum_of_the_mask(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,21 @@ from core_bundles import golden_model
 from golden_chat import GOLDEN, byte_tokenizer
 from test_core import AloneOf, one_rank
 
+from trainer.chat.engine import Sampling
 from trainer.data import DataError
 from trainer.data.tokenizer import Tokenizer
+from trainer.eval import sample
 from trainer.eval.chat_tasks import (
+    GREEDY,
     ChatTask,
     Question,
-    Sampling,
     complete,
     evaluate_task,
     likeliest_letter,
     read_task,
 )
 from trainer.model.gpt import GPT
+from trainer.stages import BASE, SFT
 
 CHOICES = ("bread", "stone", "rope")
 
@@ -41,7 +45,7 @@ def written(folder: Path, *items: Any) -> Path:
 
 def test_an_answer_is_generated_as_nanochat_does(model: GPT) -> None:
     golden = GOLDEN["greedy"]
-    found = list(complete(model, byte_tokenizer(), golden["prompt"], Sampling(max_tokens=40)))
+    found = list(complete(model, byte_tokenizer(), golden["prompt"], replace(GREEDY, max_tokens=40)))
     assert golden["prompt"] + found == golden["result"]
 
 
@@ -73,10 +77,10 @@ def test_right_answers_are_counted_on_any_number_of_ranks(model: GPT) -> None:
     answers = [letter if number % 4 else wrong[letter] for number, letter in enumerate(right)]
     pairs = zip(asked, answers, strict=True)
     task = ChatTask("t", tuple(Question(each.question, CHOICES, answer) for each, answer in pairs), "")
-    result = evaluate_task(model, tokenizer, task, one_rank(), Sampling())
+    result = evaluate_task(model, tokenizer, task, one_rank())
     assert (result.correct, result.items) == (15, 20)
     assert result.centered == pytest.approx((0.75 - 1 / 3) / (1 - 1 / 3))
-    parts = [evaluate_task(model, tokenizer, task, AloneOf(rank, 3), Sampling()) for rank in range(3)]
+    parts = [evaluate_task(model, tokenizer, task, AloneOf(rank, 3)) for rank in range(3)]
     assert sum(part.correct for part in parts) == 15
 
 
@@ -90,15 +94,16 @@ def test_a_generated_answer_is_compared_without_blanks_at_its_ends(
     said = {42: " forty ", 43: "fifty", 44: "forty-two", 45: "sixty"}
     seeds: list[int] = []
 
-    def speak(model: GPT, tokens: list[int], limit: int, temperature: float, seed: int) -> Any:
-        seeds.append(seed)
-        yield from [*said[seed].encode(), end, *b"more"]
+    def speak(model: GPT, tokens: list[int], sampling: Sampling) -> Any:
+        assert sampling.seed is not None
+        seeds.append(sampling.seed)
+        yield from [*said[sampling.seed].encode(), end, *b"more"]
 
     monkeypatch.setattr(chat_tasks, "generate", speak)
     task = ChatTask("t", (Question("a?", (), "forty"), Question("b?", (), "forty-two")), "")
-    greedy = evaluate_task(model, tokenizer, task, one_rank(), Sampling(samples=5))
+    greedy = evaluate_task(model, tokenizer, task, one_rank(), samples=5)
     assert (greedy.correct, greedy.items, greedy.centered, seeds) == (1, 2, 0.5, [42, 43])
-    several = evaluate_task(model, tokenizer, task, one_rank(), Sampling(samples=2, temperature=0.6))
+    several = evaluate_task(model, tokenizer, task, one_rank(), replace(GREEDY, temperature=0.6), 2)
     assert several.correct == 2
 
 
@@ -148,3 +153,13 @@ def test_a_letter_of_several_tokens_is_refused(model: GPT) -> None:
 
     with pytest.raises(DataError, match="The letter A is 2 tokens of this tokenizer"):
         likeliest_letter(model, Splitting([bytes([value]) for value in range(256)]), [1], "AB")
+
+
+def test_the_sample_of_a_fine_tuned_model_is_an_answer(model: GPT) -> None:
+    tokenizer = byte_tokenizer()
+    base, tuned = (sample.sample(model, tokenizer, stage) for stage in (BASE, SFT))
+    assert base.startswith(sample.PROMPT)
+    question, answer = tuned.split("\n", 1)
+    assert question == f"user: {sample.QUESTION}"
+    assert answer.startswith("assistant: ")
+    assert tuned == sample.sample(model, tokenizer, SFT), "the same each time"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -54,8 +55,13 @@ def refusal(capfd: pytest.CaptureFixture[str], checkpoint: Path, *options: str |
     return capfd.readouterr().err
 
 
-def ranks(checkpoints: Sequence[Path], *options: str | Path) -> list[tuple[int, str, str]]:
-    """Run `eval` on ranks as torchrun would, one per checkpoint; code, output and errors of each."""
+def ranks(
+    checkpoints: Sequence[Path], *options: str | Path, each: Sequence[Sequence[str | Path]] = ()
+) -> list[tuple[int, str, str]]:
+    """Run `eval` on ranks as torchrun would, one per checkpoint; code, output and errors of each.
+
+    each: further options of each rank.
+    """
     port, processes = str(free_port()), []
     for rank, checkpoint in enumerate(checkpoints):
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -74,7 +80,7 @@ def ranks(checkpoints: Sequence[Path], *options: str | Path) -> list[tuple[int, 
         ]
         processes.append(
             subprocess.Popen(
-                [*command, *map(str, options)],
+                [*command, *map(str, [*options, *(each[rank] if each else ())])],
                 env=environment,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -114,21 +120,51 @@ def test_ranks_find_what_one_rank_finds(
 
 
 @pytest.mark.processes
-def test_ranks_with_other_checkpoints_are_named(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
-    model = golden_model()
-    model.smear_lambda.data.fill_(0.5)
-    meta = json.loads((checkpoint / "meta.json").read_text())
-    other = storage.save(tmp_path, State(meta, dict(model.state_dict()), {}), checkpoint / "tokenizer")
-    said = ranks([checkpoint, other], "--core", bundle)
-    assert [code for code, *_ in said] == [1, 1], said
-    assert all("model.safetensors is" in errors and "rank 1 (host-2) has" in errors for *_, errors in said)
+def test_only_rank_0_needs_the_checkpoint(
+    checkpoint: Path, bundle: Path, data_dir: Path, tmp_path: Path
+) -> None:
+    train_here(data_dir, tmp_path / "run", num_iterations=2)
+    trained, nowhere = tmp_path / "run" / "checkpoints" / "step_000002", tmp_path / "none"
+    given = ("--bpb", "--data-dir", data_dir, "--core", bundle, "--sample")
+    said = ranks([trained, nowhere], *given, "--out", tmp_path / "two")
+    assert [code for code, *_ in said] == [0, 0], said
+    assert evaluate(trained, *given, "--out", tmp_path / "one") == 0
+    one, two = (json.loads((tmp_path / name / "eval.json").read_text())["parts"] for name in ("one", "two"))
+    assert two["bpb"]["val_bpb"] == pytest.approx(one["bpb"]["val_bpb"], rel=1e-9)
+    assert (two["core"], two["sample"]) == (one["core"], one["sample"])
 
 
 @pytest.mark.processes
 def test_a_problem_of_one_rank_ends_all(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
-    said = ranks([checkpoint, tmp_path / "none"], "--core", bundle)
+    said = ranks([tmp_path / "none", checkpoint], "--core", bundle)
     assert [code for code, *_ in said] == [1, 1], said
-    assert all("rank 1 (host-2): There is no checkpoint directory" in errors for *_, errors in said)
+    assert all("rank 0 (host-1): There is no checkpoint directory" in errors for *_, errors in said)
+
+
+@pytest.mark.processes
+def test_a_bundle_that_one_host_lacks_is_named(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    """The other host has another file in it, or none at all."""
+    shutil.copytree(bundle, tmp_path / "core")
+    other = next((tmp_path / "core" / "eval_data" / "some").iterdir())
+    other.write_text(other.read_text() + other.read_text().splitlines()[0] + "\n")
+    said = ranks([checkpoint] * 2, "--core", bundle, each=[["--core", tmp_path / "core"], []])
+    assert [code for code, *_ in said] == [1, 1], said
+    assert all("CORE bundle is" in errors and "rank 1 (host-2) has" in errors for *_, errors in said)
+    said = ranks([checkpoint] * 2, "--core", bundle, each=[[], ["--core", tmp_path / "no"]])
+    assert [code for code, *_ in said] == [1, 1], said
+    assert all("rank 1 (host-2): There is no CORE bundle" in errors for *_, errors in said)
+
+
+@pytest.mark.processes
+def test_the_end_is_in_the_run_directory(checkpoint: Path, bundle: Path, tmp_path: Path) -> None:
+    said = ranks([checkpoint], "--core", bundle, "--out", tmp_path / "out", "--run-dir", tmp_path)
+    assert [code for code, *_ in said] == [0], said
+    assert json.loads((tmp_path / "outcome.json").read_text())["outcome"] == "finished"
+    said = ranks([checkpoint], "--core", tmp_path / "no", "--run-dir", tmp_path)
+    assert [code for code, *_ in said] == [2], said
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert (outcome["outcome"], outcome["settled"]) == ("final", True)
+    assert outcome["reason"].startswith("There is no CORE bundle")
 
 
 def test_finished_tasks_are_not_evaluated_again(

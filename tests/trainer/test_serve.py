@@ -85,6 +85,36 @@ def test_requests_that_cannot_be_answered_get_a_sentence(checkpoint: Path) -> No
         assert ask(url, "secret").choices
 
 
+@pytest.mark.parametrize("where", ["step", "start"])
+def test_memory_that_runs_out_ends_the_answer_and_not_the_server(
+    checkpoint: Path, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of an answer, or before it."""
+    said = "The host has too little memory for this answer. Shorten the conversation"
+    with serving(checkpoint) as (url, scheduler):
+        engine, sound, calls = scheduler.loaded.engine, getattr(scheduler.loaded.engine, where), [0]
+
+        def fails(*args: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if where == "start" or calls[0] == 4:
+                raise RuntimeError(
+                    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+                )
+            return sound(*args, **options)
+
+        monkeypatch.setattr(engine, where, fails)
+        with pytest.raises(openai.InternalServerError, match=said) as refused:
+            ask(url)
+        assert refused.value.status_code == 503
+        if where == "step":
+            calls[0] = 0
+            with pytest.raises(openai.APIError, match=said):
+                list(ask(url, stream=True))
+        monkeypatch.setattr(engine, where, sound)
+        assert ask(url).choices
+        assert health(url)["status"] == "ok"
+
+
 def test_a_full_queue_and_a_client_that_leaves(checkpoint: Path) -> None:
     with serving(checkpoint, batch=1, queue=0, delay=0.05) as (url, scheduler):
         stream = ask(url, stream=True, max_tokens=400, temperature=1, seed=3)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import dataset_findings as filters
+from ansible_collections.nanofleet.fleet.plugins.modules import folder_digest
 from ansible_collections.nanofleet.fleet.plugins.modules import verify_shards as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
@@ -139,3 +140,19 @@ def test_the_host_with_other_rows_is_named() -> None:
     other_bytes = {**hosts, "c": packed("a" * 64, "u" * 64), "b": packed("a" * 64)}
     assert [said.split()[0] for said in filters.dataset_rows_findings(["a", "b", "c"], other_bytes)] == ["c"]
     assert filters.dataset_rows(packed("x")["__dataset_packed"])["packed"] is True  # type: ignore[arg-type]
+
+
+def test_copies_of_a_folder_have_one_digest_and_links_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name / "eval_data").mkdir(parents=True)
+        (tmp_path / name / "core.yaml").write_text("x")
+        (tmp_path / name / "eval_data" / "t.jsonl").write_text("y")
+    a, b = (folder_digest.digest_of(tmp_path / name) for name in "ab")
+    assert a == b
+    assert (a["found"], a["files"], a["bytes"]) == (True, 2, 2)
+    (tmp_path / "b" / "eval_data" / "t.jsonl").rename(tmp_path / "b" / "t.jsonl")
+    assert folder_digest.digest_of(tmp_path / "b")["sha256"] != a["sha256"]
+    assert folder_digest.digest_of(tmp_path / "c") == {"found": False, "sha256": "", "files": 0, "bytes": 0}
+    (tmp_path / "a" / "link").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match=r"link is a link\. Replace it"):
+        folder_digest.digest_of(tmp_path / "a")

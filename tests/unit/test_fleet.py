@@ -1,15 +1,17 @@
 """The console's command line: inventories, a corpus, the demo, and the sentences for what cannot work."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from fleet import ROOT, FleetError, corpus, demo, inventory
+from fleet import ROOT, FleetError, corpus, demo, exchange, inventory
 from fleet.__main__ import main, parser
 from fleet.runview import RunView
 from fleet.watch import places
+from trainer.data.directory import prepare_corpus
 
 
 class TestInventory:
@@ -143,3 +145,40 @@ def test_without_the_venv_there_is_a_sentence() -> None:
     assert done.returncode != 0
     assert "make venv" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+class TestExchange:
+    TEXT = (
+        "import os\n\nThe quick brown fox jumps over the lazy dog again and again. See x.y for more. The old "
+        "man went down to the harbour and looked at ships. Nobody had ever seen a house as small as this."
+    )
+
+    def test_sentences_become_questions_about_how_they_go_on(self) -> None:
+        found = list(exchange.sentences(iter([self.TEXT, self.TEXT])))
+        assert [each.split()[0] for each in found] == ["The", "The", "Nobody"], "each once"
+        ask, answer = exchange.conversation(found[0])
+        assert ask["content"] == "How does this sentence continue? The quick brown fox jumps ..."
+        assert answer["content"] == "over the lazy dog again and again."
+
+    def test_the_questions_that_are_asked_are_not_in_the_file(self, tmp_path: Path) -> None:
+        nouns = ("ship", "house", "tree", "man", "dog", "cat", "bird", "fox", "hill", "sea", "sun", "moon")
+        lines = [f"A {a} saw the {b} from far away in the long evening." for a in nouns for b in nouns]
+        lines += [f"The {noun} stood there alone for a very long time." for noun in nouns]
+        for number, line in enumerate(lines):
+            (tmp_path / f"{number}.txt").write_text(line)
+        prepare_corpus([tmp_path], tmp_path / "data", vocab_size=300)
+        asked = exchange.make_conversations(tmp_path / "data", tmp_path / "chats.jsonl")
+        assert len(asked) == exchange.HELD_OUT
+        assert all("? The " in question for question in asked)
+        written = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+        assert not set(asked) & {each[0]["content"] for each in written}
+
+    def test_the_address_is_that_of_serve_yml(self) -> None:
+        notes = ["first answers on a. Page: http://10.0.0.2:8000/  API: http://10.0.0.2:8000/v1"]
+        assert exchange.served_at(notes) == "http://10.0.0.2:8000"
+        with pytest.raises(FleetError, match="did not report"):
+            exchange.served_at(["nothing"])
+
+    def test_a_model_that_does_not_answer_gets_a_sentence(self) -> None:
+        with pytest.raises(FleetError, match=r"The model at http://127\.0\.0\.1:9 did not answer"):
+            exchange.ask("http://127.0.0.1:9", "What?")

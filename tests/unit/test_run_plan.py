@@ -31,6 +31,7 @@ def test_a_new_run_holds_every_field_with_its_type() -> None:
     [
         ({"depth": "deep"}, "a", "deep"),
         ({}, "tracker", "reserved"),
+        ({}, "eval:first", "reserved"),
         ({}, "../x", "run_id"),
         ({"dept": 1}, "a", "depth"),
     ],

@@ -438,3 +438,16 @@ def test_expected_time_is_measured_where_a_like_run_exists() -> None:
 )
 def test_durations_in_words(seconds: float | None, text: str) -> None:
     assert report.duration(seconds) == text
+
+
+def test_an_evaluation_that_has_not_finished_names_each_cause() -> None:
+    lost = {"outcome": "retryable", "reason": "Lost rank 1 (laptop)", "rank": 0}
+    tower, laptop = state(**stored(), outcome=lost), state(**stored(), failed_unit=True)
+    said = report.evaluation_failure({"tower": tower, "laptop": laptop})
+    assert said.splitlines() == [
+        "laptop: its unit ended without an outcome (failed).",
+        "Outcome:     retryable: Lost rank 1 (laptop)",
+    ]
+    done = {"outcome": "finished", "reason": "Evaluated.", "rank": 0}
+    said = report.evaluation_failure({"tower": state(outcome=done), "laptop": {"unreachable": True}})
+    assert said == "laptop did not answer."

@@ -17,6 +17,7 @@ from trainer.checkpoint.storage import checkpoints, load_model, read_meta
 from trainer.config import ConfigError
 from trainer.data.conversations import special
 from trainer.data.tokenizer import Tokenizer
+from trainer.stages import BASE, SFT
 
 NOTICE = "This model is not fine-tuned on conversations, so it continues text rather than answers."
 
@@ -73,6 +74,6 @@ def load(checkpoint: Path, dtype: str) -> Loaded:
         checkpoint,
         str(meta.get("run_id") or meta.get("imported") or "unnamed"),
         int(meta.get("step", 0)),
-        meta["config"].get("stage", "base") == "sft",
+        meta["config"].get("stage", BASE) == SFT,
         chosen,
     )

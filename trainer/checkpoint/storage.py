@@ -274,11 +274,20 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
     weights = read_tensors(file)
     try:
         with _loading(file):
-            model = GPT(GPTConfig(**meta["model_config"])).to(next(iter(weights.values())).dtype)
-            model.load_state_dict(weights)
+            model = model_from(meta["model_config"], weights)
     except RuntimeError:
         raise DamagedCheckpointError(f"{file} does not hold the model that meta.json names.") from None
-    return model.eval(), Tokenizer.load(path / "tokenizer")
+    return model, Tokenizer.load(path / "tokenizer")
+
+
+def model_from(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> GPT:
+    """A model in evaluation mode from the fields of GPTConfig and its parameters by name.
+
+    Raises RuntimeError if these do not fit.
+    """
+    model = GPT(GPTConfig(**config)).to(next(iter(weights.values())).dtype)
+    model.load_state_dict(weights)
+    return model.eval()
 
 
 def remove_leftovers(folder: Path) -> None:

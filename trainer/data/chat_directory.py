@@ -23,7 +23,6 @@ from trainer.data.loader import permutation
 from trainer.data.progress import Progress
 from trainer.data.rows import CONVERSATIONS
 from trainer.data.shards import Entry, shard_name, with_splits
-from trainer.data.sources import SourceFile
 
 VAL_FRACTION = 0.05
 BAD_LINES = "bad lines"
@@ -63,7 +62,9 @@ def prepare_conversations(
     of_validation = find_files(validation)
     names = [path for path, _ in given] + of_validation
     arguments = ([weight for _, weight in given], len(of_validation), val_fraction, seed, skip_bad)
-    digest = source_digest([_stat(path) for path in names], CONVERSATIONS, *arguments, shard_bytes)
+    # Of the contents alone: the same conversations give the same manifest on every controller.
+    contents = [_sha256(path) for path in names]
+    digest = source_digest([], CONVERSATIONS, contents, *arguments, shard_bytes)
     clock.lap("looking")
 
     def make(folder: Path) -> tuple[list[Entry], Counter[str]]:
@@ -77,12 +78,11 @@ def prepare_conversations(
         return make_directory(out, digest, make, 0, tokenizer, clock, {"kind": CONVERSATIONS})
 
 
-def _stat(path: Path) -> SourceFile:
+def _sha256(path: Path) -> str:
     try:
-        status = path.stat()
+        return file_sha256(path)
     except OSError as error:
         raise DataError(f"Cannot read {path}: {error.strerror}.") from None
-    return SourceFile(str(path.resolve()), status.st_size, status.st_mtime_ns)
 
 
 def _read(files: Sequence[Path]) -> tuple[list[list[bytes]], list[str]]:

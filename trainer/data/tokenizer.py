@@ -160,6 +160,11 @@ class Tokenizer:
         return read_schema_1(Path(folder) / FILE_NAME, "tokenizer", "DIR", cls._from_json)
 
     @classmethod
+    def from_json(cls, raw: bytes) -> Self:
+        """The tokenizer of which `to_json` returned these bytes."""
+        return cls._from_json(json.loads(raw))
+
+    @classmethod
     def _from_json(cls, content: dict[str, Any]) -> Self:
         ranks = [base64.b64decode(piece, validate=True) for piece in content["ranks"]]
         if len(set(ranks)) != len(ranks) or BOS not in content["special_tokens"]:

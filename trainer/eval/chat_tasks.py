@@ -1,7 +1,7 @@
 """Questions for a model that was tuned to chat: reads files of them, makes prompts, counts right answers.
 
     task = read_task(Path("questions.jsonl"))
-    result = evaluate_task(model, tokenizer, task, group, Sampling())
+    result = evaluate_task(model, tokenizer, task, group)
 
 A line of a file is a JSON object. A categorical task has a question, its choices, and as answer the index or
 the letter of the right one: the letter with the highest logit is the answer, as in nanochat's chat_eval. A
@@ -15,12 +15,13 @@ import hashlib
 import json
 import string
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.chat.engine import Sampling
 from trainer.data import DataError
 from trainer.data.conversations import render_for_completion, special
 from trainer.data.tokenizer import Tokenizer
@@ -35,6 +36,7 @@ LETTERS = string.ascii_uppercase
 BEFORE, CHOICE = "Multiple Choice question: {question}\n", "- {choice}={letter}\n"
 AFTER = "\nRespond only with the letter of the correct answer."
 END = "<|assistant_end|>"
+GREEDY = Sampling(temperature=0.0, top_k=0, max_tokens=256, seed=42)
 
 
 @dataclass(frozen=True)
@@ -79,16 +81,6 @@ class ChatTask:
         if not self.is_categorical:
             return 0.0
         return sum(1 / len(question.choices) for question in self.questions) / len(self.questions)
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How answers are generated. temperature 0: the most likely tokens; then one sample is enough."""
-
-    samples: int = 1
-    temperature: float = 0.0
-    max_tokens: int = 256
-    seed: int = 42
 
 
 @dataclass(frozen=True)
@@ -170,35 +162,39 @@ def evaluate_task(
     tokenizer: Tokenizer,
     task: ChatTask,
     group: Collectives,
-    sampling: Sampling,
+    sampling: Sampling = GREEDY,
+    samples: int = 1,
     on_block: Callable[[int], None] = ignore,
 ) -> ChatResult:
     """Count the right answers of all ranks. A collective call with the same result on any number of ranks.
 
-    on_block is called before each block of questions with the number of those that are done. Raises DataError
-    if a letter is not one token.
+    samples: generated answers to a question, one of which must be right; with temperature 0, one. on_block
+    is called before each block of questions with the number of those that are done. Raises DataError if a
+    letter is not one token.
     """
     correct = 0
     with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
         for block in blocks(len(task.questions), group):
             on_block(block[0])
             numbers = own_items(block, group)
-            right = sum(_is_right(model, tokenizer, task, number, sampling) for number in numbers)
+            right = sum(_is_right(model, tokenizer, task, i, sampling, samples) for i in numbers)
             correct += add_up(group, right)[0]
     return ChatResult(correct, len(task.questions), task.baseline)
 
 
-def _is_right(model: GPT, tokenizer: Tokenizer, task: ChatTask, number: int, sampling: Sampling) -> bool:
+def _is_right(
+    model: GPT, tokenizer: Tokenizer, task: ChatTask, number: int, sampling: Sampling, samples: int
+) -> bool:
     question = task.questions[number]
     prompt = question.prompt(tokenizer)
     if question.choices:
         return likeliest_letter(model, tokenizer, prompt, question.letters) == question.answer
-    samples = sampling.samples if sampling.temperature else 1
-    seeds = (sampling.seed + number * samples + sample for sample in range(samples))
+    samples = samples if sampling.temperature else 1
+    first = (sampling.seed or 0) + number * samples
     return any(
-        tokenizer.decode(list(complete(model, tokenizer, prompt, sampling, seed))).strip()
+        tokenizer.decode(list(complete(model, tokenizer, prompt, replace(sampling, seed=seed)))).strip()
         == question.answer.strip()
-        for seed in seeds
+        for seed in range(first, first + samples)
     )
 
 
@@ -219,12 +215,10 @@ def check_letter(tokenizer: Tokenizer, letter: str) -> int:
     return ids[0]
 
 
-def complete(
-    model: GPT, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling, seed: int = 42
-) -> Iterator[int]:
+def complete(model: GPT, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> Iterator[int]:
     """Yield the tokens of an answer, up to the end of the assistant's message or of the document."""
     ends = (special(tokenizer, END), tokenizer.bos_id)
-    for token in generate(model, prompt, sampling.max_tokens, sampling.temperature, seed):
+    for token in generate(model, prompt, sampling):
         if token in ends:
             return
         yield token

@@ -15,8 +15,9 @@ import sys
 from pathlib import Path
 
 from trainer.config import ConfigError
-from trainer.eval.parts import parts_of
+from trainer.eval.parts import Parts, parts_of
 from trainer.host.logger import RunLogger, set_up_streams
+from trainer.host.memory import is_out_of_memory
 from trainer.host.rank_env import RankEnv
 from trainer.options import number_from_zero
 
@@ -53,6 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sample", action="store_true", help="a sample of text")
     add("--device", choices=DEVICES, default="auto", help="auto: a GPU if there is one (%(default)s)")
     add("--out", type=Path, metavar="DIR", help="keeps eval.json and the results of finished CORE tasks")
+    add("--run-dir", type=Path, metavar="DIR", help="write how it ended to outcome.json there, as train does")
     add("--json", action="store_true", help="log one JSON object per line")
 
 
@@ -60,16 +62,54 @@ def run(args: argparse.Namespace) -> int:
     """`eval`: evaluate a checkpoint; returns the exit code. Raises ConfigError or DataError."""
     parts = parts_of(args)
     env = RankEnv.from_environment()
+    log = RunLogger(env, args.json)
+    if args.run_dir is not None:
+        return _run_attempt(args, parts, env, log)
     set_up_streams()
     from trainer.eval.evaluation import Evaluation
     from trainer.outcome import EXIT_CODES, RunEnd
 
     try:
-        Evaluation(args, parts, env, RunLogger(env, args.json)).run()
+        Evaluation(args, parts, env, log).run()
     except RunEnd as end:
         print("\n".join(filter(None, (str(end), end.detail))), file=sys.stderr)
         return EXIT_CODES[end.outcome]
-    except OSError as error:
-        where = error.filename or args.out
-        raise ConfigError(f"Cannot write to {where}: {error.strerror or error}.") from None
+    except (OSError, RuntimeError, MemoryError) as error:
+        raise ConfigError(_sentence(args, error)) from None
     return 0
+
+
+def _run_attempt(args: argparse.Namespace, parts: Parts, env: RankEnv, log: RunLogger) -> int:
+    """Evaluate as the attempt of a run: outcome.json in --run-dir has its end, a stop by SIGTERM too."""
+    from trainer.health.attempt import Attempt, run_attempt
+    from trainer.outcome import Final
+
+    def start(_: None, attempt: Attempt, log: RunLogger) -> str:
+        from trainer.eval.evaluation import Evaluation
+        from trainer.health.run_status import RunStatus
+
+        status = RunStatus(args.run_dir, env, args.run_dir.name)
+        status.enter("evaluate")
+        status.start()
+        try:
+            Evaluation(args, parts, env, log).run()
+        except (OSError, RuntimeError, MemoryError) as error:
+            raise Final(_sentence(args, error)) from None
+        finally:
+            status.enter("done")
+            status.stop()
+        return f"Evaluated {args.checkpoint.name}."
+
+    return run_attempt(args.run_dir, env, log, lambda: None, start)
+
+
+def _sentence(args: argparse.Namespace, error: BaseException) -> str:
+    """What to report of an error of memory or of files. Raises other errors again."""
+    if is_out_of_memory(error):
+        return (
+            "This host has too little memory to evaluate the model. Stop other programs there, or evaluate "
+            "on a host with more."
+        )
+    if not isinstance(error, OSError):
+        raise error
+    return f"Cannot write to {error.filename or args.out}: {error.strerror or error}."

@@ -2,21 +2,24 @@
 
     Evaluation(args, parts, env, log).run()      # args of trainer.eval.cli
 
-Before anything is computed, the ranks compare checkpoint, bundle, data and options. Rank 0 reports and keeps
-the results.
+Rank 0 reads the checkpoint and sends it to the others. Before anything is computed, the ranks compare bundle,
+data and options. Rank 0 reports and keeps the results.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from trainer.checkpoint.storage import load_model, model_file, read_meta
+from trainer.chat.engine import Sampling
+from trainer.checkpoint.storage import model_file
 from trainer.code_digest import code_digest
 from trainer.config import ConfigError, RunConfig
 from trainer.data import DataError
@@ -26,16 +29,18 @@ from trainer.distributed import consistency
 from trainer.distributed.process_group import Collectives
 from trainer.distributed.rendezvous import join_store
 from trainer.eval import bits_per_byte, sample
-from trainer.eval.chat_tasks import ChatTask, Sampling, check_letter, evaluate_task, read_task
+from trainer.eval.chat_tasks import GREEDY, ChatTask, check_letter, evaluate_task, read_task
 from trainer.eval.core import Progress, TaskResult, evaluate_core, task_result
 from trainer.eval.core_bundle import Bundle, read_bundle
 from trainer.eval.core_download import fetch_bundle
 from trainer.eval.parts import Parts
 from trainer.eval.results import Results
+from trainer.eval.shared_model import ARRIVAL_SECONDS, SharedModel
 from trainer.formatting import counted, duration
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
+from trainer.tracking import evaluations
 
 PROGRESS_SECONDS = 10.0  # between two lines
 NAME = "eval"  # in the place of a run_id
@@ -44,6 +49,7 @@ NAME = "eval"  # in the place of a run_id
 class Evaluation:
     """Evaluates the `parts` of a checkpoint on this rank. `run` is a collective call."""
 
+    shared: SharedModel
     model: GPT
     tokenizer: Tokenizer
     group: Collectives
@@ -52,7 +58,6 @@ class Evaluation:
     def __init__(self, args: argparse.Namespace, parts: Parts, env: RankEnv, log: RunLogger) -> None:
         self.args, self.parts, self.env, self.log = args, parts, env, log
         self.device = self._device()
-        self.meta: dict[str, Any] = {}
         self.data: Dataset | None = None
         self.bundle: Bundle | None = None
         self.chat = list[ChatTask]()
@@ -62,6 +67,7 @@ class Evaluation:
     def run(self) -> None:
         """Evaluate all parts. Raises RunEnd, ConfigError or DataError."""
         self._connect()
+        self.model, self.tokenizer = self.shared.broadcast(self.group)
         self.model.to(self.device)
         if self.env.is_coordinator:
             step, ranks = self.meta["step"], counted(self.env.world_size, "rank")
@@ -78,6 +84,7 @@ class Evaluation:
         self.group.close()
         if self.env.is_coordinator and self.args.out:
             self.log.info(f"The results are in {self.args.out}.", extra=fields("out"))
+            self._track()
 
     # -- before ----------------------------------------------------------------------------------------
 
@@ -94,9 +101,11 @@ class Evaluation:
     def _connect(self) -> None:
         """Load everything, compare it with the other ranks and open the process group."""
         store = join_store(self.env, NAME) if self.env.world_size > 1 else None
+        self.shared = SharedModel(self.env, store, self.args.checkpoint)
         problem, compared = "", {}
         try:
-            compared = self._load()
+            self.shared.announce()
+            compared = self._load() if self.shared.meta else {}
         except (ConfigError, DataError) as error:
             if store is None:
                 raise
@@ -104,21 +113,21 @@ class Evaluation:
         record = consistency.Record(
             self.env.rank, self.env.host, self.env.address(), compared if not problem else {}, {}, problem
         )
-        records = consistency.check_consistency(
-            store, record, self.env.world_size, consistency.LOADING_SECONDS
-        )
+        # Under eval.yml the rows are packed before, and a rank that is late is lost.
+        seconds = ARRIVAL_SECONDS if self.args.run_dir else consistency.LOADING_SECONDS
+        records = consistency.check_consistency(store, record, self.env.world_size, seconds)
         self.group = Collectives.open(self.env, [each.peer for each in records], store, self.device)
 
     def _load(self) -> dict[str, str]:
-        """Load checkpoint, data and bundle; returns what must be equal on all ranks, by name."""
-        args = self.args
-        self.meta = read_meta(args.checkpoint, ())
-        model_name = model_file(args.checkpoint, self.meta).name
-        hashes = {name: self.meta["sha256"][name] for name in (model_name, f"tokenizer/{FILE_NAME}")}
-        identity = {"step": self.meta["step"], "run_id": self.meta.get("run_id", ""), "sha256": hashes}
+        """Load data and bundle, on rank 0 the checkpoint. Returns what must be equal on all ranks."""
+        args, meta = self.args, self.meta
         compared = {"trainer code": code_digest()[:16], "device": self.device.type}
-        compared |= {name: digest[:16] for name, digest in hashes.items()}
         compared |= {"parts": f"{self.parts.bpb} {self.parts.core is not None} {self.parts.sample}"}
+        hashes = {
+            name: meta["sha256"][name]
+            for name in (model_file(args.checkpoint, meta).name, f"tokenizer/{FILE_NAME}")
+        }
+        identity = {"step": meta["step"], "run_id": meta["run_id"] or "", "sha256": hashes}
         self.results = Results(args.out if self.env.is_coordinator else None, identity)
         if self.parts.core is not None:
             if args.core_url:
@@ -128,20 +137,26 @@ class Evaluation:
             compared |= {"CORE bundle": self.bundle.digest[:16], "max per task": str(args.core_max_per_task)}
         self.chat = [read_task(path) for path in self.parts.chat]
         compared |= {f"questions {task.name}": task.digest[:16] for task in self.chat}
-        compared |= {"answers": str(self._sampling())} if self.chat else {}
-        self.model, self.tokenizer = load_model(args.checkpoint)
-        letters = {letter for task in self.chat for each in task.questions for letter in each.letters}
-        for letter in sorted(letters):
-            check_letter(self.tokenizer, letter)
+        compared |= {"answers": f"{args.chat_samples} {self._sampling()}"} if self.chat else {}
+        tokenizer = self.shared.read()
+        if tokenizer is not None:
+            letters = {letter for task in self.chat for each in task.questions for letter in each.letters}
+            for letter in sorted(letters):
+                check_letter(tokenizer, letter)
         if self.parts.bpb:
-            self.data = Dataset.open(args.data_dir, self.model.config.sequence_len)
-            if self.data.tokenizer != self.tokenizer:
+            self.data = Dataset.open(args.data_dir, meta["model_config"]["sequence_len"])
+            if tokenizer is not None and self.data.tokenizer != tokenizer:
                 raise ConfigError(
                     f"The data in {args.data_dir} have another tokenizer than the checkpoint "
                     f"{args.checkpoint}. Give the --data-dir that it was trained on."
                 )
             compared |= self.data.hashes | {"eval tokens": str(self._eval_tokens())}
         return compared
+
+    @property
+    def meta(self) -> dict[str, Any]:
+        """The meta.json of the checkpoint."""
+        return self.shared.meta
 
     def _config(self) -> RunConfig:
         return RunConfig.from_strings(self.meta["config"])
@@ -169,10 +184,7 @@ class Evaluation:
             self.log.info(text, extra=fields("bpb", **result))
 
     def _write_sample(self) -> None:
-        pieces = sample.stream_text(
-            self.model, self.tokenizer, sample.PROMPT, sample.TOKENS, sample.TEMPERATURE
-        )
-        text = sample.PROMPT + "".join(pieces)
+        text = sample.sample(self.model, self.tokenizer, self._config().stage)
         self.results.add("sample", text)
         self.log.info(f"sample: {text}", extra=fields("sample", sample=text))
 
@@ -203,13 +215,14 @@ class Evaluation:
 
     def _sampling(self) -> Sampling:
         args = self.args
-        return Sampling(args.chat_samples, args.chat_temperature, args.chat_max_tokens)
+        return replace(GREEDY, temperature=args.chat_temperature, max_tokens=args.chat_max_tokens)
 
     def _evaluate_chat(self) -> None:
         results = {}
         for task in self.chat:
             report = partial(self._report_questions, task)
-            result = evaluate_task(self.model, self.tokenizer, task, self.group, self._sampling(), report)
+            asked = (self._sampling(), self.args.chat_samples, report)
+            result = evaluate_task(self.model, self.tokenizer, task, self.group, *asked)
             results[task.name] = result
             if self.env.is_coordinator:
                 text = f"accuracy {result.accuracy:.4f}, centered {result.centered:.4f}"
@@ -223,6 +236,13 @@ class Evaluation:
             found = {"chatcore_metric": metric, "tasks": tasks}
             self.results.add("chat", found)
             self.log.info(f"ChatCORE metric {metric:.4f}", extra=fields("chat", **found))
+
+    def _track(self) -> None:
+        """Send the results to the tracker, on rank 0, if its address is known."""
+        uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+        if uri:
+            text = evaluations.send(self.args.checkpoint, self.args.out, self.results.parts, uri)
+            self.log.info(text, extra=fields("tracked"))
 
     def _report_questions(self, task: ChatTask, done: int) -> None:
         if self.env.is_coordinator and done and time.monotonic() - self._reported_at >= PROGRESS_SECONDS:

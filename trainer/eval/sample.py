@@ -9,49 +9,39 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.chat.engine import COLDEST, Engine, Sampling
+from trainer.chat.answer import REPLACEMENT, Answer
+from trainer.chat.engine import COLDEST, Engine, Sampling, Tools
 from trainer.chat.engine import run as run_engine
 from trainer.checkpoint.storage import load_model
 from trainer.config import ConfigError
+from trainer.data.conversations import render_for_completion
 from trainer.data.files import write_whole
 from trainer.data.tokenizer import Tokenizer
 from trainer.model.gpt import GPT
+from trainer.stages import BASE, SFT
 
-KEPT = "sample.txt"  # in the run directory: PROMPT and the newest continuation of it
-PROMPT, TOKENS, TEMPERATURE = "The ", 64, 0.8
-REPLACEMENT = "�"  # the tokenizer decodes an incomplete character to it
+KEPT = "sample.txt"  # in the run directory: the newest sample
+PROMPT, QUESTION = "The ", "What can you tell me?"
+SAMPLING = Sampling(temperature=0.8, top_k=0, max_tokens=64, seed=42)
 
 
-def generate(
-    model: GPT, tokens: list[int], max_tokens: int, temperature: float = 1.0, seed: int = 42
-) -> Iterator[int]:
-    """Yield up to `max_tokens` token ids that continue `tokens`; temperature 0 takes the most likely token.
+def generate(model: GPT, tokens: list[int], sampling: Sampling) -> Iterator[int]:
+    """Yield the token ids that continue `tokens`.
 
     When the context is full, its older half is dropped, so that long texts stay cheap.
     """
     engine = Engine(model)
-    yield from run_engine(
-        engine, engine.start(tokens, Sampling(temperature, 0, max_tokens, seed), slides=True)
-    )
+    yield from run_engine(engine, engine.start(tokens, sampling, slides=True))
 
 
-def stream_text(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_tokens: int,
-    temperature: float = 1.0,
-    seed: int = 42,
-) -> Iterator[str]:
+def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
     """Yield text that continues `prompt`, in pieces of whole characters, until the document ends.
 
-    It ends with the token BOS or after `max_tokens` tokens.
+    It ends with the token BOS or after max_tokens tokens.
     """
     ids: list[int] = []
     shown = ""
-    for token in generate(
-        model, [tokenizer.bos_id, *tokenizer.encode(prompt)], max_tokens, temperature, seed
-    ):
+    for token in generate(model, [tokenizer.bos_id, *tokenizer.encode(prompt)], sampling):
         if token == tokenizer.bos_id:
             break
         ids.append(token)
@@ -62,12 +52,24 @@ def stream_text(
             shown = whole
 
 
-def write(model: GPT, tokenizer: Tokenizer, run_dir: Path) -> str:
-    """Generate a continuation of PROMPT and write both to sample.txt in the run directory; returns the text.
+def sample(model: GPT, tokenizer: Tokenizer, stage: str = BASE) -> str:
+    """A text that shows what the model does: PROMPT continued, or in stage sft QUESTION answered."""
+    if stage != SFT:
+        return PROMPT + "".join(stream_text(model, tokenizer, PROMPT, SAMPLING))
+    answer = Answer(tokenizer)
+    engine = Engine(model, Tools.of(tokenizer))
+    prompt = render_for_completion([{"role": "user", "content": QUESTION}], tokenizer)
+    answer.add(list(run_engine(engine, engine.start(prompt, SAMPLING, slides=True))))
+    answer.end()
+    return f"user: {QUESTION}\nassistant: {answer.text}"
 
-    Raises OSError.
+
+def write(model: GPT, tokenizer: Tokenizer, run_dir: Path, stage: str = BASE) -> str:
+    """Generate a sample for a model of this stage and write it to sample.txt in the run directory.
+
+    Returns the text. Raises OSError.
     """
-    text = PROMPT + "".join(stream_text(model, tokenizer, PROMPT, TOKENS, TEMPERATURE))
+    text = sample(model, tokenizer, stage)
     write_whole(run_dir / KEPT, (text + "\n").encode())
     return text
 
@@ -89,7 +91,8 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--seed is {args.seed}: it takes a whole number from 0, below 2^63.")
     model, tokenizer = load_model(args.checkpoint)
     print(args.prompt, end="", flush=True)
-    for piece in stream_text(model, tokenizer, args.prompt, args.max_tokens, args.temperature, args.seed):
+    sampling = Sampling(args.temperature, 0, args.max_tokens, args.seed)
+    for piece in stream_text(model, tokenizer, args.prompt, sampling):
         print(piece, end="", flush=True)
     print()
     return 0

@@ -16,9 +16,9 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
-from trainer.config import ConfigError, RunFile
+from trainer.config import ConfigError
 from trainer.data.files import try_lock, write_json
 from trainer.health import attempt_history
 from trainer.health.status_record import OutcomeRecord
@@ -26,6 +26,7 @@ from trainer.host.logger import RunLogger, set_up_streams
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import BAD_INPUT_EXIT_CODE, EXIT_CODES, Retryable, RunEnd, Stopped, conclude, is_expected
 
+Run = TypeVar("Run")
 ENDING_SECONDS = 5.0  # for the process of the previous attempt to exit
 PARENT_SECONDS = 0.5
 # For a checkpoint that is being written at SIGTERM: torchrun kills its ranks after 30 s.
@@ -151,8 +152,8 @@ def run_attempt(
     run_dir: Path,
     env: RankEnv,
     log: RunLogger,
-    make: Callable[[], RunFile],
-    start: Callable[[RunFile, Attempt, RunLogger], str],
+    make: Callable[[], Run],
+    start: Callable[[Run, Attempt, RunLogger], str],
 ) -> int:
     """Run one attempt: `make()` returns the run file, `start(...)` trains and returns the reason of its end.
 

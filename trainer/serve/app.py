@@ -17,12 +17,13 @@ from trainer.chat.answer import Answer
 from trainer.chat.engine import ContextOverflowError
 from trainer.chat.loaded import NOTICE, Loaded
 from trainer.data.conversations import ConversationError, render_for_completion
+from trainer.host.memory import is_out_of_memory
 from trainer.serve.api import ApiError, ChatBody, CompletionBody, GenerationBody, Shape
-from trainer.serve.scheduler import QueueFullError, Scheduler
+from trainer.serve.scheduler import MEMORY, QueueFullError, Scheduler
 
 PAGE = Path(__file__).with_name("page.html")
 RETRY_SECONDS = 5
-UNFINISHED = ("error", "stopped")  # reasons of the scheduler for an answer that is not complete
+UNFINISHED = ("error", "stopped", MEMORY)  # reasons of the scheduler for an answer that is not complete
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'"
 
 Update = tuple[Sequence[int], str | None]
@@ -116,6 +117,10 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
             raise ApiError(400, str(error), "context_length_exceeded") from None
         except QueueFullError as error:
             raise ApiError(429, str(error), "queue_full", {"Retry-After": str(RETRY_SECONDS)}) from None
+        except (RuntimeError, MemoryError) as error:
+            if is_out_of_memory(error):
+                raise unfinished(MEMORY) from None
+            raise
         headers = {"X-Nanofleet-Run": loaded.run_id, "X-Nanofleet-Step": str(loaded.step)}
         text = Answer(loaded.tokenizer)
         if body.stream:
@@ -161,6 +166,10 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
 
 
 def unfinished(reason: str) -> ApiError:
+    """The error for an answer that is not complete. reason: one of UNFINISHED."""
+    if reason == MEMORY:
+        text = "The host has too little memory for this answer. Shorten the conversation, or try again later."
+        return ApiError(503, text, MEMORY, {"Retry-After": str(RETRY_SECONDS)})
     return ApiError(503, "The server stopped before the answer was complete. Try again.", reason)
 
 

@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 
 from trainer.chat.engine import Sampling, SequenceState
 from trainer.chat.loaded import Loaded
+from trainer.host.memory import is_out_of_memory
 
+MEMORY = "out_of_memory"  # the reason of the end of an answer
 Deliver = Callable[[Sequence[int], str | None], None]
 
 
@@ -67,7 +69,7 @@ class Scheduler:
     def submit(self, loaded: Loaded, prompt: Sequence[int], sampling: Sampling, deliver: Deliver) -> Request:
         """Queue a request. Raises QueueFullError or ContextOverflowError.
 
-        deliver gets new tokens and None, and at the end the reason: stop, length, stopped or error.
+        deliver gets new tokens and None, and at the end the reason: stop, length, stopped, MEMORY or error.
         """
         request = Request(loaded, loaded.engine.start(prompt, sampling), deliver)
         with self._changed:
@@ -109,11 +111,12 @@ class Scheduler:
         """One step of the requests of one model. An error ends these requests, not the server."""
         try:
             stepped = group[0].loaded.engine.step([request.sequence for request in group])
-        except Exception:
-            traceback.print_exc()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                traceback.print_exc()
             stepped = [[] for _ in group]
             for request in group:
-                request.sequence.reason = "error"
+                request.sequence.reason = MEMORY if is_out_of_memory(error) else "error"
         for request, tokens in zip(group, stepped, strict=True):
             if tokens or request.sequence.done:
                 request.deliver(tokens, request.sequence.reason)

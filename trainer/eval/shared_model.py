@@ -1,0 +1,88 @@
+"""The model of a checkpoint on all ranks: rank 0 reads it and sends it to the others.
+
+shared = SharedModel(env, store, checkpoint)
+shared.announce()        # before the process group exists: all ranks know the checkpoint's meta.json
+shared.read()            # rank 0: model and tokenizer
+model, tokenizer = shared.broadcast(group)
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from trainer.checkpoint.storage import load_model, model_from, read_meta
+from trainer.data.tokenizer import Tokenizer
+from trainer.distributed.process_group import Collectives
+from trainer.distributed.rendezvous import wait_for_keys
+from trainer.host.rank_env import RankEnv
+from trainer.model.gpt import GPT
+from trainer.outcome import Retryable
+
+KEY = "eval/checkpoint"  # in the rendezvous store: what `announce` sends
+ANNOUNCED = ("step", "run_id", "config", "model_config", "sha256", "schema")
+ARRIVAL_SECONDS = 180.0  # for a host that imports torch slowly
+TOKENIZER = "tokenizer.json"  # among the tensors of the broadcast; no parameter has this name
+
+
+class SharedModel:
+    """The checkpoint of an evaluation. `meta`: what all ranks know of its meta.json, {} if it is unusable."""
+
+    def __init__(self, env: RankEnv, store: dist.Store | None, checkpoint: Path) -> None:
+        self.env, self.store, self.checkpoint = env, store, checkpoint
+        self.meta: dict[str, Any] = {}
+        self._read: tuple[GPT, Tokenizer] | None = None
+
+    def announce(self) -> None:
+        """Read meta.json on rank 0 and send it to the others. Raises ConfigError on rank 0, or Retryable.
+
+        After an error of rank 0 `meta` is empty on the other ranks.
+        """
+        if not self.env.is_coordinator:
+            self.meta = self._receive()
+            return
+        try:
+            meta = read_meta(self.checkpoint, ())
+            self.meta = {name: meta.get(name) for name in ANNOUNCED}
+        finally:
+            if self.store is not None:
+                self.store.set(KEY, json.dumps(self.meta))
+
+    def _receive(self) -> dict[str, Any]:
+        assert self.store is not None
+        try:
+            if wait_for_keys(self.store, {0: KEY}, ARRIVAL_SECONDS):
+                raise Retryable(
+                    f"Rank 0 did not read the checkpoint within {ARRIVAL_SECONDS:.0f} s. Read its log."
+                )
+            return dict(json.loads(self.store.get(KEY)))
+        except RuntimeError as error:
+            raise Retryable(
+                f"The rendezvous store was lost: rank 0 or its host has ended ({error})."
+            ) from None
+
+    def read(self) -> Tokenizer | None:
+        """On rank 0, load and verify model and tokenizer; returns the tokenizer. Raises ConfigError."""
+        if self.env.is_coordinator:
+            self._read = load_model(self.checkpoint)
+        return self._read and self._read[1]
+
+    def broadcast(self, group: Collectives) -> tuple[GPT, Tokenizer]:
+        """Model and tokenizer on every rank. A collective call. Raises PeerLost."""
+        if group.world_size == 1:
+            assert self._read is not None
+            return self._read
+        tensors = None
+        if self._read is not None:
+            model, tokenizer = self._read
+            text = torch.frombuffer(bytearray(tokenizer.to_json()), dtype=torch.uint8)
+            tensors = {TOKENIZER: text, **model.state_dict()}
+        received = group.broadcast_tensors(tensors)
+        if self._read is not None:
+            return self._read
+        tokenizer = Tokenizer.from_json(received.pop(TOKENIZER).numpy().tobytes())
+        return model_from(self.meta["model_config"], received), tokenizer
