@@ -12,16 +12,14 @@ from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
     Unit,
-    describe,
     is_up,
-    listeners,
     manager,
     own_scope,
-    processes_of,
     read_unit,
     run,
     unit_name,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_end import UnitError, stop
 
 NEED_ROOT = {
     "AmbientCapabilities", "CapabilityBoundingSet", "Group", "IPAddressAllow", "IPAddressDeny",
@@ -94,74 +92,6 @@ def start(module: AnsibleModule, unit: Unit) -> None:
     module.exit_json(changed=True, unit=after, command=command, left_out=left_out, diff=diff)
 
 
-def stop(module: AnsibleModule, unit: Unit) -> None:
-    """Stop the unit, remove its boot entry, and exit the module with the processes that were ended."""
-    name, params = unit["name"], module.params
-    scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
-    reset = params["state"] == "absent" and unit["active_state"] == "failed"
-    pids = processes_of(name, scope)
-    running = is_up(unit) or bool(pids)
-    ended = [found for found in map(describe, pids) if found]
-    has_entry = name in boot_entry.entries(scope)
-    changed = running or reset or has_entry
-    after = "inactive" if is_up(unit) or reset else unit["active_state"]
-    diff = {
-        "before": {"active_state": unit["active_state"], "processes": pids},
-        "after": {"active_state": after, "processes": []},
-    }
-    if not changed or module.check_mode:
-        module.exit_json(changed=changed, unit=unit, ended=ended, diff=diff)
-    if has_entry:
-        boot_entry.remove(name, scope)
-    if running:
-        if params["grace"] >= 0:
-            kill_after(params["grace"], name, scope, control)
-        code, _out, err = run([*control, "stop", "--", name])
-        stopped = read_unit(name, time.time(), scope)
-        if code and is_up(stopped):
-            module.fail_json(msg=f"systemd did not stop {name}: {err}", unit=stopped)
-    # systemd may record a unit that was stopped on request as failed.
-    if (running or reset) and read_unit(name, time.time(), scope)["active_state"] == "failed":
-        run([*control, "reset-failed", "--", name])
-    left = remains(name, pids, params["ports"], params["timeout"], scope)
-    unit = read_unit(name, time.time(), scope)
-    if left:
-        module.fail_json(
-            msg=f"{name} was stopped, but this remains: {'; '.join(left)}. End these processes on this host.",
-            unit=unit,
-            ended=ended,
-        )
-    module.exit_json(changed=True, unit=unit, ended=ended, diff=diff)
-
-
-def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`."""
-    run([*control, "stop", "--no-block", "--", name])
-    deadline = time.monotonic() + seconds
-    while processes_of(name, scope):
-        if time.monotonic() >= deadline:
-            run([*control, "kill", "--signal=KILL", "--", name])
-            return
-        time.sleep(0.2)
-
-
-def remains(name: str, pids: list[int], ports: list[int], timeout: float, scope: str) -> list[str]:
-    """Texts about processes of the unit and listeners on `ports` that are left after `timeout` seconds.
-
-    pids: processes of the unit before the stop; their listeners count.
-    """
-    deadline = time.monotonic() + timeout
-    while True:
-        left = [found for found in map(describe, processes_of(name, scope)) if found]
-        held = [found for found in listeners(ports) if found["pid"] in pids or found["unit"] == name]
-        if not (left or held) or time.monotonic() >= deadline:
-            return [
-                *("process {pid} of {user} ({command})".format(**found) for found in left),
-                *("port {port} held by process {pid} ({command})".format(**found) for found in held),
-            ]
-        time.sleep(0.2)
-
-
 def main() -> None:
     module = AnsibleModule(
         argument_spec={
@@ -184,7 +114,11 @@ def main() -> None:
         module.params["scope"] = own_scope()
     try:
         unit = read_unit(module.params["name"], time.time(), module.params["scope"])
-        (start if module.params["state"] == "started" else stop)(module, unit)
+        if module.params["state"] == "started":
+            start(module, unit)
+        module.exit_json(**stop(module.params, unit, module.check_mode))
+    except UnitError as error:
+        module.fail_json(msg=error.args[0], **error.args[1])
     except (OSError, RuntimeError) as error:
         module.fail_json(msg=f"The state of the unit {module.params['name']} cannot be changed: {error}")
 

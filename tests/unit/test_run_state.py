@@ -192,9 +192,9 @@ def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
         (tmp_path / run_id).mkdir()
         (tmp_path / run_id / "run.json").write_text("{}")
         os.utime(tmp_path / run_id / "run.json", (moment, moment))
-    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["newer", "older"]
+    assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["newer", "older"]
     (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # resumed, and so the newer one
-    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["older", "newer"]
+    assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["older", "newer"]
 
 
 def test_without_root_both_systemds_are_asked_and_only_ones_own_processes_count(

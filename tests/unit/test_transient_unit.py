@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import (
     run_state,
@@ -170,7 +170,7 @@ def test_what_does_not_heed_a_stop_is_killed_after_a_grace(
     def processes(_name: str, _scope: str) -> list[int]:
         return [] if called(systemd, "systemctl kill") else [os.getpid()]
 
-    monkeypatch.setattr(transient_unit, "processes_of", processes)
+    monkeypatch.setattr(unit_end, "processes_of", processes)
     result = call(transient_unit, monkeypatch, name="nanofleet-a", state="absent", grace=0)
     assert not result["failed"]
     verbs = [line.split()[1:3] for line in called(systemd, "systemctl ") if " show " not in line]
@@ -179,7 +179,7 @@ def test_what_does_not_heed_a_stop_is_killed_after_a_grace(
 
 def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (systemd / "state").write_text("active")
-    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [os.getpid()])
+    monkeypatch.setattr(unit_end, "processes_of", lambda _name, _scope: [os.getpid()])
     result = call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped", timeout=0)
     assert result["failed"]
     assert f"process {os.getpid()}" in result["msg"]
