@@ -202,7 +202,8 @@ def end(path: PeerPath, ports: list[dict[str, Any]], me: str) -> None:
     """Tell the listener of a peer that the host `me` will not call again, at the first port that answers."""
     for each in ports:
         try:
-            connection, _answer = path.call(each["port"], **{"do": "done", "from": me})
+            asked: dict[str, Any] = {"do": "done", "from": me}
+            connection, _answer = path.call(each["port"], **asked)
         except (OSError, ValueError):
             continue
         connection.close()
