@@ -24,7 +24,8 @@ class ActionModule(ControllerAction):
             *use_findings(facts, asked),
         ]
         logins = {
-            host: {name: each.get(name, "") for name in ("login", "connection", "claim")}
+            host: {name: each.get(name, "") for name in ("login", "connection")}
             for host, each in facts.items()
         }
-        return {**reported(findings), "logins": logins}
+        claims = {host: each.get("claim", "") for host, each in facts.items()}
+        return {**reported(findings), "logins": logins, "claims": claims}

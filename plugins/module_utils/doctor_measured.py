@@ -187,7 +187,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "paths": dict(probed.get("peers") or {}),
         "rates": {peer: rate for each in result("rates") for peer, rate in (each.get("peers") or {}).items()},
         "firewall": result("firewall").get("rules"),
-        "installed": result("installed").get("installed"),
+        "installed": result("installed").get("installed") or None,
         "data": variables.get("dataset_comparison"),
         "rehearsal": _rehearsal(result("rehearsed")),
     }
@@ -243,15 +243,17 @@ def fleet_state(
     """The state of the fleet for which a report holds: while it is unchanged, no new check is due.
 
     {"settings": ports and order of the hosts, "hosts": {host: marks}}. Firewall rules count only on hosts
-    where they were read as root (`__doctor_rules`).
+    where they were read as root.
     """
     settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
     state: dict[str, Any] = {"settings": settings, "hosts": {}}
     addresses = [of_host["address"] for of_host in measured.values()]
     for host, of_host in measured.items():
         marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
-        rules = hostvars[host].get("__doctor_rules") or {}
-        if "rules" in rules:
+        # The quick form reads them with the facts of the host.
+        named = (hostvars[host].get(name) or {} for name in ("__doctor_rules", "__doctor_host"))
+        rules = next((each for each in named if each.get("rules") is not None), None)
+        if rules is not None:
             # Rules about other addresses change often, for example where fail2ban runs.
             ours = [
                 each for each in rules["rules"] if any(holds_address(each["source"], a) for a in addresses)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from collections.abc import Mapping
@@ -60,8 +61,18 @@ def read_state(params: Mapping[str, Any]) -> dict[str, Any]:
         "at_boot": unit["name"] in at_boot,
         "listeners": listeners(params["ports"]),
         "claim": read_text(params["claim"]) if params.get("claim") else "",
+        "manifest_sha256": sha256_of(params["manifest"]) if params.get("manifest") else "",
         **state,
     }
+
+
+def sha256_of(path: str) -> str:
+    """The sha256 of a file; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
 
 
 def await_state(params: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_reading import read_firewalls
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import ask_ip, is_wireless, resolved
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import is_wsl2, wsl_networking
 
@@ -138,6 +139,7 @@ def main() -> None:
             "marks": {"type": "list", "elements": "path", "default": []},
             "copy_mib": {"type": "int", "default": 0},
             "threads": {"type": "int", "default": 0},
+            "firewall": {"type": "str"},
         },
         supports_check_mode=True,
     )
@@ -166,7 +168,8 @@ def main() -> None:
         "disks": {path: disk_of(path) for path in p["paths"]},
     }
     marks = {path: mark(path) for path in p["marks"]} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}
-    module.exit_json(changed=False, facts=facts, marks=marks)
+    rules = {} if p["firewall"] is None else read_firewalls(p["firewall"])
+    module.exit_json(changed=False, facts=facts, marks=marks, **rules)
 
 
 if __name__ == "__main__":

@@ -19,12 +19,14 @@ def main() -> None:
             "wait_seconds": {"type": "int", "default": 0},
             "ports": {"type": "list", "elements": "int", "default": []},
             "claim": {"type": "path"},
+            "manifest": {"type": "path"},
+            "known": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
     params = module.params
     try:
-        state = await_state(params)
+        state = params["known"] or await_state(params)
     except (OSError, RuntimeError) as error:
         module.fail_json(msg=f"The state of the runs in {params['state_dir']} cannot be read: {error}")
     module.exit_json(changed=False, **state)

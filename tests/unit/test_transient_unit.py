@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end, unit_start
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import (
     run_state,
@@ -102,7 +102,7 @@ def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytes
 
 def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(unit_start.getpass, "getuser", lambda: "anna")
     wanted: dict[str, Any] = {
         "name": "nanofleet-a", "argv": ["x"], "user": "anna",
         "properties": {"Nice": 5, "ProtectHome": True, "CapabilityBoundingSet": "", "NoNewPrivileges": True},
@@ -122,7 +122,7 @@ def test_without_root_nobody_else_can_be_the_units_user(
     systemd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(unit_start.getpass, "getuser", lambda: "anna")
     result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"], user="nanofleet")
     assert result["failed"]
     assert "anna cannot start nanofleet-a.service as nanofleet" in result["msg"]
