@@ -185,7 +185,7 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "held": _held(listening, holders if "listeners" in holders else running),
         "active": list(running.get("active_units") or []),
         "paths": dict(probed.get("peers") or {}),
-        "rates": {peer: rate for each in result("rates") for peer, rate in (each.get("peers") or {}).items()},
+        "rates": dict(result("rates").get("peers") or {}),
         "firewall": result("firewall").get("rules"),
         "installed": result("installed").get("installed") or None,
         "data": variables.get("dataset_comparison"),

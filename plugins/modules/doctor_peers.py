@@ -24,6 +24,7 @@ def main() -> None:
             "measure": {"type": "str", "choices": ["paths", "rates"], "default": "paths"},
             "seconds": {"type": "float", "default": 0.8},
             "done_as": {"type": "str", "default": ""},
+            "before": {"type": "dict", "default": {}},
             "peers": {"type": "list", "elements": "dict", "required": True, "options": peer_spec},
         },
         supports_check_mode=True,
