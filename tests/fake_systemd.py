@@ -6,8 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
-from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end
 
 
 @pytest.fixture
@@ -48,7 +47,7 @@ esac
         boot_entry, "_folders", lambda _scope: (str(tmp_path / "etc"), str(tmp_path / "units"))
     )
     # A lab on this machine may have a unit of that name, whose processes are this machine's.
-    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [])
+    monkeypatch.setattr(unit_end, "processes_of", lambda _name, _scope: [])
     return tmp_path
 
 

@@ -23,4 +23,9 @@ class ActionModule(ControllerAction):
             *run_findings(facts, asked["run"]),
             *use_findings(facts, asked),
         ]
-        return reported(findings)
+        logins = {
+            host: {name: each.get(name, "") for name in ("login", "connection")}
+            for host, each in facts.items()
+        }
+        claims = {host: each.get("claim", "") for host, each in facts.items()}
+        return {**reported(findings), "logins": logins, "claims": claims}

@@ -8,6 +8,7 @@ from typing import Any
 from ansible.errors import AnsibleFilterError
 from ansible.utils.display import Display
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
+    claim_file,
     dataset_findings,
     doctor_measured,
     lab_plan,
@@ -21,6 +22,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     run_status,
     run_summary,
     runtime_environments,
+    setup_comparison,
     systemd_unit,
     typed_commands,
     unit_settings,
@@ -48,6 +50,7 @@ class FilterModule:
         return {
             "as_typed": typed_commands.as_typed,
             "cache_folder": cache_folder,
+            "claim_refusals": claim_file.refusals,
             "cpu_list": systemd_unit.numbers,
             "dataset_findings": dataset_findings.dataset_findings,
             "dataset_phrases": dataset_findings.dataset_phrases,
@@ -70,6 +73,7 @@ class FilterModule:
             "network_lines": network_interfaces.lines,
             "network_measured": network_rules.measured,
             "network_peer_findings": network_interfaces.peer_findings,
+            "network_protection": network_rules.protection,
             "network_resolve": network_interfaces.resolve,
             "network_rules": network_rules.rules,
             "network_sources": network_rules.sources,
@@ -89,8 +93,10 @@ class FilterModule:
             "run_summary": run_summary.summary,
             "run_transfer": run_plan.transfer_plan,
             "runtime_kind": runtime_environments.runtime_kind,
+            "setup_peers": setup_comparison.peers,
             "systemd_env": unit_settings.systemd_env,
             "systemd_line": unit_settings.systemd_line,
             "systemd_quote": unit_settings.systemd_quote,
+            "tracker_differences": setup_comparison.tracker_differences,
             "unit_addresses": unit_settings.allowed,
         }

@@ -195,9 +195,9 @@ def _measured_on(variables: Mapping[str, Any]) -> dict[str, Any]:
         "held": _held(listening, holders if "listeners" in holders else running),
         "active": list(running.get("active_units") or []),
         "paths": dict(probed.get("peers") or {}),
-        "rates": {peer: rate for each in result("rates") for peer, rate in (each.get("peers") or {}).items()},
+        "rates": dict(result("rates").get("peers") or {}),
         "firewall": result("firewall").get("rules"),
-        "installed": result("installed").get("installed"),
+        "installed": result("installed").get("installed") or None,
         "data": variables.get("dataset_comparison"),
         "rehearsal": _rehearsal(result("rehearsed")),
     }
@@ -264,8 +264,10 @@ def fleet_state(
     addresses = [of_host["address"] for of_host in measured.values()]
     for host, of_host in measured.items():
         marks = {**of_host["marks"], "interface": of_host["interface"], "address": of_host["address"]}
-        rules = hostvars[host].get("__doctor_rules") or {}
-        if "rules" in rules:
+        # The quick form reads them with the facts of the host.
+        named = (hostvars[host].get(name) or {} for name in ("__doctor_rules", "__doctor_host"))
+        rules = next((each for each in named if each.get("rules") is not None), None)
+        if rules is not None:
             # Rules about other addresses change often, for example where fail2ban runs.
             ours = [
                 each for each in rules["rules"] if any(holds_address(each["source"], a) for a in addresses)

@@ -10,6 +10,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_paths impor
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import Finding, warning
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import is_loopback, parse_ip
+from ansible_collections.nanofleet.fleet.plugins.module_utils.typed_commands import as_typed
 
 KERNELS_RANGE = "32768 60999"
 
@@ -200,3 +201,33 @@ def filter_findings(host: str, answer: str) -> list[Finding]:
         "fleet_address of every host to its address in a private network (docs/security.md)"
     )
     return [warning("NF215", host, problem, remedy)]
+
+
+def protection(host: str, status: str, answer: str, ssh_port: Any = 22) -> str:
+    """A message if ufw does not protect the ports of a run; "" if it is active.
+
+    status: of ufw (active, inactive or absent). answer: as in `filter_findings`. ssh_port: port of sshd.
+    """
+    closed = answer == "closed"
+    if status == "absent":
+        rest = (
+            "The units themselves refuse every address that is not of the fleet."
+            if closed
+            else f"Every machine that can connect to {host} can also connect to the ports of a run."
+        )
+        return (
+            f"ufw is not installed on {host}, and no other firewall blocks the peers, so no rule was needed. "
+            f"{rest}"
+        )
+    if status == "inactive":
+        units = (
+            "Until then the units themselves refuse every address that is not of the fleet. "
+            if closed
+            else ""
+        )
+        enable = as_typed("ansible-playbook setup.yml -e network_ufw_enable=true")
+        return (
+            f"ufw is inactive on {host} and was not enabled; the rules are set and take effect with it. "
+            f"{units}To enable it: {enable} (or on {host}: sudo ufw allow {ssh_port}/tcp && sudo ufw enable)"
+        )
+    return ""

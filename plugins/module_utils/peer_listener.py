@@ -8,14 +8,17 @@ A connection begins with one JSON line of the caller, {"token", "do", ...}. The 
     echo    the listener sends every byte back
     sink    the caller sends bytes until end of file; the listener answers {"bytes", "seconds"}
     source  the listener sends bytes for `seconds` seconds
+    done    the caller, `from`, will not call again
 
-A caller without the token gets no answer. The process ends on request, after IDLE_LIMIT seconds without a
-caller, or at its time limit. It writes no file. Standard library only.
+A caller without the token gets no answer. The process ends on request, when all callers are done (if their
+number is known), after IDLE_LIMIT seconds without a caller, or at its time limit. It writes no file. Standard
+library only.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import select
@@ -26,8 +29,11 @@ import threading
 import time
 from typing import Any
 
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account
+
 CHUNK = 1 << 18
 LINE_LIMIT = 4096
+NOBODY = 65534
 IDLE_SECONDS = 10.0
 """Seconds that one connection may be silent."""
 IDLE_LIMIT = 30.0
@@ -77,12 +83,15 @@ class Listener:
     """The sockets on which a host answers the probes of its peers.
 
     host: its name. token: the secret of the check. limit: seconds after which it ends. idle: seconds
-    without a caller after which it ends. Raises OSError if a listener with the same token runs on this
-    host.
+    without a caller after which it ends. callers: how many hosts call it; 0 if that is not known. Raises
+    OSError if a listener with the same token runs on this host.
     """
 
-    def __init__(self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT) -> None:
-        self.host, self.token = host, token
+    def __init__(
+        self, host: str, token: str, limit: float, idle: float = IDLE_LIMIT, callers: int = 0
+    ) -> None:
+        self.host, self.token, self.callers = host, token, callers
+        self.done: set[str] = set()
         self.ends, self.idle = time.monotonic() + limit, idle
         self.control = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self.control.bind(control_name(token))
@@ -101,12 +110,14 @@ class Listener:
         return opened.getsockname()[1]
 
     def serve(self) -> None:
-        """Answer until stopped, until `idle` seconds pass without a caller, or until the limit."""
+        """Answer until stopped, until all are done, until `idle` seconds without a caller, or the limit."""
         called = time.monotonic()
         with contextlib.ExitStack() as closing:
             for each in self.sockets:
                 closing.enter_context(each)
             while time.monotonic() < min(self.ends, called + self.idle):
+                if self.callers and len(self.done) >= self.callers:
+                    return
                 for ready in select.select(self.sockets, [], [], 0.5)[0]:
                     called = time.monotonic()
                     if ready is self.control:
@@ -124,9 +135,32 @@ class Listener:
             if asked.get("token") != self.token:
                 return
             send_line(connection, {"host": self.host, "token": self.token, "seen": plain(peer[0])})
+            if asked.get("do") == "done":
+                self.done.add(str(asked["from"]))
             serve = {"echo": echo, "sink": sink, "source": source}.get(str(asked.get("do")))
             if serve:
                 serve(connection, asked)
+
+
+def open_ports(
+    listener: Listener, address: str, store_port: int, ports: list[int]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Listen as a run would: on the store's port (0: none), on `ports`, and on one that the kernel chooses.
+
+    Returns (opened: port, role and whether the kernel picked it; held: port, role and reason).
+    """
+    wanted = [(0, "gloo", address), *((port, "gloo", address) for port in ports)]
+    if store_port:
+        # torch's store listens on all addresses.
+        wanted.insert(0, (store_port, "store", ""))
+    opened, held = [], []
+    for port, role, where in wanted:
+        try:
+            opened.append({"port": listener.open(where, port), "role": role, "picked": port == 0})
+        except OSError as error:
+            reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
+            held.append({"port": port, "role": role, "reason": reason})
+    return opened, held
 
 
 def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
@@ -167,10 +201,11 @@ def source(connection: socket.socket, asked: dict[str, Any]) -> None:
     pour(connection, min(float(asked["seconds"]), IDLE_SECONDS))
 
 
-def detach(listener: Listener, limit: float) -> int:
+def detach(listener: Listener, limit: float, user: str = "") -> int:
     """Start a process in which `listener` serves for at most `limit` + 1 seconds; returns its pid.
 
-    The process outlives this one.
+    The process outlives this one. user: whose rights it has, if this process is root; without such an
+    account those of nobody.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -182,12 +217,23 @@ def detach(listener: Listener, limit: float) -> int:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(int(limit) + 1)
         os.chdir("/")
+        if user and os.geteuid() == 0:
+            drop_rights(user)
         null = os.open(os.devnull, os.O_RDWR)
         for descriptor in (0, 1, 2):
             os.dup2(null, descriptor)
         listener.serve()
     finally:
         os._exit(0)
+
+
+def drop_rights(user: str) -> None:
+    """Give up root's rights for those of `user`, or of nobody if there is no such account."""
+    entry = account(user)
+    uid, gid = (entry.pw_uid, entry.pw_gid) if entry else (NOBODY, NOBODY)
+    os.setgroups([])
+    os.setgid(gid)
+    os.setuid(uid)
 
 
 def stop(token: str) -> bool:

@@ -202,6 +202,18 @@ def is_up(address: str, port: int) -> bool:
     return True
 
 
+def end(path: PeerPath, ports: list[dict[str, Any]], me: str) -> None:
+    """Tell the listener of a peer that the host `me` will not call again, at the first port that answers."""
+    for each in ports:
+        try:
+            asked: dict[str, Any] = {"do": "done", "from": me}
+            connection, _answer = path.call(each["port"], **asked)
+        except (OSError, ValueError):
+            continue
+        connection.close()
+        return
+
+
 def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
     """All probes of a path except rates: {"route", "ports", "rtt_ms", "mtu", "up"}; "cut" if one breaks off.
 

@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import stat
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -72,8 +73,11 @@ def parse_lock(text: str, source: str) -> list[Wheel]:
     return wheels
 
 
-def faults(folder: Path, wheels: list[Wheel]) -> list[str]:
-    """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name."""
+def faults(folder: Path, wheels: list[Wheel], sha256: Callable[[Path], str] = sha256_of) -> list[str]:
+    """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name.
+
+    sha256: of a file.
+    """
     found = []
     for wheel in wheels:
         path = folder / wheel.file
@@ -81,7 +85,7 @@ def faults(folder: Path, wheels: list[Wheel]) -> list[str]:
             found.append(f"{wheel.file} is missing")
         elif path.stat().st_size != wheel.bytes:
             found.append(f"{wheel.file} has {path.stat().st_size} bytes instead of {wheel.bytes}")
-        elif sha256_of(path) != wheel.sha256:
+        elif sha256(path) != wheel.sha256:
             found.append(f"{wheel.file} was altered: its sha256 is not the locked one")
     return found
 

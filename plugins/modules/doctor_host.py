@@ -16,9 +16,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.environment_reading import read_environment
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_reading import read_firewalls
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import FIREWALLS
 from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import ask_ip, is_wireless, resolved
+from ansible_collections.nanofleet.fleet.plugins.module_utils.network_reading import read_network
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wsl import is_wsl2, wsl_networking
 
 FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
@@ -144,6 +147,9 @@ def main() -> None:
             "marks": {"type": "list", "elements": "path", "default": []},
             "copy_mib": {"type": "int", "default": 0},
             "threads": {"type": "int", "default": 0},
+            "firewall": {"type": "str"},
+            "targets": {"type": "list", "elements": "str"},
+            "python": {"type": "path"},
         },
         supports_check_mode=True,
     )
@@ -173,7 +179,15 @@ def main() -> None:
     }
     marked = [*p["marks"], *(path for firewall in FIREWALLS.values() for path in firewall.files)]
     marks = {path: mark(path) for path in marked} | {"boot": read_text("/proc/sys/kernel/random/boot_id")}
-    module.exit_json(changed=False, facts=facts, marks=marks)
+    also: dict[str, Any] = {}
+    if p["targets"]:
+        also["network_links"] = read_network(p["targets"])
+    if p["python"]:
+        # Without a result the module that reads it has the message.
+        with contextlib.suppress(OSError, ValueError):
+            also["installed_environment"] = read_environment(p["python"])
+    rules = {} if p["firewall"] is None else read_firewalls(p["firewall"])
+    module.exit_json(changed=False, facts=facts, marks=marks, **rules, **also)
 
 
 if __name__ == "__main__":

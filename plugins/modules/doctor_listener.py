@@ -4,10 +4,13 @@
 
 from __future__ import annotations
 
-import errno
-
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import Listener, detach, stop
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_listener import (
+    Listener,
+    detach,
+    open_ports,
+    stop,
+)
 
 
 def main() -> None:
@@ -30,17 +33,7 @@ def main() -> None:
         listener = Listener(p["host"], p["token"], p["limit"])
     except OSError as error:
         module.fail_json(msg=f"No listener could be started: {error.strerror or error}.")
-    wanted = [(0, "gloo", p["address"]), *((port, "gloo", p["address"]) for port in p["ports"])]
-    if p["store_port"]:
-        # torch's store listens on all addresses.
-        wanted.insert(0, (p["store_port"], "store", ""))
-    opened, held = [], []
-    for port, role, address in wanted:
-        try:
-            opened.append({"port": listener.open(address, port), "role": role, "picked": port == 0})
-        except OSError as error:
-            reason = "held" if error.errno == errno.EADDRINUSE else error.strerror or str(error)
-            held.append({"port": port, "role": role, "reason": reason})
+    opened, held = open_ports(listener, p["address"], p["store_port"], p["ports"])
     pid = detach(listener, p["limit"])
     module.exit_json(changed=False, ports=opened, held=held, pid=pid)
 

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import PeerPath, probe
+from ansible_collections.nanofleet.fleet.plugins.module_utils.peer_prober import PeerPath, end, probe
 
 
 def main() -> None:
@@ -23,6 +23,8 @@ def main() -> None:
             "token": {"type": "str", "required": True, "no_log": True},
             "measure": {"type": "str", "choices": ["paths", "rates"], "default": "paths"},
             "seconds": {"type": "float", "default": 0.8},
+            "done_as": {"type": "str", "default": ""},
+            "before": {"type": "dict", "default": {}},
             "peers": {"type": "list", "elements": "dict", "required": True, "options": peer_spec},
         },
         supports_check_mode=True,
@@ -40,6 +42,9 @@ def main() -> None:
 
     with ThreadPoolExecutor(max(1, len(p["peers"])) if p["measure"] == "paths" else 1) as pool:
         results = list(pool.map(measure, p["peers"]))
+    if p["done_as"]:
+        for peer in p["peers"]:
+            end(PeerPath(peer["host"], peer["address"], p["token"]), peer["ports"], p["done_as"])
     names = [peer["host"] for peer in p["peers"]]
     module.exit_json(changed=False, peers=dict(zip(names, results, strict=True)))
 

@@ -4,35 +4,23 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import os
-import platform
-import sys
-
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.environment_reading import read_environment
 
 
 def main() -> None:
-    module = AnsibleModule(argument_spec={}, supports_check_mode=True)
+    module = AnsibleModule(
+        argument_spec={
+            "python": {"type": "path", "required": True},
+            "known": {"type": "dict", "default": {}},
+        },
+        supports_check_mode=True,
+    )
     try:
-        try:
-            from trainer.code_digest import code_digest
-        except ImportError:  # a release up to 0.1
-            from trainer.config import code_digest  # type: ignore[attr-defined,no-redef]
-
-        torch = importlib.metadata.version("torch")
-    except ImportError as error:
-        module.fail_json(
-            msg=f"The environment {sys.prefix} is not complete: {error}. Fix: ansible-playbook setup.yml"
-        )
-    installed = {
-        "environment": os.path.basename(os.path.realpath(sys.prefix)),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch,
-        "trainer": code_digest(),
-    }
-    module.exit_json(changed=False, installed=installed, cores=len(os.sched_getaffinity(0)))
+        found = module.params["known"] or read_environment(module.params["python"])
+    except (OSError, ValueError) as error:
+        module.fail_json(msg=str(error))
+    module.exit_json(changed=False, **found)
 
 
 if __name__ == "__main__":

@@ -7,27 +7,12 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import stat
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import account, user_name
+from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts import described, folder
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
 
 VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
-
-
-def described(name: str) -> dict[str, str] | None:
-    """Comment, home and shell of a user; None if there is no such user."""
-    entry = account(name)
-    return entry and {"comment": entry.pw_gecos, "home": entry.pw_dir, "shell": entry.pw_shell}
-
-
-def folder(path: str) -> dict[str, str] | None:
-    """Owner and mode of a folder, links not followed; None if it does not exist."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return None
-    return {"owner": user_name(status.st_uid), "mode": f"{stat.S_IMODE(status.st_mode):04o}"}
 
 
 def main() -> None:

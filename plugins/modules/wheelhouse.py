@@ -8,6 +8,7 @@ from requirements/hashes.txt, selected by the markers of the host, and pip downl
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -19,6 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import Digests
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
+from ansible_collections.nanofleet.fleet.plugins.module_utils.project_sources import sources_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.wheel_lock import (
     REQUIREMENTS,
     Wheel,
@@ -56,7 +60,13 @@ class Wheelhouse:
         self.wanted = self._versions(self.hashes)
         self.kept: dict[str, Wheel] = {}
         self.unverified: list[str] = []
+        self.digests = Digests(self._beside("verified.json"))
+        self.sources = sources_digest(self.source) if self.p["project"] else ""
         self._check_requirements()
+
+    def _beside(self, name: str) -> Path:
+        """A file about this wheelhouse that is not sent to the hosts."""
+        return self.dest.with_name(f".{self.dest.name}.{name}")
 
     def _locked(self, cuda: bool) -> Hashes:
         extra = self.p["extra"]
@@ -93,7 +103,8 @@ class Wheelhouse:
         """
         lock = self.dest / REQUIREMENTS
         old = read_lock(lock) if lock.is_file() else []
-        altered = [fault for fault in faults(self.dest, old) if not fault.endswith("is missing")]
+        found = faults(self.dest, old, lambda path: self.digests.sha256(path.name, path))
+        altered = [fault for fault in found if not fault.endswith("is missing")]
         if altered:
             raise ValueError(
                 f"{self.dest}: {'; '.join(altered)}. Remove the named file there and run the playbook again: "
@@ -111,18 +122,34 @@ class Wheelhouse:
                 self._fetch(missing, scratch)
                 if only_torch and self.cuda and self.p["torch_index"] and "torch" in self.wanted:
                     self._follow_torch(scratch)
-            if self.p["project"]:
+            built = self.p["project"] and not self._is_built()
+            if built:
                 self._build(scratch)
             new = {wheel.name: wheel for wheel in map(wheel_of, scratch.iterdir())}
-            wheels = sorted([*new.values(), *(self.kept[name] for name in self.wanted.keys() - new.keys())])
+            kept = {*self.wanted, *([PROJECT] if self.p["project"] and not built else [])} - new.keys()
+            wheels = sorted([*new.values(), *(self.kept[name] for name in kept)])
             self._check(wheels, old)
-            if wheels == sorted(old) and len(self.kept) == len(old):
-                return False
-            if not check_mode:
+            same = wheels == sorted(old) and len(self.kept) == len(old)
+            if not same and not check_mode:
                 self._move(scratch, wheels)
-            return True
+            if not check_mode:
+                self._remember(new)
+            return not same
         finally:
             shutil.rmtree(scratch)
+
+    def _is_built(self) -> bool:
+        """Whether the project's wheel that is there was built from the present sources."""
+        known = load_json(str(self._beside("sources.json"))) or {}
+        wheel = self.kept.get(PROJECT)
+        return wheel is not None and known == {"sources": self.sources, "sha256": wheel.sha256}
+
+    def _remember(self, new: dict[str, Wheel]) -> None:
+        """Save what the next run compares: digests of wheels, and the sources of the project's wheel."""
+        self.digests.save()
+        if PROJECT in new:
+            known = {"sources": self.sources, "sha256": new[PROJECT].sha256}
+            write_whole(str(self._beside("sources.json")), json.dumps(known))
 
     def _missing(self) -> set[str]:
         """The wanted packages whose version or build the wheelhouse lacks."""

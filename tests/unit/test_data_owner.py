@@ -7,8 +7,8 @@ import pwd
 from pathlib import Path
 
 import pytest
+from ansible_collections.nanofleet.fleet.plugins.module_utils import data_folder as module
 from ansible_collections.nanofleet.fleet.plugins.module_utils import service_user
-from ansible_collections.nanofleet.fleet.plugins.modules import data_owner as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import dataset_findings as filters
+from ansible_collections.nanofleet.fleet.plugins.module_utils import shard_digests as module
 from ansible_collections.nanofleet.fleet.plugins.modules import folder_digest
-from ansible_collections.nanofleet.fleet.plugins.modules import verify_shards as module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
 

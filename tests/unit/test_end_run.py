@@ -1,59 +1,59 @@
-"""The action end_run over made-up modules: whose outcome is written when a unit is ended from outside."""
+"""The module end_run over made-up readings: when a run is over, and whose outcome is written."""
 
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.action.end_run import ActionModule
+from ansible_collections.nanofleet.fleet.plugins.modules import end_run
 from run_states import beat, state
 
-RUN = {"found": True, "run_dir": "/runs/a", "heartbeats": [beat()]}
+RUN = {"found": True, "run_dir": "/runs/a", "heartbeats": [beat()], "between": False}
 ASKED = {
     "state_dir": "/s", "user": "u", "run_id": "a", "ports": [29500], "outcome": "stopped", "reason": "Why.",
+    "log_lines": 20, "grace": -1, "request": False, "wait_seconds": 0,
 }  # fmt: skip
 
 
 class Host:
-    """Answers the modules that the action calls, and keeps their arguments."""
+    """Answers what the module reads and does, and keeps it."""
 
     def __init__(self, before: dict[str, Any], after: dict[str, Any], changed: bool = True) -> None:
         self.states, self.changed = [before, after, after], changed
-        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.awaited = after
+        self.stopped: list[dict[str, Any]] = []
+        self.made: list[dict[str, Any]] = []
 
-    def answer(self, name: str, args: dict[str, Any], task_vars: Any = None) -> dict[str, Any]:
-        module = name.rsplit(".", 1)[1]
-        self.calls.append((module, args))
-        if module == "run_state":
-            return self.states.pop(0)
+    def stop(self, options: dict[str, Any], _unit: Any, _check: bool) -> dict[str, Any]:
+        self.stopped.append(options)
         return {"changed": self.changed, "ended": [{"pid": 41}]}
 
     def end(self, check: bool = False, **given: Any) -> dict[str, Any]:
-        action = ActionModule.__new__(ActionModule)
-        action._task = SimpleNamespace(args={**ASKED, **given}, check_mode=check)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                ActionModule, "_execute_module", lambda _self, *args, **more: self.answer(*args, **more)
-            )
-            patch.setattr("ansible.plugins.action.ActionBase.run", lambda *_args, **_more: {})
-            return action.run(None, {})
+            patch.setattr(end_run, "read_state", lambda _params: self.states.pop(0))
+            patch.setattr(end_run, "await_state", lambda _params: self.awaited)
+            patch.setattr(end_run, "read_unit", lambda name, *_: {"name": name})
+            patch.setattr(end_run, "stop", self.stop)
+            patch.setattr(end_run, "make", lambda params, _check: self.made.append(params))
+            return end_run.end({**ASKED, **given}, check)
 
     def written(self) -> list[tuple[dict[str, Any], bool]]:
-        calls = [args for module, args in self.calls if module == "run_directory"]
-        assert all(args["user"] == "u" for args in calls)
-        return [(json.loads(args["files"]["outcome.json"]), args["replace"]) for args in calls]
+        files = [each for each in self.made if "outcome.json" in each["files"]]
+        return [(json.loads(each["files"]["outcome.json"]), each["replace"]) for each in files]
+
+    def requested(self) -> bool:
+        return any("stop" in each["files"] for each in self.made)
 
 
 def test_whoever_ends_a_unit_writes_down_why() -> None:
     host = Host(state(**RUN, ended=False), state(**RUN))
     done = host.end()
-    assert (done["changed"], done["ended"], done["run_id"]) == (True, [{"pid": 41}], "a")
+    assert (done["changed"], done["done"], done["ended"], done["run_id"]) == (True, True, [{"pid": 41}], "a")
     [(outcome, replace)] = host.written()
     assert (outcome["outcome"], outcome["reason"], outcome["settled"]) == ("stopped", "Why.", True)
     assert (outcome["step"], replace) == (3, True)
-    assert dict(host.calls)["transient_unit"]["name"] == "nanofleet-a"
+    assert not host.requested()
 
 
 @pytest.mark.parametrize(("settled", "replaced"), [(True, False), (False, True)])
@@ -67,13 +67,25 @@ def test_the_outcome_of_a_rank_is_kept_unless_systemd_ended_it(settled: bool, re
     assert [(outcome["settled"], replace) for outcome, replace in retried.written()] == [(False, False)]
 
 
+def test_a_run_that_still_saves_is_left_alone() -> None:
+    saving = Host(state(**RUN, ended=False), state(**RUN, ended=False))
+    done = saving.end(request=True, wait_seconds=15)
+    assert (done["done"], done["changed"]) == (False, True)
+    assert saving.requested()
+    assert saving.stopped == []
+    saved = Host(state(**RUN, ended=False), state(**RUN))
+    assert saved.end(request=True, wait_seconds=15)["done"]
+    assert saved.requested()
+    [options] = saved.stopped
+    assert (options["ports"], options["state"]) == ([29500], "absent")
+
+
 def test_nothing_is_written_of_what_was_not_ended() -> None:
     over = state(**RUN)
     assert not Host(over, over, changed=False).end()["changed"]
     idle = Host(over, over)
-    assert idle.end(run_id="") == {"changed": False, "ended": [], "state": over}
+    ended = idle.end(run_id="")
+    assert (ended["changed"], ended["done"], ended["ended"], ended["state"]) == (False, True, [], over)
     dry = Host(state(**RUN, ended=False), over)
-    assert dry.end(check=True)["changed"]
-    assert idle.written() == dry.written() == []
-    gone = {"unreachable": True, "msg": "timed out"}
-    assert Host(gone, over).end() == gone
+    assert dry.end(check=True, request=True, wait_seconds=15)["changed"]
+    assert idle.made == dry.made == []

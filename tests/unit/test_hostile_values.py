@@ -222,10 +222,10 @@ def dict_of(unit: str, name: str, setting: str) -> str:
 
 
 def test_a_unit_s_properties_take_one_line(tmp_path: Path) -> None:
-    from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
+    from ansible_collections.nanofleet.fleet.plugins.module_utils import unit_start
 
     with pytest.raises(RuntimeError, match=r"MemoryMax.* has a line break"):
-        transient_unit.assignments({"MemoryMax": "8G\nExecStart=/bin/x"})
+        unit_start.assignments({"MemoryMax": "8G\nExecStart=/bin/x"})
 
 
 # -- and none is written without

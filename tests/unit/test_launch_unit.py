@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from ansible.parsing.dataloader import DataLoader
 from ansible.template import Templar
+from ansible_collections.nanofleet.fleet.plugins.module_utils import unit_start
 from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import numbers
 from ansible_collections.nanofleet.fleet.plugins.module_utils.unit_settings import allowed
-from ansible_collections.nanofleet.fleet.plugins.modules import transient_unit
 
 from trainer.health.attempt import SIGTERM_WRITE_SECONDS
 
@@ -43,7 +43,7 @@ def command(scope: str = "system", **given: Any) -> list[str]:
         "properties": rendered("__launch_properties", **given), "scope": scope,
         "boot_condition": rendered("__launch_boot_condition", **{**PLACE, **given}),
     }  # fmt: skip
-    made: list[str] = transient_unit.command_line(params)
+    made: list[str] = unit_start.command_line(params)
     return made
 
 

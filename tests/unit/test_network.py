@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import ip_network
 from ansible_collections.nanofleet.fleet.plugins.module_utils import network_interfaces as network
-from ansible_collections.nanofleet.fleet.plugins.modules import network_links as links_module
+from ansible_collections.nanofleet.fleet.plugins.module_utils import network_reading as links_module
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"
 

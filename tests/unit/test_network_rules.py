@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import network_rules as rules
+from ansible_collections.nanofleet.fleet.plugins.module_utils import port_range as ports
+from ansible_collections.nanofleet.fleet.plugins.module_utils import ufw_rules as firewall
 from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import make_rule
-from ansible_collections.nanofleet.fleet.plugins.modules import ephemeral_ports as ports
-from ansible_collections.nanofleet.fleet.plugins.modules import fleet_firewall as firewall
 from port_range import COLON, DASHED, HIGH, LOW
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "network"

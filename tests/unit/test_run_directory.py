@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible_collections.nanofleet.fleet.plugins.module_utils import run_dir as run_dir_facts
+from ansible_collections.nanofleet.fleet.plugins.module_utils import run_reading
 from ansible_collections.nanofleet.fleet.plugins.module_utils import service_user as user_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import run_directory, run_files, run_state
 from role_files import call
@@ -132,7 +133,7 @@ def test_what_root_reads_for_a_person_is_no_secret_of_root(
     for name in ("train.log", "outcome.json", "metrics.jsonl", "prediction.txt", "attempts.jsonl"):
         (run / name).symlink_to(secret)
     for name, value in (("known_units", {}), ("find_unit", unit())):
-        monkeypatch.setattr(run_state, name, lambda *_args, value=value: value)
+        monkeypatch.setattr(run_reading, name, lambda *_args, value=value: value)
     read = call(run_state, monkeypatch, state_dir=str(state_dir), run_id="a", user=USER)
     assert read["found"], read
     assert "secret" not in json.dumps({key: value for key, value in read.items() if key != "links"})
@@ -176,7 +177,7 @@ def test_only_names_that_a_run_can_have_are_runs_and_checkpoints(tmp_path: Path)
     for name in ("good", "$(touch x)", ".hidden"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
-    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["good"]
+    assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["good"]
     for name in ("step_000001", "step_$(touch x)"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "meta.json").write_text("{}")

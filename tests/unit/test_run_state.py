@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import platform
@@ -192,9 +191,9 @@ def test_a_resumed_run_is_newer_than_one_made_after_it(tmp_path):
         (tmp_path / run_id).mkdir()
         (tmp_path / run_id / "run.json").write_text("{}")
         os.utime(tmp_path / run_id / "run.json", (moment, moment))
-    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["newer", "older"]
+    assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["newer", "older"]
     (tmp_path / "older" / "heartbeat-0.json").write_text("{}")  # resumed, and so the newer one
-    assert [run["run_id"] for run in run_state.known_runs(str(tmp_path), [])] == ["older", "newer"]
+    assert [run["run_id"] for run in run_dir_facts.known_runs(str(tmp_path), [])] == ["older", "newer"]
 
 
 def test_without_root_both_systemds_are_asked_and_only_ones_own_processes_count(
@@ -216,18 +215,20 @@ def test_without_root_both_systemds_are_asked_and_only_ones_own_processes_count(
 
 def test_an_environment_is_read_by_its_own_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process's Python has torch and the trainer, as that of a run has."""
-    installed = call(installed_environment, monkeypatch, check=True)["installed"]
+    installed = call(installed_environment, monkeypatch, check=True, python=sys.executable)["installed"]
     assert installed["environment"] == Path(sys.prefix).resolve().name
     assert installed["python"] == platform.python_version()
     assert installed["trainer"] == code_digest()
     assert installed["torch"] == torch.__version__
+    assert call(installed_environment, monkeypatch, python="/nowhere/python")["installed"] == {}
+    known = {"installed": {"torch": "1"}, "cores": 2}
+    assert call(installed_environment, monkeypatch, python="/nowhere/python", known=known)["cores"] == 2
 
 
-def test_an_environment_without_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "version", missing)
-    result = call(installed_environment, monkeypatch)
+def test_an_environment_without_torch_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho 'The environment /v is not complete: no torch. Fix: x' >&2\nexit 1\n")
+    python.chmod(0o755)
+    result = call(installed_environment, monkeypatch, python=str(python))
     assert result["failed"]
     assert "is not complete" in result["msg"]

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import runtime_environments as filters
+from ansible_collections.nanofleet.fleet.plugins.module_utils import venv_state
 from ansible_collections.nanofleet.fleet.plugins.module_utils import wheel_lock as locks
 from ansible_collections.nanofleet.fleet.plugins.modules import locked_venv
 from wheels import make_wheel
@@ -59,7 +60,7 @@ def test_environment_is_made_once_and_mended_when_changed(host: dict[str, Any]) 
     mended = locked_venv.run(host, False)
     assert (mended["changed"], mended["installed"]) == (True, first["installed"])
 
-    (Path(host["link"]) / locked_venv.MARKER).unlink()  # as if it had been interrupted
+    (Path(host["link"]) / venv_state.MARKER).unlink()  # as if it had been interrupted
     assert locked_venv.run(host, False)["changed"]
 
 

@@ -55,7 +55,7 @@ def test_every_bulk_transfer_checks_the_hosts_key_as_the_inventory_says() -> Non
     found = synchronizes()
     assert {path for path, _ in found} >= {
         "roles/runtime/tasks/update.yml",
-        "roles/dataset/tasks/push.yml",
+        "roles/dataset/tasks/send.yml",
         "roles/run_fetch/tasks/host.yml",
     }
     unchecked = [path for path, options in found if options.get("verify_host") is not True]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry, unit_end, unit_start
 from ansible_collections.nanofleet.fleet.plugins.module_utils import systemd_unit as unit_facts
 from ansible_collections.nanofleet.fleet.plugins.modules import (
     run_state,
@@ -102,7 +102,7 @@ def test_whoever_ends_a_run_removes_its_return(systemd: Path, monkeypatch: pytes
 
 def test_without_root_a_unit_is_the_users_own(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(unit_start.getpass, "getuser", lambda: "anna")
     wanted: dict[str, Any] = {
         "name": "nanofleet-a", "argv": ["x"], "user": "anna",
         "properties": {"Nice": 5, "ProtectHome": True, "CapabilityBoundingSet": "", "NoNewPrivileges": True},
@@ -122,7 +122,7 @@ def test_without_root_nobody_else_can_be_the_units_user(
     systemd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    monkeypatch.setattr(transient_unit.getpass, "getuser", lambda: "anna")
+    monkeypatch.setattr(unit_start.getpass, "getuser", lambda: "anna")
     result = call(transient_unit, monkeypatch, name="nanofleet-a", argv=["x"], user="nanofleet")
     assert result["failed"]
     assert "anna cannot start nanofleet-a.service as nanofleet" in result["msg"]
@@ -170,7 +170,7 @@ def test_what_does_not_heed_a_stop_is_killed_after_a_grace(
     def processes(_name: str, _scope: str) -> list[int]:
         return [] if called(systemd, "systemctl kill") else [os.getpid()]
 
-    monkeypatch.setattr(transient_unit, "processes_of", processes)
+    monkeypatch.setattr(unit_end, "processes_of", processes)
     result = call(transient_unit, monkeypatch, name="nanofleet-a", state="absent", grace=0)
     assert not result["failed"]
     verbs = [line.split()[1:3] for line in called(systemd, "systemctl ") if " show " not in line]
@@ -179,7 +179,7 @@ def test_what_does_not_heed_a_stop_is_killed_after_a_grace(
 
 def test_what_outlives_a_stop_is_named(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (systemd / "state").write_text("active")
-    monkeypatch.setattr(transient_unit, "processes_of", lambda _name, _scope: [os.getpid()])
+    monkeypatch.setattr(unit_end, "processes_of", lambda _name, _scope: [os.getpid()])
     result = call(transient_unit, monkeypatch, name="nanofleet-a", state="stopped", timeout=0)
     assert result["failed"]
     assert f"process {os.getpid()}" in result["msg"]

@@ -1,0 +1,9 @@
+"""Action plugin: what the module verify_shards has to read is perhaps known."""
+
+from __future__ import annotations
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.known_action import KnownAction
+
+
+class ActionModule(KnownAction):
+    """Calls the module verify_shards."""

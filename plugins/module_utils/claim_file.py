@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: MIT
+"""The claim, a file on a host that names the fleet which the host serves: its text, and who may change it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.ip_network import parse_ip
+
+SCHEMA = 1
+
+
+def parse(text: str, path: str, host: str) -> dict[str, Any]:
+    """The claim in the text of a file; {} if the text is empty. Raises ValueError."""
+    if not text:
+        return {}
+    try:
+        claim = json.loads(text)
+    except ValueError:
+        claim = None
+    schema = claim.get("schema") if isinstance(claim, dict) else None
+    if isinstance(schema, int) and schema > SCHEMA:
+        raise ValueError(
+            f"{host} was set up by a newer release of nanofleet ({path} has schema {schema}, this "
+            f"release knows {SCHEMA}). Use that release."
+        )
+    names = {"fleet_id", "hosts", "by", "at"}
+    if not isinstance(schema, int) or not names <= set(claim) or not isinstance(claim["hosts"], dict):
+        raise ValueError(
+            f"{path} on {host} names no fleet: it is damaged. Read it, and remove it if it is of no use: "
+            f"sudo rm {path}  (on {host})"
+        )
+    return dict(claim)
+
+
+def refusal(
+    claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
+) -> str:
+    """Why this fleet may not change a host with this claim, as a message; "" if it may.
+
+    hosts: address by name. partial: whether a claim with more or fewer of these hosts is of the same fleet.
+    """
+    if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
+        return ""
+    claimed, asked = claim["hosts"].items(), hosts.items()
+    if partial and (claimed <= asked or asked <= claimed):
+        return ""
+    others = ", ".join(f"{name} ({address})" for name, address in claim["hosts"].items())
+    return (
+        f"{host} serves the fleet {claim['fleet_id']}: {others}; set up by {claim['by']} at {claim['at']}. "
+        f"This fleet is {fleet_id}, and a host serves one fleet at a time. "
+        f"If both are the same fleet, put fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of the "
+        "inventory. "
+        f"If {host} is to leave the other fleet: "
+        f"ansible-playbook reset.yml -e fleet_id={claim['fleet_id']} -e reset_confirm=true --limit {host}"
+    )
+
+
+def routable(address: str) -> str:
+    """An address in its usual form; empty for loopback and for link-local ones."""
+    parsed = parse_ip(address)
+    return "" if parsed is None or parsed.is_loopback or parsed.is_link_local else str(parsed)
+
+
+def merge(claim: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
+    """The new claim. `by` and `at` of the old claim are kept.
+
+    The controller's address is added to the old controllers, or to those that params["controllers"] gives.
+    """
+    known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
+    found = [routable(address) for address in [*known, params["controller"]]]
+    return {
+        "schema": SCHEMA,
+        "fleet_id": params["fleet_id"],
+        "hosts": {name: str(address) for name, address in params["hosts"].items()},
+        "by": claim.get("by") or params["by"],
+        "at": claim.get("at") or params["at"],
+        "controllers": list(dict.fromkeys(filter(None, found))),
+    }
+
+
+def claim_text(claim: Mapping[str, Any], params: Mapping[str, Any]) -> str:
+    """The text of the file with the new claim. Arguments as in `merge`."""
+    return json.dumps(merge(claim, params), indent=2) + "\n"
+
+
+def refusals(
+    texts: Mapping[str, str], fleet_id: str, hosts: Mapping[str, Any], partial: bool = False
+) -> list[str]:
+    """The messages of `refusal` and `parse` about the claims of hosts. texts: of their files, by host."""
+    addresses = {name: str(address) for name, address in hosts.items()}
+    found = []
+    for host, text in texts.items():
+        try:
+            found.append(refusal(parse(text, "The claim", host), fleet_id, addresses, host, partial))
+        except ValueError as error:
+            found.append(str(error))
+    return [each for each in found if each]

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: MIT
+"""Reads the versions in a run's Python environment, by that environment's Python. Standard library only."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from typing import Any
+
+PROGRAM = """
+import importlib.metadata, json, os, platform, sys
+try:
+    try:
+        from trainer.code_digest import code_digest
+    except ImportError:  # a release up to 0.1
+        from trainer.config import code_digest
+    found = {"torch": importlib.metadata.version("torch"), "trainer": code_digest()}
+except ImportError as error:
+    sys.exit(f"The environment {sys.prefix} is not complete: {error}. Fix: ansible-playbook setup.yml")
+name = os.path.basename(os.path.realpath(sys.prefix))
+about = {"environment": name, "machine": platform.machine(), "python": platform.python_version()}
+print(json.dumps({**about, **found}))
+"""
+
+
+def read_environment(python: str) -> dict[str, Any]:
+    """installed (environment, machine, python, torch, trainer; {} without this Python) and cores.
+
+    Raises ValueError if the environment is not complete.
+    """
+    cores = len(os.sched_getaffinity(0))
+    if not os.path.exists(python):
+        return {"installed": {}, "cores": cores}
+    done = subprocess.run([python, "-I", "-c", PROGRAM], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ValueError((done.stderr.strip().splitlines() or [f"{python} does not run."])[-1])
+    return {"installed": json.loads(done.stdout), "cores": cores}

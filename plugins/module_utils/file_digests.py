@@ -1,0 +1,45 @@
+"""The sha256 of files, stored with their size, mtime and ctime, so that an unchanged file is read once.
+
+Writing to a file always changes its ctime, even if the mtime is set back. Not detected are errors below the
+file system: a disk that returns other bytes than were written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_json, write_whole
+
+
+class Digests:
+    """The sha256 of files by name, read from and saved to the file `path`.
+
+    {name: [size, mtime in ns, ctime in ns, sha256]}. hashed: number of files that were read.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.hashed = path, 0
+        self.known: dict[str, list[Any]] = load_json(str(self.path)) or {}
+        self.kept: dict[str, list[Any]] = {}
+
+    def sha256(self, name: str, path: Path) -> str:
+        status = path.stat()
+        key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        entry = self.known.get(name)
+        if not (isinstance(entry, list) and entry[:3] == key and len(entry) == 4):
+            with path.open("rb") as file:
+                entry = [*key, hashlib.file_digest(file, "sha256").hexdigest()]
+            self.hashed += 1
+        self.kept[name] = entry
+        return str(entry[3])
+
+    def save(self) -> None:
+        if self.kept == self.known:
+            return
+        # Without the file the next comparison only takes longer.
+        with contextlib.suppress(PermissionError):
+            write_whole(str(self.path), json.dumps(self.kept))

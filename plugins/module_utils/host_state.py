@@ -1,0 +1,247 @@
+# SPDX-License-Identifier: MIT
+"""Reads all that setup.yml makes on a host, in one process, and names what differs. Changes nothing.
+
+The roles of setup.yml compare the same with modules of their own, one after the other. What needs the other
+hosts or the controller (firewall rules, environments, the tracker's unit) is returned as it is;
+setup_comparison.py compares it there. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils import port_range
+from ansible_collections.nanofleet.fleet.plugins.module_utils.claim_file import (
+    claim_text,
+    merge,
+    parse,
+    refusal,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.data_folder import own
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts import (
+    described,
+    folder,
+    groups_of,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
+from ansible_collections.nanofleet.fleet.plugins.module_utils.shard_digests import verify
+from ansible_collections.nanofleet.fleet.plugins.module_utils.venv_state import (
+    damaged,
+    installed_digest,
+    read_marker,
+)
+
+VERSION = "import sys; print('%d.%d' % sys.version_info[:2])"
+FILTER_TEST = (
+    "systemd-run", "--quiet", "--collect", "--wait", "--pipe", "--property=IPAddressDeny=any",
+    "/bin/bash", "-c",
+    # A packet that the filter drops is an error for its sender; nobody has to receive it.
+    "{ echo >/dev/udp/127.0.0.1/9; } 2>/dev/null && echo open || echo closed",
+)  # fmt: skip
+"""The command of the role network's filter.yml."""
+PATH = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
+HEALTH_SECONDS = 5.0
+Options = Mapping[str, Any]
+
+
+class Commands:
+    """Commands that run while this process reads on. `answer` waits for one."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
+        self.started: dict[str, subprocess.Popen[str]] = {}
+        for name, (program, *words) in commands.items():
+            path = shutil.which(program, path=PATH)
+            if path:
+                self.started[name] = subprocess.Popen(
+                    [path, *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                    stdin=subprocess.DEVNULL, env={**os.environ, "LC_ALL": "C", "LANG": "C", "PATH": PATH},
+                )  # fmt: skip
+
+    def answer(self, name: str) -> tuple[int | None, str]:
+        """(exit status, None if it is not installed; what it printed)."""
+        process = self.started.get(name)
+        if process is None:
+            return None, ""
+        printed, _none = process.communicate()
+        return process.returncode, printed
+
+
+# -- what differs, as phrases -------------------------------------------------------------------------------
+
+
+def claim_differences(asked: Options, host: str) -> Iterator[str]:
+    """Phrases if the claim is not the one that setup.yml would write. asked: options of fleet_claim."""
+    text = read_text(asked["path"], strip=False)
+    try:
+        claim = parse(text, asked["path"], host)
+    except ValueError as error:
+        yield str(error)
+        return
+    wanted = claim_text(claim, asked)
+    if refusal(claim, asked["fleet_id"], {name: str(each) for name, each in asked["hosts"].items()}, host):
+        yield "it serves another fleet"
+    elif text != wanted:
+        yield "its claim is not this fleet's" if text else "it is not set up"
+
+
+def controllers(asked: Options, host: str) -> list[str]:
+    """The addresses of the controllers that the claim notes, with the one that is asked to be added."""
+    claim = parse(read_text(asked["path"], strip=False), asked["path"], host)
+    found: list[str] = merge(claim, asked)["controllers"]
+    return found
+
+
+def account_differences(user: str, wanted: Options, group_member: str) -> Iterator[str]:
+    """Phrases about the service user. wanted: its comment, home and shell.
+
+    An account with another comment is kept as it is. group_member: the login user, who is in its group.
+    """
+    found = described(user)
+    if not found or (found["comment"] == wanted["comment"] and found != dict(wanted)):
+        yield f"the user {user} is missing or was changed"
+    elif group_member not in ("", "root") and groups_of(user)[0] not in groups_of(group_member):
+        yield f"{group_member} is not in the group of {user}"
+
+
+def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
+    """Phrases about folders with another owner or mode. folders: path, owner, mode ("": any), needed."""
+    for each in folders:
+        found = folder(each["path"])
+        if found is None and not each["needed"]:
+            continue
+        if (found or {}).get("owner") != each["owner"] or (
+            each["mode"] and (found or {}).get("mode") != each["mode"]
+        ):
+            yield f"{each['path']} is missing or has another owner or mode"
+
+
+def data_differences(path: str, user: str, mode: str, manifest_sha256: str, remember: bool) -> Iterator[str]:
+    """Phrases about the data directory: its owner, and files that differ from the controller's manifest."""
+    if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
+        yield f"{path} is missing, or something in it has another owner or mode"
+        return
+    with acting_as(user):
+        yield from verify(Path(path), manifest_sha256, remember)["findings"]
+
+
+# -- what is returned as it is ------------------------------------------------------------------------------
+
+
+def python_version(python: str) -> str:
+    """The version of a Python as MAJOR.MINOR; "" if it does not run."""
+    if os.path.realpath(python) == os.path.realpath(sys.executable):
+        return "{}.{}".format(*sys.version_info[:2])
+    done = subprocess.run([python, "-I", "-c", VERSION], capture_output=True, text=True, check=False)
+    return done.stdout.strip()
+
+
+def machine() -> str:
+    """The architecture, such as x86_64."""
+    return platform.machine()
+
+
+def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
+    """The environment that `link` points to: what locked_venv compares.
+
+    linked: whether the link leads to a folder of `venvs`; name: of that folder; complete: whether all of its
+    files are as they were installed, on this Python; digest, installed, versions, project: of its marker.
+    """
+    venv = Path(os.path.realpath(link))
+    marker = read_marker(venv)
+    complete = (
+        (venv / "bin" / "python").exists()
+        and marker.get("python") == os.path.realpath(python)
+        and not damaged(venv)
+        and marker.get("installed") == installed_digest(venv)
+    )
+    return {
+        "linked": os.path.islink(link) and str(venv.parent) == os.path.realpath(venvs),
+        "name": venv.name,
+        "complete": complete,
+        "digest": marker.get("digest", ""),
+        "installed": marker.get("installed", ""),
+        "versions": marker.get("versions", {}),
+        "project": marker.get("project", ""),
+    }
+
+
+def firewall(commands: Commands) -> dict[str, Any]:
+    """ufw: status (absent, inactive, active or error), and added: what `ufw show added` prints."""
+    (added_code, added), (status_code, status) = commands.answer("added"), commands.answer("status")
+    if added_code is None:
+        return {"status": "absent", "added": ""}
+    if added_code or status_code:
+        return {"status": "error", "added": (added or status).strip()}
+    return {"status": "active" if "Status: active" in status else "inactive", "added": added}
+
+
+def tracker(asked: Options, address: str) -> dict[str, Any]:
+    """The tracker: unit (text, mode), folder, stamp, login (sha256), state in systemd, whether it answers.
+
+    asked: options of host_state. address: at which the tracker listens.
+    """
+    path = f"{asked['folder']}/{asked['unit']}"
+    shown = subprocess.run(
+        ["systemctl", "show", "--property=ActiveState,UnitFileState", "--", asked["unit"]],
+        capture_output=True, text=True, check=False, env={**os.environ, "LC_ALL": "C"},
+    ).stdout  # fmt: skip
+    state = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+    login = stamp_of(asked["login"])
+    return {
+        "unit": read_text(path, strip=False),
+        "unit_mode": (folder(path) or {}).get("mode", ""),
+        "folder": folder(asked["path"]),
+        "stamp": stamp_of(asked["stamp"]),
+        "login": hashlib.sha256(login.rstrip().encode()).hexdigest()
+        if os.path.lexists(asked["login"])
+        else "",
+        "login_mode": (folder(asked["login"]) or {}).get("mode", ""),
+        "enabled": state.get("UnitFileState") == "enabled",
+        "active": state.get("ActiveState") == "active",
+        "answers": answers(address, asked["port"]),
+    }
+
+
+def stamp_of(path: str) -> str:
+    """The text of a small file in a folder of another user; "" if it is missing or a link."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return ""
+    try:
+        return os.read(descriptor, 1024).decode(errors="replace") if _is_file(descriptor) else ""
+    finally:
+        os.close(descriptor)
+
+
+def _is_file(descriptor: int) -> bool:
+    return stat.S_ISREG(os.fstat(descriptor).st_mode)
+
+
+def answers(address: str, port: int) -> bool:
+    """Whether the tracker answers at this address of this host."""
+    where = f"[{address}]" if ":" in address else address
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(f"http://{where}:{port}/health", timeout=HEALTH_SECONDS) as reply:
+            return bool(reply.status == 200)
+    except (OSError, ValueError):
+        return False
+
+
+def ports(asked: Options) -> dict[str, Any]:
+    """The result of the module ephemeral_ports in check mode. asked: its options."""
+    change = port_range.change_to(asked["path"], asked["low"], asked["high"], asked["fleet"])
+    found = port_range.hindrances(asked["path"], asked["low"], asked["high"], asked["user"])
+    return {"changed": change.changed, "before": change.before, **found}

@@ -1,0 +1,128 @@
+# SPDX-License-Identifier: MIT
+"""The range of the kernel's ephemeral ports, and the sysctl file that sets it. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import user_name
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import listening, numbers, tables
+
+KEY = "net.ipv4.ip_local_port_range"
+PROC = "/proc/sys/net/ipv4"
+DEFAULT = "32768 60999"
+"""The kernel's own range."""
+FOLDERS = ("/etc/sysctl.d", "/run/sysctl.d", "/usr/local/lib/sysctl.d", "/usr/lib/sysctl.d", "/lib/sysctl.d")
+BEFORE = re.compile(r"^# before: (\d+) (\d+)$", re.MULTILINE)
+SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s+(\d+)\s*$", re.MULTILINE)
+
+
+def content(low: int, high: int, before: str, fleet: str = "") -> str:
+    """The text of the fleet's sysctl file. before: the former range, as LOW HIGH."""
+    return (
+        f"# The ports of nanofleet's ranks, open to the other hosts of {f'the fleet {fleet}'.strip()}.\n"
+        "# setup.yml wrote this file; reset.yml removes it and restores the former range.\n"
+        f"# before: {before}\n{KEY} = {low} {high}\n"
+    )
+
+
+def setting(text: str) -> str:
+    """The last range that a sysctl file sets, as LOW HIGH; empty without one."""
+    return " ".join((SETTING.findall(text) or [()])[-1])
+
+
+def remembered(text: str) -> str:
+    """The range before the fleet's, as LOW HIGH, which the fleet's sysctl file records.
+
+    The kernel's default if an older release wrote the file and recorded none.
+    """
+    return " ".join((BEFORE.findall(text) or [DEFAULT.split()])[0])
+
+
+def overriding(path: str, files: dict[str, str]) -> list[str]:
+    """The files that set the range and are read after `path` at boot, as `FILE (LOW HIGH)`.
+
+    files: {path: text}. Files are read in the order of their names, whatever folder they are in.
+    """
+    later = [other for other in files if os.path.basename(other) > os.path.basename(path)]
+    return [f"{other} ({setting(files[other])})" for other in sorted(later) if setting(files[other])]
+
+
+def sysctl_files() -> dict[str, str]:
+    """{path: text} of the sysctl files that are read at boot.
+
+    A file in an earlier folder of FOLDERS hides the file of the same name in a later one.
+    """
+    paths: dict[str, Path] = {}
+    for folder in reversed(FOLDERS):
+        paths |= {path.name: path for path in Path(folder).glob("*.conf")}
+    return {str(path): read_text(str(path)) for path in paths.values()}
+
+
+def usable(low: int, high: int, reserved: str) -> int:
+    """The number of ports from low to high that ip_local_reserved_ports (`8080,9000-9010`) leaves."""
+    return len({*range(low, high + 1)} - {*numbers(reserved)})
+
+
+def listeners(texts: list[str], low: int, high: int) -> list[tuple[int, int]]:
+    """(port, uid) of the listeners from low to high that are not on loopback. texts: see `listening`."""
+    found = {(each.port, each.uid) for each in listening(texts) if not each.loopback}
+    return sorted((port, uid) for port, uid in found if low <= port <= high)
+
+
+class Change(NamedTuple):
+    """What a range needs: the text of its file and the range in force, now and then; the range before it.
+
+    Ranges are LOW HIGH. text, wanted: of the fleet's sysctl file, "" for none.
+    """
+
+    text: str
+    wanted: str
+    now: str
+    target: str
+    before: str
+
+    @property
+    def changed(self) -> bool:
+        return self.text != self.wanted or self.now != self.target
+
+
+def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
+    """The change that makes this host use the range from low to high."""
+    now, text = _present(path)
+    # The fleet's file records the former range; without the file, the present range is the former one.
+    before = remembered(text) if setting(text) else now
+    return Change(text, content(low, high, before, fleet), now, f"{low} {high}", before)
+
+
+def change_back(path: str) -> Change:
+    """The change that restores the range before the fleet's."""
+    now, text = _present(path)
+    ours = setting(text)
+    before = remembered(text) if ours else now
+    # A range that somebody has set since then is kept: only the fleet's own range is replaced.
+    return Change(text, "", now, before if ours and now == ours else now, before)
+
+
+def _present(path: str) -> tuple[str, str]:
+    now = " ".join(read_text(f"{PROC}/ip_local_port_range").split())
+    return now, Path(path).read_text() if os.path.exists(path) else ""
+
+
+def hindrances(path: str, low: int, high: int, user: str) -> dict[str, Any]:
+    """What would hinder a run in a range of ports: usable, reserved, overriding, listeners.
+
+    listeners: [{"port", "user"}] of the users other than `user`.
+    """
+    reserved = read_text(f"{PROC}/ip_local_reserved_ports")
+    found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]
+    return {
+        "usable": usable(low, high, reserved),
+        "reserved": reserved,
+        "overriding": overriding(path, sysctl_files()),
+        "listeners": [entry for entry in found if entry["user"] != user],
+    }

@@ -1,0 +1,88 @@
+# SPDX-License-Identifier: MIT
+"""Reads the state of a run on this host from its unit and its run directory, once or until it is awaited."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils import boot_entry
+from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_dir import (
+    PREFIX,
+    known_runs,
+    read_run,
+)
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import run_of_unit
+from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user import acting_as
+from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit import (
+    between_attempts,
+    find_unit,
+    is_up,
+    known_units,
+    listeners,
+)
+
+SERVERS = (PREFIX + "tracker.service", PREFIX + "serve.service")
+"""Units of the fleet that are no runs."""
+
+
+def read_state(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The result of the module for one reading."""
+    runs_dir = os.path.join(params["state_dir"], "runs")
+    now = time.time()
+    units = known_units(PREFIX + "*.service")
+    for server in SERVERS:
+        units.pop(server, None)
+    at_boot = boot_entry.entries()
+    active = sorted(name for name, state in units.items() if state not in ("inactive", "failed"))
+    with acting_as(params["user"]):
+        runs = known_runs(runs_dir, active)
+    # If none is named, an active run, else the newest.
+    names = [params["run_id"], *map(run_of_unit, active), *(run["run_id"] for run in runs)]
+    run_id = next(filter(None, names), "")
+    run_dir = os.path.join(runs_dir, run_id)
+    unit = find_unit(PREFIX + (run_id or "none"), now)
+    with acting_as(params["user"]):
+        state = read_run(run_dir if run_id else os.devnull, unit, now, params["log_lines"])
+    return {
+        "run_id": run_id,
+        "run_dir": run_dir,
+        "ended": not is_up(unit),
+        "between": between_attempts(unit),
+        "unit": unit,
+        "time": now,
+        "runs": runs,
+        "active_units": active,
+        "known_units": sorted({*units, *at_boot}),
+        "at_boot": unit["name"] in at_boot,
+        "listeners": listeners(params["ports"]),
+        "claim": read_text(params["claim"]) if params.get("claim") else "",
+        "manifest_sha256": sha256_of(params["manifest"]) if params.get("manifest") else "",
+        **state,
+    }
+
+
+def sha256_of(path: str) -> str:
+    """The sha256 of a file; "" if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return ""
+
+
+def await_state(params: Mapping[str, Any]) -> dict[str, Any]:
+    """The first reading of what is awaited, or the last one within `wait_seconds`. params: of run_state."""
+    began = time.monotonic()
+    while True:
+        state = read_state(params)
+        awaited = state["ended"] or state["between"] or (params["wait_for"] == "step" and state["stepped"])
+        waited = time.monotonic() - began
+        if params["wait_for"] == "none" or awaited or waited >= params["wait_seconds"]:
+            return state
+        # Each reading takes CPU time from the training, so the pauses become longer.
+        time.sleep(max(0.5, 0.1 * waited))

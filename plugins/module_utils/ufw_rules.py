@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: MIT
+"""The rules of ufw that belong to a list: which are there, which are missing, which go. Pure functions."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import re
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewall_listings import ufw_rule
+from ansible_collections.nanofleet.fleet.plugins.module_utils.firewalls import matching
+
+RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
+
+
+def parse_added(text: str) -> dict[str, str]:
+    """{rule: comment} of the lines of `ufw show added`, in their order."""
+    matches = [RULE.match(line.strip()) for line in text.splitlines()]
+    return {match["words"]: match["comment"] or "" for match in matches if match}
+
+
+def as_rule(source: str, port: str) -> str:
+    """The arguments of ufw that allow TCP from `source` to `port`.
+
+    A single address has no /32 or /128, as ufw prints it.
+    """
+    with contextlib.suppress(ValueError):
+        source = str(ipaddress.ip_network(source)).removesuffix("/32").removesuffix("/128")
+    return f"allow from {source} to any port {port} proto tcp"
+
+
+def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
+    """(rules to add, rules to delete), in a stable order. present: {rule: comment}.
+
+    A rule with the same first word in another comment is added again, which changes its comment. The rule for
+    SSH is kept.
+    """
+    mark = mark_of(comment)
+
+    def lacks(rule: str) -> bool:
+        found = present.get(rule)
+        return found is None or (is_ours(found, mark) and found != comment)
+
+    add = [rule for rule in dict.fromkeys(wanted) if lacks(rule)]
+    delete = [
+        rule
+        for rule, found in present.items()
+        if is_ours(found, mark) and not of_ssh(found) and rule not in wanted
+    ]
+    return add, delete
+
+
+def mark_of(comment: str) -> str:
+    """The first word of a comment: nanofleet for a fleet, nanofleet-serve for a model server."""
+    return comment.partition(" ")[0]
+
+
+def is_ours(comment: str, mark: str = "nanofleet") -> bool:
+    """Whether the comment of a rule begins with the word `mark`."""
+    return mark_of(comment) == mark
+
+
+def of_ssh(comment: str) -> bool:
+    """Whether a rule with this comment was added for SSH when this module enabled ufw."""
+    return is_ours(comment) and comment.endswith(" ssh")
+
+
+def ssh_verdict(rules: list[str], controller: str, port: int) -> str:
+    """Verdict of the first rule about the controller's SSH connection: accept, drop, or "" without one.
+
+    A rule for one interface or one destination counts only if it drops. Any source matches an unknown
+    controller ("").
+    """
+    for line in rules:
+        rule = ufw_rule(f"ufw {line}")
+        if rule is None or (rule["verdict"] == "accept" and re.search(r" on | to (?!any\b)", line)):
+            continue
+        source = rule["source"] if controller else ""
+        if matching([{**rule, "source": source}], rule["verdict"], "INPUT", controller, [(port, port)]):
+            return rule["verdict"]
+    return ""
+
+
+def ssh_rule(rules: list[str], controller: str, port: int) -> tuple[str, bool]:
+    """(rule that admits SSH, to add before ufw is enabled; whether it must come before all other rules).
+
+    It admits everybody if no rule is about SSH, else the controller.
+    """
+    verdict = ssh_verdict(rules, controller, port)
+    narrow = [as_rule(controller, str(port)), f"allow from {controller} to any port {port}"]
+    candidates = narrow if verdict and controller else [f"allow {port}/tcp", f"allow {port}"]
+    return next((rule for rule in candidates if rule not in rules), candidates[0]), verdict == "drop"
