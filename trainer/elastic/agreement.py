@@ -10,6 +10,7 @@ member that does not accept in time is left out of the next proposal. Nothing he
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
@@ -22,8 +23,8 @@ ACCEPT_SECONDS = 3.0  # for a member to accept a proposed view
 READY_SECONDS = 3.0  # after a loss, for the other members to leave their collectives
 FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
 VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
-CALM_SECONDS = 60.0  # a member lost twice within that waits before it may join again
-LONGEST_DELAY_SECONDS = 120.0
+CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
+SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
 
 
 class Coordinator:
@@ -40,7 +41,7 @@ class Coordinator:
     ) -> None:
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
         self._clock, self._sleep = clock, sleep
-        self._losses: dict[int, list[float]] = {}  # number -> when that member was lost
+        self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
     def first_view(self, is_loading: Callable[[int], bool] = lambda number: False) -> View:
@@ -137,10 +138,17 @@ class Coordinator:
                 self._drop(member, is_lost=True)
 
     def _drop(self, member: Member, is_lost: bool) -> None:
-        """Leave out this incarnation of a member for good."""
+        """Leave out this incarnation of a member for good.
+
+        If it is active, it learns that by its key `dropped`: it may never have seen the view that lacks it.
+        """
         self._handled[member.number] = member.incarnation
         if is_lost:
-            self._losses.setdefault(member.number, []).append(self._clock())
+            now, (at, before) = self._clock(), self._losses.get(member.number, (-math.inf, 0.0))
+            is_calm = now - at > before + CALM_SECONDS
+            longer = max(SHORTEST_DELAY_SECONDS, 2 * before)
+            self._losses[member.number] = now, 0.0 if is_calm else min(longer, LONGEST_DELAY_SECONDS)
+            self._keys.set(f"dropped/{member.number}", str(member.incarnation))
 
     def _await_acceptance(self, view: View) -> list[Member]:
         began = self._clock()
@@ -167,12 +175,9 @@ class Coordinator:
         return found
 
     def _delay_of(self, number: int) -> float:
-        """Seconds until a member that was lost may join: 0 after a single loss, then longer with each."""
-        now = self._clock()
-        recent = [at for at in self._losses.get(number, []) if now - at < 10 * CALM_SECONDS]
-        if len(recent) < 2 or recent[-1] - recent[-2] > CALM_SECONDS:
-            return 0.0
-        return recent[-1] + min(LONGEST_DELAY_SECONDS, 5.0 * 2 ** (len(recent) - 2)) - now
+        """Seconds until a member that was lost may join: 0 after a first loss, then longer with each."""
+        at, delay = self._losses.get(number, (0.0, 0.0))
+        return at + delay - self._clock() if delay else 0.0
 
 
 class Follower:
@@ -202,7 +207,7 @@ class Follower:
     def follow(self, generation: int, seconds: float | None = VIEW_SECONDS) -> View:
         """Wait for a committed view after `generation`, and accept proposals of it on the way.
 
-        Raises Retryable if a view without this member is committed or none comes within `seconds` (None:
+        Raises Retryable if the coordinator leaves this member out or no view comes within `seconds` (None:
         wait for ever); Final if the coordinator refuses this member; the end of the run if it has ended.
         """
         began, accepted = self._clock(), generation
@@ -217,11 +222,15 @@ class Follower:
                 if self._is_in(view):
                     return view
                 if seconds is not None:  # it was a member
-                    raise Retryable(
-                        f"{self.me} was silent for too long: the others continue without it. It joins again."
-                    )
+                    raise self._left_out()
+            if self._keys.get(f"dropped/{self.me.number}") == str(self.me.incarnation):
+                raise self._left_out()
             self._sleep(POLL_SECONDS)
         raise Retryable("The coordinator proposed no members. Is its host reachable and its rank active?")
+
+    def _left_out(self) -> Retryable:
+        text = f"{self.me} was silent for too long: the others continue without it. It joins again."
+        return Retryable(text)
 
     def _is_in(self, view: View) -> bool:
         return view.has(self.me.number, self.me.incarnation)

@@ -1,0 +1,334 @@
+"""Measures what it costs a run when a host is lost, leaves or returns: elastic, and restarted by its units.
+
+    python -m benchmarks.elastic --lab NAME --data-dir data --out artifacts/elastic --record
+
+NAME is a lab of three or more hosts that setup.yml has set up with the same data:
+
+    ansible-playbook lab.yml -e lab_state=up -e lab_name=NAME -e lab_hosts=3
+    ansible-playbook -i .lab/NAME/inventory setup.yml -e data_dir=data
+
+Each event happens to the last host, --repeats times with elastic=true, and --restarts times with
+elastic=false and a checkpoint every minute. A host that is cut off, frozen, stopped or without power is back
+after 20 s. Prints the medians and writes them to OUT/elastic.json after each round; --record also writes
+docs/recorded/elastic.json. Times are those of the lines in metrics.jsonl of the coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benchmarks import ranks, record
+from benchmarks.lab import machine
+from trainer.formatting import markdown_table
+
+ROOT = ranks.ROOT
+RECORD = record.RECORDED / "elastic.json"
+RUNS = "/var/lib/nanofleet/runs"
+AWAY_SECONDS = 20.0
+CALM_STEPS = 5  # of all ranks before the next event
+POLL_SECONDS = 1.0
+RANK = "pgrep -u nanofleet -f -- '-u -m trainer train'"
+SETTINGS = {
+    "depth": 4,
+    "total_batch_size": 4096,
+    "sequence_len": 256,
+    "sync": "exact",
+    "snapshot_seconds": 20,
+    "steps": 1_000_000,
+    "eval_every": 0,
+    "sample_every": 0,
+    "save_minutes": 1,
+    "doctor": "never",
+    "tracker": "none",
+}
+
+
+@dataclass
+class Lab:
+    """The hosts of a lab, their run, and what it has written so far."""
+
+    name: str
+    hosts: int
+    data_dir: Path
+    run_id: str = ""
+    steps: dict[tuple[float, int], float] = field(default_factory=dict)  # (time, step) -> seconds of the step
+    changes: list[tuple[float, int]] = field(default_factory=list)  # (time, ranks)
+
+    def host(self, number: int) -> str:
+        return f"{self.name}-{number}"
+
+    def podman(self, *words: str) -> str:
+        environment = {**os.environ, "CONTAINERS_CONF": str(ROOT / ".lab" / self.name / "containers.conf")}
+        done = subprocess.run(
+            ["podman", *words], env=environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"podman {' '.join(words)}: {done.stderr.strip()}")
+        return done.stdout
+
+    def inside(self, number: int, command: str) -> str:
+        return self.podman("exec", self.host(number), "sh", "-c", command)
+
+    def play(self, playbook: str, **settings: object) -> None:
+        words = [f"-e{name}={value}" for name, value in settings.items()]
+        inventory = ROOT / ".lab" / self.name / "inventory"
+        command = ["ansible-playbook", "-i", str(inventory), playbook, *words]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
+
+    def gateway(self) -> str:
+        return self.inside(self.hosts, "ip -4 route show default").split()[2]
+
+    def read(self) -> None:
+        """Keep the newest lines of metrics.jsonl; a run that restarts removes those that it repeats."""
+        text = self.inside(1, f"tail -n 60 {RUNS}/{self.run_id}/metrics.jsonl")
+        for line in map(json.loads, text.splitlines()):
+            if "loss" in line:
+                self.steps[line["time"], line["step"]] = line["step_seconds"]
+            elif "ranks" in line and (change := (line["time"], int(line["ranks"]))) not in self.changes:
+                self.changes.append(change)
+
+    def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
+        """Read until `holds`. Raises SystemExit after `seconds`."""
+        end = time.monotonic() + seconds
+        while not holds():
+            if time.monotonic() > end:
+                raise SystemExit(f"not within {seconds:.0f} s: {what}")
+            time.sleep(POLL_SECONDS)
+            self.read()
+
+    def after(self, at: float) -> list[tuple[float, int]]:
+        """(time, step) of the steps after a time, in the order of time."""
+        return sorted(key for key in self.steps if key[0] > at)
+
+    def kill_rank(self) -> None:
+        pids = self.inside(self.hosts, RANK).split()
+        self.inside(self.hosts, f"kill -9 {' '.join(pids)}")
+
+    def cut(self) -> None:
+        self.inside(self.hosts, "ip link set eth0 down")
+
+    def boot(self) -> None:
+        self.podman("start", self.host(self.hosts))
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to a host, and what ends it after AWAY_SECONDS; None: it returns by itself."""
+
+    name: str
+    plant: Callable[[Lab], object]
+    fix: Callable[[Lab], object] | None = None
+
+
+def link_up(lab: Lab, gateway: str) -> None:
+    lab.inside(lab.hosts, f"ip link set eth0 up && ip route replace default via {gateway}")
+
+
+def events(lab: Lab) -> list[Event]:
+    """All events; they happen to the last host."""
+    last, gateway = lab.host(lab.hosts), lab.gateway()
+    unit = f"nanofleet-{lab.run_id}"
+    return [
+        Event("kill -9 of the rank", Lab.kill_rank),
+        Event("power cut", lambda lab: lab.podman("kill", last), Lab.boot),
+        Event("freeze", lambda lab: lab.podman("pause", last), lambda lab: lab.podman("unpause", last)),
+        Event("link cut", Lab.cut, lambda lab: link_up(lab, gateway)),
+        Event(
+            "systemctl stop",
+            lambda lab: lab.inside(lab.hosts, f"systemctl stop {unit}"),
+            lambda lab: lab.inside(lab.hosts, f"systemctl start nanofleet@{lab.run_id}"),
+        ),
+        Event("reboot", lambda lab: lab.podman("restart", "--time", "30", last)),
+    ]
+
+
+def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
+    """Let an event happen, and wait until all ranks train again; returns its figures."""
+    lab.read()
+    calm = time.time()
+    lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
+    planted = time.time()
+    event.plant(lab)
+    fixed = time.time()
+    if event.fix:
+        while time.time() - planted < AWAY_SECONDS:
+            time.sleep(POLL_SECONDS)
+            lab.read()
+        fixed = time.time()
+        event.fix(lab)
+    if elastic:
+        return _elastic_figures(lab, planted, fixed)
+    return _restart_figures(lab, planted, fixed)
+
+
+def _elastic_figures(lab: Lab, planted: float, fixed: float) -> dict[str, float]:
+    def are_all_back() -> bool:
+        changes = [change for change in lab.changes if change[0] > planted]
+        return bool(changes) and changes[-1][1] == lab.hosts and len(lab.after(changes[-1][0])) > 1
+
+    lab.wait(are_all_back, "the return of the last host")
+    changes = [change for change in lab.changes if change[0] > planted]
+    lost, returned = changes[0][0], changes[-1][0]
+    resumed, pause, repeated = around(lab.steps, lost)
+    joined, join_pause, _ = around(lab.steps, returned)
+    figures = {"next_step": resumed - planted, "pause": pause, "repeated": float(repeated)}
+    return {**figures, "return": joined - fixed, "join_pause": join_pause, "changes": float(len(changes))}
+
+
+def _restart_figures(lab: Lab, planted: float, fixed: float) -> dict[str, float]:
+    def continues() -> bool:
+        since = lab.after(max(planted, fixed))
+        has_paused = longest_gap(lab.steps, planted)[1] > AWAY_SECONDS / 4
+        return len(since) > 2 and (has_paused or time.time() - fixed > 90)
+
+    lab.wait(continues, "steps after a restart", 600)
+    before, pause = longest_gap(lab.steps, planted)
+    resumed, _, repeated = around(lab.steps, before)
+    return {"next_step": resumed - planted, "pause": pause, "repeated": float(repeated)}
+
+
+def around(steps: Iterable[tuple[float, int]], at: float) -> tuple[float, float, int]:
+    """The first step after a time: (its time, seconds since the step before it, steps trained again)."""
+    done = [(when, step) for when, step in sorted(steps) if when <= at]
+    when, step = min(key for key in steps if key[0] > at)
+    return when, when - done[-1][0], max(0, max(each for _, each in done) - step + 1)
+
+
+def longest_gap(steps: Iterable[tuple[float, int]], after: float) -> tuple[float, float]:
+    """The longest time without a step that ends after a time: (its start, its seconds)."""
+    times = sorted(when for when, _ in steps)
+    gaps = [(end - start, start) for start, end in itertools.pairwise(times) if end > after]
+    seconds, start = max(gaps, default=(0.0, after))
+    return start, seconds
+
+
+def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The median of each figure, rounded; {} of nothing."""
+    names = found[0] if found else {}
+    return {name: round(statistics.median(each[name] for each in found), 1) for name in names}
+
+
+def copies(lab: Lab) -> dict[str, float]:
+    """Of the copies of the state that the run has made: median pause and seconds, and bytes of the state."""
+    text = lab.inside(1, f"grep -h 'Copying the state' {RUNS}/{lab.run_id}/train.log || true")
+    pauses = [float(line.rsplit("paused ", 1)[1].split()[0]) for line in text.splitlines()]
+    size = lab.inside(
+        1, f"du -sb {RUNS}/{lab.run_id}/checkpoints | cut -f1; ls {RUNS}/{lab.run_id}/checkpoints | wc -l"
+    )
+    total, count = map(int, size.split())
+    return {
+        "copies": len(pauses),
+        "pause_seconds": round(statistics.median(pauses), 3) if pauses else 0.0,
+        "state_bytes": total // max(count, 1),
+    }
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = ranks.argument_parser(__doc__, out="the figures")
+    parser.add_argument("--lab", required=True, metavar="NAME", help="a lab that is set up")
+    parser.add_argument("--hosts", type=int, default=3, metavar="N", help="of the lab (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each event (%(default)s)")
+    parser.add_argument(
+        "--restarts", type=int, default=5, metavar="N", help="with elastic=false (%(default)s)"
+    )
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    origin = {
+        **record.origin("python -m benchmarks.elastic"),
+        "machine": machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "hosts": args.hosts,
+        "away_seconds": AWAY_SECONDS,
+        "settings": SETTINGS,
+    }
+    content: dict[str, Any] = {**origin}
+    for elastic, repeats in ((True, args.repeats), (False, args.restarts)):
+        if repeats:
+            run(args, elastic, repeats, content)
+    print(table(content))
+    return 0
+
+
+def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str, Any]) -> None:
+    """Start a run, let each event happen `repeats` times, and add the medians to `content`."""
+    key = "elastic" if elastic else "restart"
+    lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"{key}-{int(time.time())}")
+    settings = {**SETTINGS, "elastic": str(elastic).lower(), "data_dir": lab.data_dir}
+    lab.play("train.yml", run_id=lab.run_id, **settings)
+    try:
+        lab.read()
+        lab.wait(lambda: len(lab.steps) > 20, "20 steps")
+        quiet = list(lab.steps.values())[2:]
+        content[f"{key}_step_seconds"] = round(statistics.median(quiet), 3)
+        found: dict[str, list[dict[str, float]]] = {event.name: [] for event in events(lab)}
+        for repeat in range(repeats):
+            for event in events(lab):
+                found[event.name].append(measure(lab, event, elastic))
+                print(
+                    f"{time.strftime('%H:%M:%S')} {key} {repeat + 1}: {event.name} {found[event.name][-1]}",
+                    flush=True,
+                )
+                keep(args, content, key, found)
+        if elastic:
+            content["copy"] = copies(lab)
+            keep(args, content, key, found)
+    finally:
+        lab.play("stop.yml", run_id=lab.run_id, stop_now="true")
+
+
+def keep(
+    args: argparse.Namespace, content: dict[str, Any], key: str, found: Mapping[str, list[dict[str, float]]]
+) -> None:
+    """Write what has been measured so far."""
+    content[key] = [
+        {"event": name, "repeats": len(each), **medians(each)} for name, each in found.items() if each
+    ]
+    record.write(args.out / RECORD.name, content)
+    if args.record:
+        record.write(RECORD, content)
+
+
+def table(content: Mapping[str, Any]) -> str:
+    """The table of the documentation: a row for each event, elastic beside restart."""
+    restarts = {row["event"]: row for row in content.get("restart", [])}
+    rows = [
+        [
+            "event",
+            "next step, s",
+            "steps again",
+            "pause when it joins, s",
+            "restart: next step, s",
+            "steps again",
+        ]
+    ]
+    for row in content.get("elastic", []):
+        beside = restarts.get(row["event"], {})
+        rows.append(
+            [
+                row["event"],
+                *(
+                    f"{row[name]:.{digits}f}"
+                    for name, digits in (("next_step", 1), ("repeated", 0), ("join_pause", 1))
+                ),
+                *(f"{beside[name]:.0f}" if beside else "-" for name in ("next_step", "repeated")),
+            ]
+        )
+    return markdown_table(rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
