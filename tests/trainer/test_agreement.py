@@ -154,7 +154,7 @@ def test_a_refused_rank_hears_the_reason_and_the_others_do_not_notice() -> None:
     simulation.run(FIRST_SECONDS + 40)
     assert [view.numbers for _, view in simulation.history] == [[0, 1]]
     (reason,) = simulation.refused
-    assert "code is same, but rank 2 on host-2" in reason
+    assert "code is same, but rank 2 (host-2) has other" in reason
 
 
 def admissions(seconds_in: float, until: float) -> list[float]:

@@ -169,21 +169,26 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
     return differing
 
 
-def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
-    """Explain differences between ranks: (a sentence with the fields and hosts, a table with all values).
-
-    differences: field -> its value on each rank, in rank order. records: of each rank.
-    """
-    sentences = []
+def name_differences(differences: dict[str, list[str]], records: list[Record]) -> str:
+    """The fields that differ, with their values and hosts. Parameters as of `explain`."""
+    clauses = []
     for name, row in differences.items():
         usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0
         others = [
             f"{record} has {value}" for record, value in zip(records, row, strict=True) if value != usual
         ]
-        sentences.append(f"{name} is {usual}, but {', '.join(others)}")
+        clauses.append(f"{name} is {usual}, but {', '.join(others)}")
+    return "; ".join(clauses)
+
+
+def explain(differences: dict[str, list[str]], records: list[Record]) -> tuple[str, str]:
+    """Explain differences between ranks: (a sentence with the fields and hosts, a table with all values).
+
+    differences: field -> its value on each rank, in rank order. records: of each rank.
+    """
     table = [["field", *map(str, records)], *([name, *row] for name, row in differences.items())]
     return (
-        f"The ranks differ, so nothing was trained: {'; '.join(sentences)}. "
+        f"The ranks differ, so nothing was trained: {name_differences(differences, records)}. "
         "Make these hosts equal and train again.",
         render_table(table),
     )

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from trainer.distributed.consistency import compare, explain
+from trainer.distributed.consistency import compare, explain, name_differences
 from trainer.elastic.keys import Keys, Member, View, load_member
 from trainer.outcome import Final, Retryable, RunEnd, Stopped
 
@@ -97,7 +97,9 @@ class Coordinator:
                 continue
             differences = compare([self.me.record, member.record])
             if differences or member.record.problem:
-                sentence = member.record.problem or explain(differences, [self.me.record, member.record])[0]
+                named = name_differences(differences, [self.me.record, member.record])
+                differs = f"{member} differs from the run: {named}. Make this host equal: setup.yml."
+                sentence = member.record.problem or differs
                 self._handled[member.number] = member.incarnation
                 self._keys.set(f"refused/{member.number}", json.dumps([member.incarnation, sentence]))
                 continue
