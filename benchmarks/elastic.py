@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
     for elastic, repeats in ((True, args.repeats), (False, args.restarts)):
         if repeats:
             run(args, elastic, repeats, content)
-    print(table(content))
+    print(block(content))
     return 0
 
 
@@ -277,11 +277,13 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
         found: dict[str, list[dict[str, float]]] = {event.name: [] for event in events(lab)}
         for repeat in range(repeats):
             for event in events(lab):
-                found[event.name].append(measure(lab, event, elastic))
-                print(
-                    f"{time.strftime('%H:%M:%S')} {key} {repeat + 1}: {event.name} {found[event.name][-1]}",
-                    flush=True,
-                )
+                try:
+                    found[event.name].append(measure(lab, event, elastic))
+                except SystemExit as error:
+                    print(f"{key} {repeat + 1}: {event.name}: {error}", flush=True)
+                    continue
+                figures = found[event.name][-1]
+                print(f"{time.strftime('%H:%M:%S')} {key} {repeat + 1}: {event.name} {figures}", flush=True)
                 keep(args, content, key, found)
         if elastic:
             content["copy"] = copies(lab)
@@ -302,32 +304,63 @@ def keep(
         record.write(RECORD, content)
 
 
+HEAD = (
+    "event",
+    "next step after, s",
+    "steps trained again",
+    "back after, s",
+    "pause when it joins, s",
+    "`elastic=false`: next step after, s",
+    "steps trained again",
+)
+
+
 def table(content: Mapping[str, Any]) -> str:
     """The table of the documentation: a row for each event, elastic beside restart."""
     restarts = {row["event"]: row for row in content.get("restart", [])}
-    rows = [
-        [
-            "event",
-            "next step, s",
-            "steps again",
-            "pause when it joins, s",
-            "restart: next step, s",
-            "steps again",
-        ]
-    ]
+    rows = []
     for row in content.get("elastic", []):
-        beside = restarts.get(row["event"], {})
-        rows.append(
-            [
-                row["event"],
-                *(
-                    f"{row[name]:.{digits}f}"
-                    for name, digits in (("next_step", 1), ("repeated", 0), ("join_pause", 1))
-                ),
-                *(f"{beside[name]:.0f}" if beside else "-" for name in ("next_step", "repeated")),
-            ]
+        beside = restarts.get(row["event"])
+        cells = [
+            row["event"],
+            f"{row['next_step']:.1f}",
+            f"{row['repeated']:.0f}",
+            f"{row['return']:.0f}",
+            f"{row['join_pause']:.1f}",
+        ]
+        cells += [f"{beside['next_step']:.0f}", f"{beside['repeated']:.0f}"] if beside else ["-", "-"]
+        rows.append(cells if restarts else cells[:5])
+    return markdown_table([HEAD if restarts else HEAD[:5], *rows], aligned=False)
+
+
+def block(content: Mapping[str, Any]) -> str:
+    """The table of a record, with what it is of."""
+    counts = {
+        key: max((row["repeats"] for row in content.get(key, [])), default=0)
+        for key in ("elastic", "restart")
+    }
+    settings, copy, hosts = content["settings"], content.get("copy"), content["hosts"]
+    beside = f", and of {counts['restart']} with `elastic=false` and a checkpoint every minute"
+    beside = beside if counts["restart"] else ""
+    text = (
+        f"**Measured in containers on one machine** ({content['machine']}), {hosts} hosts with one "
+        f"core each, which other programs shared (load {content['load']:g}): `{content['command']}`, commit "
+        f"`{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
+        f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, "
+        f"`snapshot_seconds={settings['snapshot_seconds']}`. "
+        f"Medians of up to {counts['elastic']}{beside}. A host that is frozen, cut off, stopped or without "
+        f"power is there again after {content['away_seconds']:.0f} s; *back after* counts from then.\n\n"
+        f"{table(content)}\n\n"
+        f"The median step took {content['elastic_step_seconds']:.2f} s with {hosts} ranks"
+    )
+    if "restart_step_seconds" in content:
+        text += f", and {content['restart_step_seconds']:.2f} s with `elastic=false`"
+    if copy:
+        text += (
+            f". Training paused {copy['pause_seconds']:.2f} s for a copy (median of {copy['copies']}); the "
+            f"state is {copy['state_bytes'] / 1e6:.0f} MB"
         )
-    return markdown_table(rows)
+    return text + "."
 
 
 if __name__ == "__main__":

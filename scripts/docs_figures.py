@@ -4,12 +4,14 @@
     make replay ARGS="--record"      measures, and writes docs/recorded/replay.json
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
+    python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
 `<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
-docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`, and
-docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`.
+docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`,
+docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, and docs/explanation/elastic.md
+that of leaves and joins after `<!-- elastic -->`.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import replay, scaling
+from benchmarks import elastic, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -30,6 +32,7 @@ REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 COMPRESSIONS = RECORD.with_name("compression.json")
 MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
 SCALING_PAGE = MODES_PAGE.with_name("scaling.md")
+ELASTIC_PAGE = MODES_PAGE.with_name("elastic.md")
 STEPS = 5000
 PHRASES = {
     "README.md": (
@@ -178,6 +181,9 @@ def pages() -> dict[Path, str]:
     texts[MODES_PAGE] = marked(MODES_PAGE.read_text(encoding="utf-8"), "compression", modes)
     ranks = scaling_block(json.loads(scaling.RECORD.read_text(encoding="utf-8")))
     texts[SCALING_PAGE] = marked(SCALING_PAGE.read_text(encoding="utf-8"), "scaling", ranks)
+    if elastic.RECORD.exists():
+        events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
+        texts[ELASTIC_PAGE] = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
     return texts
 
 
