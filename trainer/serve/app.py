@@ -74,7 +74,7 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
             "context": loaded.engine.limit,
             "fine_tuned": loaded.fine_tuned,
             "notice": "" if loaded.fine_tuned else NOTICE,
-            "active": len(scheduler.active),
+            "active": sum(not each.sequence.done for each in list(scheduler.active)),
             "waiting": len(scheduler.waiting),
             "needs_key": bool(api_key),
         }
