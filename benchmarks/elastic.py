@@ -149,7 +149,9 @@ def events(lab: Lab) -> list[Event]:
         Event(
             "systemctl stop",
             lambda lab: lab.inside(lab.hosts, f"systemctl stop {unit}"),
-            lambda lab: lab.inside(lab.hosts, f"systemctl start nanofleet@{lab.run_id}"),
+            lambda lab: lab.inside(
+                lab.hosts, f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
+            ),
         ),
         Event("reboot", lambda lab: lab.podman("restart", "--time", "30", last)),
     ]
@@ -244,6 +246,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--restarts", type=int, default=5, metavar="N", help="with elastic=false (%(default)s)"
     )
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="EVENT", help="these events, as in the table"
+    )
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -274,9 +279,10 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
         lab.wait(lambda: len(lab.steps) > 20, "20 steps")
         quiet = list(lab.steps.values())[2:]
         content[f"{key}_step_seconds"] = round(statistics.median(quiet), 3)
-        found: dict[str, list[dict[str, float]]] = {event.name: [] for event in events(lab)}
+        asked = [event for event in events(lab) if not args.only or event.name in args.only]
+        found: dict[str, list[dict[str, float]]] = {event.name: [] for event in asked}
         for repeat in range(repeats):
-            for event in events(lab):
+            for event in asked:
                 try:
                     found[event.name].append(measure(lab, event, elastic))
                 except SystemExit as error:

@@ -103,7 +103,7 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
 
     three.inside(LAST, f"systemctl stop nanofleet-{RUN_ID}")
     worker.has_ranks(2)
-    three.inside(LAST, f"systemctl start nanofleet@{RUN_ID}")
+    three.inside(LAST, f"systemctl reset-failed nanofleet-{RUN_ID}; systemctl start nanofleet@{RUN_ID}")
     worker.has_ranks(3)
 
     worker.podman("restart", "--time", "30")

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import record, scaling
+from benchmarks import elastic, record, scaling
 from scripts import docs_figures
 from trainer.placement.microbenchmark import Speed
 
@@ -97,3 +97,19 @@ def test_the_cost_of_more_ranks_is_that_of_the_cost_model() -> None:
     assert many["megabytes"]["local"] == pytest.approx(two["megabytes"]["local"] * 31, rel=0.2)
     assert many["factor"]["fast"] > 8 * two["factor"]["fast"]
     assert "measured" not in two
+
+
+def test_the_cost_of_a_leave_follows_from_the_times_of_the_steps() -> None:
+    """Two steps are trained again after a loss at 13 s; the next step is at 19 s."""
+    steps = [(10.0, 1), (11.0, 2), (12.0, 3), (19.0, 2), (20.0, 3), (21.0, 4)]
+    assert elastic.longest_gap(steps, 12.5) == (12.0, 7.0)
+    assert elastic.around(steps, 13.0) == (19.0, 7.0, 2)
+    assert elastic.around(steps, 20.0) == (21.0, 1.0, 0)
+
+
+def test_the_table_of_leaves_and_joins_has_a_line_per_event() -> None:
+    event = {"event": "freeze", "next_step": 9.94, "repeated": 3.0, "return": 45.2, "join_pause": 3.5}
+    row = "| freeze | 9.9 | 3 | 45 | 3.5 |"
+    assert elastic.table({"elastic": [event]}).splitlines()[2:] == [row]
+    beside = {"event": "freeze", "next_step": 60.0, "repeated": 30.0}
+    assert elastic.table({"elastic": [event], "restart": [beside]}).splitlines()[2:] == [f"{row} 60 | 30 |"]
