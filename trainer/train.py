@@ -69,8 +69,7 @@ class Trainer:
         self.run_status = RunStatus(run_dir, env, run_file.run_id)
         self.watchdog = Watchdog(self.run_status, env, run_dir, attempt, log)
         self.setup = self.setup_class(run_file, data_dir, run_dir, env, self.run_status, self.watchdog, log)
-        self.setup.from_checkpoint = from_checkpoint
-        self.stopping = False  # whether all ranks end after this step
+        self.setup.from_checkpoint, self.stopping = from_checkpoint, False
         self.reporter = Reporter(self.run_status, attempt, log, env.is_host_leader)
         self.stop_file, self.timeout = run_dir / "stop", UNMEASURED_TIMEOUT
         self.checkpoint_writer = CheckpointWriter(
@@ -363,7 +362,8 @@ class Trainer:
         """On rank 0, generate a sample of text and report it. Other ranks wait in their next collective."""
         self.run_status.enter("evaluate")
         try:
-            self.reporter.sample(sample.write(self.model, self.data.tokenizer, self.run_dir))
+            text = sample.write(self.model, self.data.tokenizer, self.run_dir, self.config.stage)
+            self.reporter.sample(text)
         except OSError as error:
             if not is_full(error):
                 raise
