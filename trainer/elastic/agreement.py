@@ -243,7 +243,7 @@ class Follower:
         if text := self._keys.get(f"refused/{self.me.number}"):
             incarnation, sentence = json.loads(text)
             if incarnation == self.me.incarnation:
-                raise Final(f"{sentence} The run goes on without this host.")
+                raise Final(f"{sentence} The run continues without this host.")
         if text := self._keys.get("ended"):
             raise _end_of(*json.loads(text))
 
