@@ -45,7 +45,7 @@ SCRIPT = """\
 event=${{1:-boot}}
 {condition} "$event"
 case $?-$event in
-  0-boot) exec {start} ;;
+  0-boot) {reset} 2>/dev/null; exec {start} ;;
   0-end) exit 0 ;;
   1-*) {disable}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {template}; exit 0 ;;
   *) exit 1 ;;
@@ -83,6 +83,9 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
     control = ["systemctl", *manager(scope), "disable", instance(name)]
     return SCRIPT.format(
         condition=shlex.join(command),
+        reset=shlex.join(
+            ["systemctl", *manager(scope), "reset-failed", f"{PREFIX}{run_of_unit(name)}.service"]
+        ),
         start=shlex.join([start[0], "--no-block", *start[1:]]),
         disable=shlex.join(control),
         script=shlex.quote(f"{folder}/{run_of_unit(name)}.sh"),

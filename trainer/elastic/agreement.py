@@ -64,7 +64,7 @@ class Coordinator:
             raise Final(" ".join(problems))
         if differences := compare(records):
             raise Final(*explain(differences, records))
-        return self._agree(members, 0, "")
+        return self._agree(members, 0, "", lambda member: False)
 
     def next_view(self, view: View, is_dead: Callable[[Member], bool]) -> View:
         """Agree on the view that follows `view`: the members that are ready, and applicants.
@@ -86,7 +86,7 @@ class Coordinator:
             if member not in present:
                 self._drop(member, is_lost=member.number not in leaving)
         joining = self.applicants(present)
-        return self._agree([*present, *joining], generation, view.kind)
+        return self._agree([*present, *joining], generation, view.kind, is_dead)
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
         """The ranks that ask to join and may. One whose record differs from the coordinator's is refused."""
@@ -119,7 +119,9 @@ class Coordinator:
         """Tell ranks that wait to join that the run ends."""
         self._keys.set("ended", json.dumps([outcome, reason]))
 
-    def _agree(self, candidates: list[Member], generation: int, kind: str) -> View:
+    def _agree(
+        self, candidates: list[Member], generation: int, kind: str, is_dead: Callable[[Member], bool]
+    ) -> View:
         members = sorted(candidates, key=lambda member: member.number)
         while True:
             if len({member.record.host for member in members}) < self._min_hosts:
@@ -131,7 +133,7 @@ class Coordinator:
             generation += 1
             view = View(generation, tuple(members), kind)
             self._keys.set("proposal", view.dump())
-            missing = self._await_acceptance(view)
+            missing = self._await_acceptance(view, is_dead)
             if not missing:
                 self._keys.set("committed", view.dump())
                 return view
@@ -152,13 +154,15 @@ class Coordinator:
             self._losses[member.number] = now, 0.0 if is_calm else min(longer, LONGEST_DELAY_SECONDS)
             self._keys.set(f"dropped/{member.number}", str(member.incarnation))
 
-    def _await_acceptance(self, view: View) -> list[Member]:
+    def _await_acceptance(self, view: View, is_dead: Callable[[Member], bool]) -> list[Member]:
+        """The members that have not accepted `view` in ACCEPT_SECONDS; it does not wait for dead ones."""
         began = self._clock()
         missing = [member for member in view.members if member.number != self.me.number]
-        while missing and self._clock() - began < ACCEPT_SECONDS:
+        while self._clock() - began < ACCEPT_SECONDS:
             missing = [each for each in missing if not self._is_at(f"accepted/{view.generation}", each)]
-            if missing:
-                self._sleep(POLL_SECONDS)
+            if all(map(is_dead, missing)):
+                break
+            self._sleep(POLL_SECONDS)
         return missing
 
     def _is_at(self, key: str, member: Member) -> bool:

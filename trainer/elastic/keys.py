@@ -10,6 +10,7 @@ starts as that rank has the next one. A view is the list of members of one gener
     proposal                    the newest view that the coordinator proposes
     accepted/GENERATION/NUMBER  incarnation of a member that accepts the proposed view
     committed                   the newest view that all its members have accepted
+    dropped/NUMBER              incarnation that is never a member again
     refused/NUMBER              incarnation of a rank that may not join, and the reason
     ended                       outcome and reason of the coordinator, once it ends
 """
@@ -17,6 +18,7 @@ starts as that rank has the next one. A view is the list of members of one gener
 from __future__ import annotations
 
 import json
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -79,16 +81,20 @@ class Keys(Protocol):
 
 
 class StoreKeys:
-    """The keys of membership in a store of torch.distributed. One thread at a time may use an object."""
+    """The keys of membership in a store of torch.distributed. Several threads may use an object."""
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("members", store)
+        self._lock = threading.Lock()
 
     def set(self, key: str, value: str) -> None:
-        self._store.set(key, value)
+        with self._lock:
+            self._store.set(key, value)
 
     def get(self, key: str) -> str:
-        return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+        with self._lock:
+            return str(self._store.get(key).decode()) if self._store.check([key]) else ""
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._store.add(key, amount))
+        with self._lock:
+            return int(self._store.add(key, amount))
