@@ -157,7 +157,7 @@ def train(args: argparse.Namespace) -> int:
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
             log.info("Importing torch; after a reboot this may take a minute.")
-        from trainer.elastic_train import ElasticTrainer
+        from trainer.elastic.train import ElasticTrainer
         from trainer.train import Trainer
 
         kind = ElasticTrainer if run_file.config.elastic and env.world_size > 1 else Trainer

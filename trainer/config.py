@@ -146,7 +146,11 @@ class RunConfig:
                 0 <= self.local_delay < self.local_steps,
                 f"must be at least 0 and below local_steps, {self.local_steps} here",
             )
-        self._require("elastic", not (self.elastic and self.sync == "local"), "does not go with sync local")
+        self._require(
+            "elastic",
+            not (self.elastic and self.sync == "local"),
+            "does not go with sync local; set another sync",
+        )
         if self.num_iterations and self.target_flops:
             raise ConfigError(
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "
@@ -259,12 +263,8 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
-    (
-        lambda v: v > 0,
-        "must be above 0",
-        "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr snapshot_seconds",
-    ),
-    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac"),
+    (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac snapshot_seconds"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),
@@ -438,10 +438,7 @@ class RunFile:
 
 
 def parse_shares(value: Any) -> tuple[int, ...] | str:
-    """Parse the setting shares: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto".
-
-    Raises ConfigError for anything else.
-    """
+    """Parse shares: "3,2" or [3, 2] -> (3, 2); "equal" or "" -> (); "auto" -> "auto"; else ConfigError."""
     if value == BY_SPEED:
         return BY_SPEED
     if value == "equal":

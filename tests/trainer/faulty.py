@@ -2,7 +2,8 @@
 
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or it reads a token of that step
-that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip).
+that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip). Or, in
+an elastic run, it dies as it connects to the other members (vanish).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -28,6 +29,11 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault == "misread":
         plant_misread(step)
+        return
+    if fault == "vanish":
+        from trainer.elastic.setup import ElasticSetup
+
+        ElasticSetup._connect_view = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
         return
     if fault == "slow":
         batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6

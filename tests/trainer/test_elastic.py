@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ class ElasticRun:
         self.port = free_port()
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, rank: int, **knobs: Any) -> None:
+    def start(self, rank: int, fault: str = SLOW, **knobs: Any) -> None:
         environment = {
             **os.environ,
             "OMP_NUM_THREADS": "1",
@@ -47,7 +47,7 @@ class ElasticRun:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self.port),
         }
-        command = [sys.executable, str(Path(__file__).with_name("faulty.py")), *SLOW.split(), "train"]
+        command = [sys.executable, str(Path(__file__).with_name("faulty.py")), *fault.split(), "train"]
         command += [
             "--data-dir",
             str(self.data_dir),
@@ -101,10 +101,10 @@ Begin = Callable[..., ElasticRun]
 def elastic(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[ElasticRun] = []
 
-    def begin(world_size: int, **knobs: Any) -> ElasticRun:
+    def begin(world_size: int, faults: Sequence[str] = (), **knobs: Any) -> ElasticRun:
         runs.append(ElasticRun(data_dir, tmp_path, world_size, **knobs))
         for rank in range(world_size):
-            runs[-1].start(rank)
+            runs[-1].start(rank, faults[rank] if faults else SLOW)
         return runs[-1]
 
     yield begin
@@ -227,4 +227,30 @@ def test_with_fewer_hosts_than_the_minimum_the_run_waits(elastic: Begin, undistu
     for rank in (0, 1):
         run.start(rank)
     assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_a_rank_that_dies_as_it_joins_costs_seconds(elastic: Begin, undisturbed: list[float]) -> None:
+    """Also where the coordinator was alone, and had no process group."""
+    run = elastic(2)
+    run.reach(15)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.has_ranks(1)
+    run.finish(1)
+    run.start(1, fault="vanish 0 0")
+    assert run.processes[1].wait(timeout=60) == 9
+    assert run.has_ranks(1) < 20
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_a_rank_that_still_computes_when_another_dies_stays(elastic: Begin, undisturbed: list[float]) -> None:
+    run = elastic(3, faults=[SLOW, "sleep 21 12", SLOW], snapshot_seconds=1)
+    run.reach(20)
+    time.sleep(1)
+    run.processes[2].kill()
+    run.has_ranks(2)
+    assert run.processes[1].poll() is None, run.log(1)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(1)["outcome"] == "finished"
     check_losses(run, undisturbed)

@@ -146,8 +146,8 @@ def test_commands_run_beside_each_other_and_one_may_be_missing() -> None:
     assert commands.answer("bad")[0] == 1
     assert commands.answer("none") == (None, "")
     assert host_state.firewall(host_state.Commands({})) == {"status": "absent", "added": ""}
-    told = host_state.Commands({"added": ("echo", "ufw allow 22"), "status": ("echo", "Status: active")})
-    assert host_state.firewall(told) == {"status": "active", "added": "ufw allow 22\n"}
+    outputs = host_state.Commands({"added": ("echo", "ufw allow 22"), "status": ("echo", "Status: active")})
+    assert host_state.firewall(outputs) == {"status": "active", "added": "ufw allow 22\n"}
     failed = host_state.Commands({"added": ("echo", "x"), "status": ("false",)})
     assert host_state.firewall(failed)["status"] == "error"
 

@@ -17,17 +17,17 @@ import math
 import shutil
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint import storage
-from trainer.checkpoint.state_copy import StateCopy
 from trainer.checkpoint.storage import State
 from trainer.data.files import is_full
 from trainer.distributed.process_group import Collectives
+from trainer.optim.muon_adamw import ParameterState
 
 RETRY_SECONDS = 60.0  # until a checkpoint without room is retried
 CHECK_SECONDS = 5.0  # between checks for room, by the last checkpoint
@@ -52,7 +52,7 @@ class CheckpointWriter:
         self.shortage: str | None = None
         self._short_at = self._reminded_at = 0.0
         self.folder, self._tokenizer_dir, self._keep, self._log = folder, tokenizer_dir, keep, log
-        self._copy = StateCopy()
+        self._copies: dict[str, Tensor] = {}  # reused, so that a save allocates no memory
         self._writer: threading.Thread | None = None
         self._step = 0  # of the checkpoint being written
         self._allowed = 0.0  # seconds for it
@@ -77,7 +77,7 @@ class CheckpointWriter:
         if not self.wait():
             return
         began = time.monotonic()
-        written = state if last else self._copy.take(state)
+        written = state if last else self._copy(state)
         pause = time.monotonic() - began
         patience = LAST_SECONDS if last else 0.0
         self._step = state.step
@@ -92,7 +92,7 @@ class CheckpointWriter:
 
         It waits for the current write, which may still read this tensor. path: PARAMETER/STATE.
         """
-        return self._copy.room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
+        return self._room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
 
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait at most `seconds` for the current write; returns whether no write is running.
@@ -170,6 +170,25 @@ class CheckpointWriter:
         if first or now - self._reminded_at >= REMIND_SECONDS:
             self._reminded_at = now
             self._log(f"warning: {self.shortage} It is tried again each minute.")
+
+    def _copy(self, state: State) -> State:
+        model = self._copies_of("model", state.model)
+        optim = {name: self._copies_of(name, tensors) for name, tensors in state.optim.items()}
+        return State(state.meta, model, optim)
+
+    def _copies_of(self, group: str, tensors: Mapping[str, Tensor]) -> ParameterState:
+        copies = {}
+        for name, tensor in tensors.items():
+            copies[name] = self._room(f"{group}/{name}", tensor.shape, tensor.dtype)
+            if copies[name] is not tensor:  # it was not gathered there
+                copies[name].copy_(tensor.detach())
+        return copies
+
+    def _room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """The copy of the tensor `path`, from the checkpoint before; a new one if it has another shape."""
+        if path not in self._copies or self._copies[path].shape != shape:
+            self._copies[path] = torch.empty(shape, dtype=dtype)
+        return self._copies[path]
 
 
 def _size(state: State) -> int:

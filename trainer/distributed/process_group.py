@@ -78,7 +78,6 @@ class Collectives:
         self.peers = peers
         self.owner_speeds: list[float] = []  # relative, by rank; empty: all equal
         self.bytes_sent = 0
-        self.bytes_copied = 0  # through channels
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
@@ -135,7 +134,7 @@ class Collectives:
 
     def abandon(self) -> None:
         """End the process group although collectives may be in flight, so that another one can be opened."""
-        if self.world_size > 1 and dist.is_initialized():
+        if dist.is_initialized():
             _ABANDONED.append((dist.group.WORLD, self._in_flight))
             self._in_flight = {}
             ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
@@ -387,7 +386,6 @@ class Channel:
         received = tensor.new_empty(sum(receives))
         if self._process_group is None:
             return received
-        self._group.bytes_copied += tensor.numel() * tensor.element_size()
         try:
             work = dist.all_to_all_single(
                 received, tensor, list(receives), list(sends), self._process_group, async_op=True

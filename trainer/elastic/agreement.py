@@ -20,7 +20,7 @@ from trainer.outcome import Final, Retryable, RunEnd, Stopped
 
 POLL_SECONDS = 0.05
 ACCEPT_SECONDS = 3.0  # for a member to accept a proposed view
-READY_SECONDS = 3.0  # after a loss, for the other members to leave their collectives
+READY_SECONDS = 10.0  # after a loss, for a member that answers and still computes; longer if steps are
 FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
 VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
@@ -66,17 +66,19 @@ class Coordinator:
             raise Final(*explain(differences, records))
         return self._agree(members, 0, "", lambda member: False)
 
-    def next_view(self, view: View, is_dead: Callable[[Member], bool]) -> View:
+    def next_view(
+        self, view: View, is_dead: Callable[[Member], bool], seconds: float = READY_SECONDS
+    ) -> View:
         """Agree on the view that follows `view`: the members that are ready, and applicants.
 
-        The other members set their key `ready` when they stop. Waits READY_SECONDS for those for which
+        The other members set their key `ready` when they stop. Waits at most `seconds` for those for which
         `is_dead` is false. Raises Retryable if fewer than min_hosts are left.
         """
         generation, began = view.generation, self._clock()
         leaving = {member.number for member in view.members if self._leaves(member)}
         waiting = [m for m in view.members if m.number != self.me.number and m.number not in leaving]
         present = [self.me]
-        while waiting and self._clock() - began < READY_SECONDS:
+        while waiting and self._clock() - began < seconds:
             ready = [member for member in waiting if self._is_at(f"ready/{generation}", member)]
             present += ready
             waiting = [member for member in waiting if member not in ready and not is_dead(member)]

@@ -4,7 +4,7 @@ membership = Membership(env, log)
 view = membership.join(record, min_hosts)      # the first view with this rank; nothing is connected yet
 membership.watch(age)                          # a thread that looks for losses and applicants
 group.interruption = membership.interruption   # ends the waits for a member that is lost
-view = membership.change()                     # agree on the next view; then connect again
+view = membership.change(60)                    # agree on the next view; then connect again
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from trainer.distributed.consistency import Record
 from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store
-from trainer.elastic.agreement import Coordinator, Follower
+from trainer.elastic.agreement import READY_SECONDS, VIEW_SECONDS, Coordinator, Follower
 from trainer.elastic.keys import Member, StoreKeys, View
 from trainer.health.diagnosis import EndpointResult
 from trainer.health.endpoint import EndpointAddress, query
@@ -26,7 +26,8 @@ from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
 WATCH_SECONDS = 0.25
-SILENT_SECONDS = 5.0  # without a status: the member is queried
+LATE_SECONDS = 2.0  # without a status, which comes every second: the member is queried
+SILENT_SECONDS = 5.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
 LOST_STORE_SECONDS = 8.0  # without an answer of the store, a member gives up
@@ -70,15 +71,21 @@ class Membership:
             self.view = self._guard(lambda follower: follower.follow(0, None))
         return self.view
 
-    def change(self) -> View:
-        """Agree on the next view, after a step or a loss. Raises Retryable if this rank is not in it."""
+    def change(self, seconds: float) -> View:
+        """Agree on the next view, after a step or a loss. Raises Retryable if this rank is not in it.
+
+        seconds: the longest wait for a member that still computes and answers.
+        """
+        seconds = max(READY_SECONDS, seconds)
         before = self.view
         if self._coordinator:
             view = replace(before, kind=self._kind)
-            self.view = self._coordinator.next_view(view, self._is_dead)
+            self.view = self._coordinator.next_view(view, self._is_dead, seconds)
         else:
             self._guard(lambda follower: follower.ready(before.generation))
-            self.view = self._guard(lambda follower: follower.follow(before.generation))
+            self.view = self._guard(
+                lambda follower: follower.follow(before.generation, seconds + VIEW_SECONDS)
+            )
         self._wanted = False
         self._report(before)
         return self.view
@@ -195,7 +202,11 @@ class Membership:
         if replaced or silent:
             self._suspects |= {(member.number, member.incarnation) for member in [*replaced, *silent]}
             names = ", ".join(map(str, replaced or silent))
-            why = "has started again" if replaced else f"was silent for {SILENT_SECONDS:.0f} s"
+            why = (
+                "has started again"
+                if replaced
+                else "sends no status, and its health endpoint does not answer"
+            )
             self._break(view, f"{names} {why}.")
         self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
@@ -206,14 +217,16 @@ class Membership:
 
     def _is_silent(self, member: Member) -> bool:
         age = self._age(member.number) if member.number != self.env.rank else None
-        if age is None or age < SILENT_SECONDS:
+        if age is None or age < LATE_SECONDS:
             return False
-        return self._query(member) != EndpointResult.ANSWERS
+        result = self._query(member)
+        is_silent = age >= SILENT_SECONDS and result != EndpointResult.ANSWERS
+        return is_silent or result == EndpointResult.REFUSES
 
     def _is_dead(self, member: Member) -> bool:
-        """Whether a member cannot be ready: it is suspected, or nothing listens at its health endpoint."""
+        """Whether a member cannot be ready: it is suspected or silent, or its health endpoint refuses."""
         suspected = (member.number, member.incarnation) in self._suspects
-        return suspected or self._query(member) == EndpointResult.REFUSES
+        return suspected or self._is_silent(member) or self._query(member) == EndpointResult.REFUSES
 
     def _query(self, member: Member) -> EndpointResult:
         address = EndpointAddress.parse(member.record.endpoint)

@@ -51,8 +51,9 @@ class Snapshots:
         self._problem: Exception | None = None
         self._spare: list[Tensor] = []
         self._started_at = time.monotonic()
-        self.seconds = 0.0  # that the newest copy took, and that training paused for it
-        self.pause = 0.0
+        self.seconds = 0.0  # in which the newest copy arrived
+        self.pause = 0.0  # seconds for which training paused for the newest copy
+        self.megabytes = 0.0  # that the coordinator receives for it
 
     @property
     def age(self) -> float:
@@ -78,6 +79,7 @@ class Snapshots:
         sizes = self._group.gather_int64(torch.tensor([mine.numel()])).flatten().tolist()
         rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, self._group))}
         copy = Copy(meta, formats, [mine], rows)
+        self.megabytes = sum(sizes[1:]) / 1e6
         self.pause = time.monotonic() - began
         self._thread = threading.Thread(target=self._send, args=(copy, sizes), name="copy", daemon=True)
         self._thread.start()
@@ -109,7 +111,7 @@ class Snapshots:
                 arrived = self._channel.exchange(chunk, sends, receives)
                 for into, piece in zip(received, arrived.split(receives)[1:], strict=True):
                     into[start : start + len(piece)] = piece
-        except PeerLost as error:
+        except Exception as error:  # in a thread: `finish` raises it on the training one
             self._problem = error
             return
         if rank == 0:

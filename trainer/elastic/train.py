@@ -14,12 +14,15 @@ from typing import NoReturn
 
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
+from trainer.elastic.setup import ElasticSetup
 from trainer.elastic.snapshot import Snapshots, state_of
-from trainer.elastic_setup import ElasticSetup
 from trainer.health.attempt import PARENT_SECONDS
 from trainer.host.logger import fields
 from trainer.outcome import RunEnd, Stopped, conclude
 from trainer.train import Trainer
+
+# After a loss, the others may still compute the step, and notice the loss when they wait for its sums.
+PATIENCE_STEPS = 2
 
 
 class ElasticTrainer(Trainer):
@@ -28,6 +31,7 @@ class ElasticTrainer(Trainer):
     setup_class = ElasticSetup
     setup: ElasticSetup
     copies: Snapshots
+    _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -77,12 +81,11 @@ class ElasticTrainer(Trainer):
         self.run_status.enter("checkpoint")
         if self.env.is_coordinator:
             meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
-        before = self.copies.seconds
         self.copies.start(self.model.state_dict(), self.sync, self.optimizer, meta)
         if self.env.is_coordinator:
-            figures = {"pause": self.copies.pause, "seconds_before": before}
-            text = f"Copying the state of step {step}; training paused {self.copies.pause:.2f} s for it."
-            self.log.info(text, extra=fields("copy", step=step, **figures))
+            pause, size = self.copies.pause, self.copies.megabytes
+            text = f"Copying the state of step {step}, {size:,.0f} MB; training paused {pause:.2f} s for it."
+            self.log.info(text, extra=fields("copy", step=step, pause=pause, megabytes=size))
 
     # -- changes of the members ------------------------------------------------------------------------
 
@@ -95,14 +98,15 @@ class ElasticTrainer(Trainer):
     def _change_members(self) -> None:
         """Agree on the next members, connect them, and continue from the snapshot."""
         began, before = time.monotonic(), self.reporter.train_state
+        self._patience = PATIENCE_STEPS * max(self.reporter.durations, default=self._patience)
         reached = before.step
         while True:
             self.copies.stop()
-            self.group.abandon()
+            self.setup.group.abandon()  # that of the last view, even if it was not connected completely
             if self.membership.is_leaving:
                 self._leave()
             try:
-                view = self.membership.change()
+                view = self.membership.change(self._patience)
                 self._release()
                 self.setup.connect_members(view, state_of(self.copies.newest))
                 self._begin()
@@ -122,10 +126,9 @@ class ElasticTrainer(Trainer):
     def _release(self) -> None:
         """Drop model, optimizer and sync mode, so that the next ones do not need memory beside them."""
         for owner in (self, self.setup):
-            for name in ("model", "optimizer", "sync"):
+            for name in ("model", "optimizer", "sync", "parameter_check"):
                 if hasattr(owner, name):
                     delattr(owner, name)
-        del self.parameter_check
 
     def _leave(self) -> NoReturn:
         """The others have the state of this rank. The thread that received SIGTERM ends the process."""
@@ -145,13 +148,14 @@ class ElasticTrainer(Trainer):
         return end
 
     def run(self, tracker_uri: str = "") -> str:
+        outcome = "finished"
         try:
-            return super().run(tracker_uri)
+            reason = super().run(tracker_uri)
         except Exception as error:
-            if self.setup.membership:
-                outcome, reason, _ = conclude(error)
-                self.setup.membership.end(outcome, reason)
+            outcome, reason, _ = conclude(error)
             raise
         finally:
             if self.setup.membership:
                 self.setup.membership.stop()
+                self.setup.membership.end(outcome, reason)
+        return reason
