@@ -16,14 +16,14 @@ import pytest
 from .lab import ROOT
 from .three import NAME, Three
 
-pytestmark = [pytest.mark.lab, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 RUN_ID, STEPS, LAST = "elastic", 1500, 3
 RUN_DIR = f"/var/lib/nanofleet/runs/{RUN_ID}"
 MODEL = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 3072,
     "device_batch_size": 8, "warmup_steps": 1, "eval_tokens": 1024, "eval_every": 0, "sample_every": 0,
-    "save_minutes": 0, "dtype": "float32", "tracker": "none",
+    "save_minutes": 0, "dtype": "float64", "tracker": "none",
 }  # fmt: skip
 ELASTIC = {"elastic": True, "snapshot_seconds": 5, "sync": "exact", "steps": STEPS, "doctor": "never"}
 
@@ -103,7 +103,7 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
 
     three.inside(LAST, f"systemctl stop nanofleet-{RUN_ID}")
     worker.has_ranks(2)
-    three.inside(LAST, f"systemctl reset-failed nanofleet-{RUN_ID}; systemctl start nanofleet@{RUN_ID}")
+    three.inside(LAST, f"systemctl start nanofleet@{RUN_ID}")
     worker.has_ranks(3)
 
     worker.podman("restart", "--time", "30")
@@ -116,7 +116,7 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert {step for step, _ in found} == set(range(1, STEPS + 1))
     for step, loss in found:
-        assert loss == pytest.approx(expected[step - 1], rel=1e-3), f"step {step}"
+        assert loss == pytest.approx(expected[step - 1], rel=1e-6), f"step {step}"
 
     units = "systemctl list-units --plain --no-legend 'nanofleet-*.service' | grep -v tracker"
     for host in (1, 2, LAST):

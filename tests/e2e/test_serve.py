@@ -72,8 +72,8 @@ def test_a_fine_tuned_run_takes_its_place(fleet: Fleet, dataset: Path, tmp_path:
     chats = tmp_path / "chats.jsonl"
     ask, answer = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "Nothing at all."}
     chats.write_text(f"{json.dumps([ask, answer])}\n" * 100)
-    asked = {"stage": "sft", "from_run": "served", "conversations": chats, "data_dir": dataset, "steps": 4}
-    fleet.play("train.yml", run_id="tuned", **asked)
+    tuning = {"stage": "sft", "from_run": "served", "conversations": chats, "data_dir": dataset, "steps": 4}
+    fleet.play("train.yml", run_id="tuned", **tuning)
     fleet.play("playbooks/watch.yml", run_id="tuned")
     fleet.play("serve.yml", run_id="tuned")
     found = health(fleet)
