@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,9 @@ MODEL = {
     "depth": 1, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "total_batch_size": 3072,
     "device_batch_size": 8, "warmup_steps": 1, "eval_tokens": 1024, "eval_every": 0, "sample_every": 0,
     "save_minutes": 0, "dtype": "float64", "tracker": "none",
+    # With the default rates, one rank and three differ by 1e-3 after 700 of these steps, without any change:
+    # training amplifies the last digit. With a tenth of them, by 1e-12 after all.
+    "matrix_lr": 0.002, "embedding_lr": 0.02, "unembedding_lr": 0.0005, "scalar_lr": 0.02,
 }  # fmt: skip
 ELASTIC = {"elastic": True, "snapshot_seconds": 5, "sync": "exact", "steps": STEPS, "doctor": "never"}
 
@@ -65,6 +69,10 @@ class Worker:
         self.wait(trains, f"{count} ranks")
         step = self.status()["step"]
         self.wait(lambda: self.status()["step"] > step, "a step")
+
+
+def is_shown(three: Three, host: int, command: str, expected: str) -> bool:
+    return three.inside(host, command) == expected
 
 
 def undisturbed(data_dir: Path, run_dir: Path) -> list[float]:
@@ -116,12 +124,12 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
     found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     assert {step for step, _ in found} == set(range(1, STEPS + 1))
     for step, loss in found:
-        assert loss == pytest.approx(expected[step - 1], rel=1e-6), f"step {step}"
+        assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step}"
 
     units = "systemctl list-units --plain --no-legend 'nanofleet-*.service' | grep -v tracker"
+    ended = f"! systemctl is-active -q nanofleet-{RUN_ID} && echo ended || true"
     for host in (1, 2, LAST):
-        ended = f"! systemctl is-active -q nanofleet-{RUN_ID} && echo ended || true"
-        worker.wait(lambda: three.inside(host, ended) == "ended", f"the end on host {host}", 60)  # noqa: B023
+        worker.wait(partial(is_shown, three, host, ended, "ended"), f"the end on host {host}", 60)
         assert three.inside(host, f"{units} || true") == ""
         assert three.inside(host, "pgrep -u nanofleet -af 'trainer [t]rain' || true") == ""
         assert three.inside(host, "ls /etc/nanofleet 2>/dev/null || true") == "", "nothing returns at a boot"

@@ -71,7 +71,7 @@ def test_a_start_names_a_link_in_the_run_directory(hosts: Fleet, run: str) -> No
     hosts.play("stop.yml", run_id=run, stop_now=True)
     before = plant(hosts, f"ln -sf {ROOTS}/file train.log; ln -sf {ROOTS}/file outcome.json")
     refused = " ".join(hosts.play("train.yml", fails=True, run_id=run, **TINY).stdout.split())
-    assert f"{RUN}/train.log on {HOSTS[0]} is a link to {ROOTS}/file" in refused
+    assert f"{RUN}/train.log on {HOSTS[0]} is a symbolic link to {ROOTS}/file" in refused
     for playbook in ("status.yml", "logs.yml"):
         assert "secret-of-root" not in hosts.play(playbook, run_id=run).stdout
     assert of_root(hosts) == before
