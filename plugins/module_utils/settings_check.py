@@ -27,7 +27,7 @@ BOOLEANS = ("true", "false", "yes", "no", "on", "off", "1", "0")
 FOREIGN = ("ansible_", "awx_", "tower_")
 """Prefixes of names that Ansible itself, AWX and Ansible Automation Platform set."""
 # Example values for remedies, where the default is empty or does not help.
-EXAMPLES = {"run_id": "evening-1", "stop_now": "true", "preset": next(iter(PRESETS))}
+EXAMPLES = {"run_id": "evening-1", "stop_now": "true", "leave": "laptop", "preset": next(iter(PRESETS))}
 SETTINGS_FILE = "inventory/sample/group_vars/fleet.yml"
 SAMPLE = (SETTINGS_FILE, "inventory/sample/hosts.yml")
 Spec = Mapping[str, Any]

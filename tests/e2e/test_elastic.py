@@ -109,6 +109,16 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
     worker.podman("unpause")
     worker.has_ranks(3)
 
+    refused = three.all.play("stop.yml", fails=True, run_id=RUN_ID, leave=three.name(1)).stdout
+    assert f"NF437: {three.name(1)} is the coordinator" in " ".join(refused.split())
+    left = three.all.play("stop.yml", run_id=RUN_ID, leave=three.name(LAST)).stdout
+    assert f"{three.name(LAST)} left the run {RUN_ID}, which continues on" in " ".join(left.split())
+    worker.has_ranks(2)
+    assert three.inside(LAST, "ls /etc/nanofleet 2>/dev/null || true") == "", "it stays away after a boot"
+    joined = three.all.play("train.yml", run_id=RUN_ID).stdout
+    assert f"{three.name(LAST)} will join it" in " ".join(joined.split())
+    worker.has_ranks(3)
+
     three.inside(LAST, f"systemctl stop nanofleet-{RUN_ID}")
     worker.has_ranks(2)
     three.inside(LAST, f"systemctl start nanofleet@{RUN_ID}")

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: MIT
+"""Which hosts may leave an elastic run that continues on the others, and the report afterwards.
+
+Pure functions of results of the module run_state, by host in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import State, answered, is_over
+
+
+def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
+    """Why the hosts `leaving` cannot leave the run `run_id`, with the remedy; "" if they can."""
+    if unknown := [host for host in leaving if host not in states]:
+        return f"{', '.join(unknown)} is no host of the inventory. Its hosts are {', '.join(states)}."
+    reached = answered(states)
+    active = [host for host, state in reached.items() if state["run_id"] == run_id and not is_over(state)]
+    if not active:
+        named = f"The run {run_id} is not active" if run_id else "No run is active"
+        return f"{named}, so no host can leave it. See: ansible-playbook status.yml"
+    run_file = reached[active[0]]["run_file"] or {}
+    if not is_elastic(run_file):
+        return (
+            f"The run {run_id} ends on all hosts when one of them ends: it was started without elastic=true. "
+            f"End it: ansible-playbook stop.yml -e run_id={run_id}"
+        )
+    if (coordinator := run_file["hosts"][0]) in leaving:
+        return (
+            f"{coordinator} is the coordinator, and the run {run_id} does not continue without it. End it: "
+            f"ansible-playbook stop.yml -e run_id={run_id}"
+        )
+    if silent := [host for host in leaving if host not in reached]:
+        return f"{', '.join(silent)} did not answer. If it is off, the run continues without it already."
+    if absent := [host for host in leaving if host not in active]:
+        return (
+            f"{', '.join(absent)} does not take part in the run {run_id}. Those that do: {', '.join(active)}."
+        )
+    return ""
+
+
+def is_elastic(run_file: Mapping[str, Any]) -> bool:
+    """Whether the run of a run file continues without some of its hosts."""
+    return str((run_file.get("config") or {}).get("elastic", "")).lower() == "true"
+
+
+def report(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
+    """The report after the hosts `leaving` have left. states: from before that."""
+    rest = [host for host, state in answered(states).items() if host not in leaving and not is_over(state)]
+    return (
+        f"{', '.join(leaving)} left the run {run_id}, which continues on {', '.join(rest)}.\n"
+        f"Take part again: ansible-playbook train.yml -e run_id={run_id}"
+    )
