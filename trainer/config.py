@@ -101,6 +101,9 @@ class RunConfig:
         30.0, "minutes between checkpoints; 0: by save_every only, and at the end", RUNTIME
     )
     keep_checkpoints: int = setting(2, "newest checkpoints to keep, besides the best one", RUNTIME)
+    checkpoint_copies: int = setting(
+        1, "hosts that keep each checkpoint: the coordinator and the next ones; 1: only it", RUNTIME
+    )
     seed: int = setting(42, "seed of the weights and of the order of the rows")
     device: str = setting(
         "auto", f"where the ranks compute: {' or '.join(DEVICES)} (auto: cuda if all have one)", RUNTIME
@@ -258,7 +261,11 @@ BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 # Conditions of single settings: (whether it holds for the value, its text in the message, the settings).
 _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "depth aspect_ratio head_dim sequence_len device_batch_size"),
-    (lambda v: v >= 1, "must be at least 1", "eval_tokens keep_checkpoints local_steps min_hosts"),
+    (
+        lambda v: v >= 1,
+        "must be at least 1",
+        "eval_tokens keep_checkpoints checkpoint_copies local_steps min_hosts",
+    ),
     (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),

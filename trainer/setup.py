@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint import compatibility, exchange, fine_tuning, storage
+from trainer.checkpoint.copies import fetch_newer
 from trainer.checkpoint.rank_state import load_rank_state
 from trainer.checkpoint.storage import State, TrainState
 from trainer.code_digest import code_digest
@@ -334,6 +335,7 @@ class RunSetup:
 
         Raises Final on all ranks if the checkpoint does not belong to this run.
         """
+        fetch_newer(self.group, self.checkpoints, self.run_file.run_id, self.config, self.log.info)
         state: State | None = None
         problem = None
         if self.env.is_coordinator:

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from trainer.checkpoint.copies import CheckpointCopies
 from trainer.checkpoint.exchange import gather_optimizer
 from trainer.checkpoint.rank_state import save_rank_states
 from trainer.checkpoint.storage import State
@@ -118,6 +119,9 @@ class Trainer:
         self.parameter_check = ParameterCheck(self.group, self.model, self.run_dir)
         self.reporter.begin(setup.plan, setup.train_state, setup.step_cost())
         self.reporter.prediction = setup.placement.prediction
+        self.checkpoint_copies = CheckpointCopies(
+            self.group, setup.checkpoints, self.config, self.log.info, self.run_status.begin_stage_again
+        )
         self._next_batch: Batch
         self.balancer: Balancer | None = None
         if self.env.is_coordinator and not self.run_file.fixed_shares:
@@ -174,6 +178,8 @@ class Trainer:
         summary = self.step_sync.finish(pending)
         loss = self._mean_loss(summary, batch.n_targets, step + 1)
         self._check_ranks(summary, step + 1)
+        if summary.copy:
+            self.checkpoint_copies.start(self.reporter.train_state.checkpoint)
 
         # Logging.
         seconds = time.monotonic() - started
@@ -270,6 +276,7 @@ class Trainer:
             stop=os.path.lexists(self.stop_file),
             save=by_time or _due(step, self.config.save_every) or self.checkpoint_writer.wants_retry,
             failed_save=self.checkpoint_writer.problem is not None,
+            copy=self.checkpoint_copies.is_due(self.reporter.train_state.checkpoint),
             shares=tuple(proposed.shares) if proposed else (),
             next_batch=checksum,
         )
@@ -385,6 +392,8 @@ class Trainer:
                 self._saved_at = time.monotonic()
             if last:
                 self.checkpoint_writer.wait_on_all_ranks(group)
+                self._report_checkpoint()
+                self.checkpoint_copies.finish(self.reporter.train_state.checkpoint)
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:

@@ -98,7 +98,8 @@ def fetched(
             n_bytes, count = result["bytes"], len(result["files"])
             size = f"{n_bytes / 1e6:,.1f} MB" if n_bytes >= 1e6 else f"{n_bytes / 1e3:,.1f} kB"
             lines.append(f"{host}: {count} file{'s' * (count != 1)}, {size}, verified, in {folder}/{host}")
-            if states[host].get("checkpoint"):
+            checkpoint = f"{states[host].get('checkpoint')}/"
+            if any(str(file["name"]).startswith(checkpoint) for file in result["files"]):
                 path = f"{folder}/{host}/{states[host]['checkpoint']}"
                 lines.append(f'  text from it: python -m trainer sample --checkpoint {path} --prompt "The "')
     return "\n".join(lines) or "No host has this run."

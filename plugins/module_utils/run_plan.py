@@ -166,7 +166,9 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     extended = bool(length) and steps != steps_before
     if stored and outcome and outcome.get("outcome") == "finished" and not active and not extended:
         return "none", _finished_message(name, outcome), {}
-    refuse_lost_checkpoint(name, own)
+    copies = 1 if run_file.config.elastic else run_file.config.checkpoint_copies
+    if note := refuse_lost_checkpoint(name, own, copies):
+        messages.append(note)
     messages += _changes(run_file.config, before, steps_before, own[run_file.hosts[0]])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends
 
@@ -210,8 +212,8 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
             f"The directory of the run {run_file.run_id} is missing on {before[0]}, its coordinator "
             f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. End it: "
             f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
-            "directory from a copy, such as one that fetch.yml made, and type this again; without a copy the "
-            "run starts at step 0."
+            "directory from a copy, such as one that fetch.yml made, and type this again; without one the run "
+            "resumes from the copy that another host has (checkpoint_copies), or starts at step 0."
         )
     if deleted:
         return (
@@ -339,20 +341,34 @@ def busy(state: State, host: str, run_id: str) -> str:
     return other_holder({host: state}, unit, {host: [unit]})
 
 
-def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State]) -> None:
-    """Raise RefusedError if only hosts other than the coordinator have checkpoints of the run.
+def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 1) -> str:
+    """A sentence if the run resumes from the checkpoint of another host than the coordinator, else "".
 
-    own: host -> result of run_state, the coordinator first.
+    own: host -> result of run_state, the coordinator first. copies: the setting checkpoint_copies. Raises
+    RefusedError if only other hosts have checkpoints of the run, and with copies=1 none is sent.
     """
     first = next(iter(own))
+    if copies > 1:
+        there = {host: state for host, state in own.items() if state.get("run_id") == run_id}
+        newest = max(there, key=lambda host: checkpoint_step(there[host]), default=first)
+        step = checkpoint_step(own[newest])
+        if step <= checkpoint_step(own[first]):
+            return ""
+        has = "has none" if not own[first].get("checkpoint") else "has an older one"
+        return (
+            f"The run {run_id} resumes from the checkpoint of step {step:,} on {newest}, which sends it to "
+            f"{first}: {first} {has}."
+        )
     if own[first].get("checkpoint"):
-        return
+        return ""
     for host, state in own.items():
         if state.get("checkpoint") and state.get("run_id") == run_id:
             raise RefusedError(
                 f"The run {run_id} has its checkpoints on {host}, its former coordinator; {first} has none."
-                f" Make {host} the coordinator again, or copy {state['run_dir']}/checkpoints to {first}."
+                f" Repeat the command with -e checkpoint_copies=2, by which {host} sends them, or make {host} "
+                "the coordinator again."
             )
+    return ""
 
 
 def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[str, Any]:

@@ -82,11 +82,15 @@ def evaluation_and_checkpoints(found: Mapping[str, State]) -> list[str]:
     if evaluation:
         at = f"at step {evaluation.get('step')}"
         lines.append(f"Validation:  {evaluation['val_bpb']:.4f} bits per byte {at}")
+    newest = max(map(checkpoint_step, found.values()), default=0)
+    copies = [h for h, state in found.items() if state["checkpoint"] and checkpoint_step(state) == newest]
     for host, state in found.items():
-        if state["checkpoint"]:
+        if state["checkpoint"] and host not in copies[1:]:
             age = state["time"] - (state["checkpoint_time"] or state["time"])
             step = checkpoint_step(state)
             where = f"{state['run_dir']}/{state['checkpoint']} on {host}"
+            if len(copies) > 1 and host == copies[0]:
+                where += f", and on {', '.join(copies[1:])}"
             lines.append(f"Checkpoint:  step {step:,}, {duration(age)} ago: {where}")
     return lines
 
@@ -302,11 +306,19 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
         return f"Starting {joining} for the run {plan['run_id']}, which trains on the others."
     if plan["action"] != "resume":
         return f"Starting {run}."
-    step = checkpoint_step(states[0])
+    first = _resumed(plan, states)
+    step = checkpoint_step(first)
     if not step:
         return f"Starting {run} from step 0: no checkpoint was saved yet."
-    age = states[0]["time"] - (states[0].get("checkpoint_time") or states[0]["time"])
+    age = first["time"] - (first.get("checkpoint_time") or first["time"])
     return f"Resuming {run} from its checkpoint of step {step:,}, {duration(age)} old."
+
+
+def _resumed(plan: Mapping[str, Any], states: Sequence[State]) -> State:
+    """The state of the host from whose checkpoint the run resumes: the newest one, if hosts send copies."""
+    config = plan["file"]["config"]
+    copies = 1 if config.get("elastic") else config.get("checkpoint_copies", 1)
+    return max(states, key=checkpoint_step) if copies > 1 else states[0]
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
@@ -334,7 +346,7 @@ def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence
     else:
         seconds = tokens * _flops_per_token(config) / (GFLOPS_A_THREAD * 1e9 * max(1, sum(threads)))
         source = "a rough figure until the first steps are measured"
-    done = checkpoint_step(states[0]) if plan["action"] == "resume" else 0
+    done = checkpoint_step(_resumed(plan, states)) if plan["action"] == "resume" else 0
     left = max(0, steps - done)
     return f"Expected: {duration(seconds)} a step, {duration(seconds * left)} for {left:,} steps ({source})."
 

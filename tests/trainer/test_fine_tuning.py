@@ -214,7 +214,7 @@ def test_an_epoch_lowers_the_loss_and_the_run_resumes_bitwise(
     fine_tune(base, chats, tmp_path / "part", **given)
     for path in storage.checkpoints(tmp_path / "part" / "checkpoints"):
         if int(path.name[5:]) > steps - 2:
-            storage._remove(path)
+            storage.remove(path)
     fine_tune(base, chats, tmp_path / "part", resumes=True, **given)
     again = storage.load(tmp_path / "part" / "checkpoints" / newest.name)
     assert all(torch.equal(again.model[name], tensor) for name, tensor in storage.load(newest).model.items())

@@ -30,6 +30,7 @@ OTHERS = {
     "save_every": 2,
     "save_minutes": 1.5,
     "keep_checkpoints": 1,
+    "checkpoint_copies": 3,
     "device": "cpu",
     "digest_every": 2,
     "tracker": "mlflow",

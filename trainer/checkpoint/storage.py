@@ -112,7 +112,7 @@ def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path
         hashes = {name: file_sha256(temporary / name) for name in FILES}
         write_json(temporary / "meta.json", {**state.meta, "schema": SCHEMA, "sha256": hashes})
         if target.exists():
-            _remove(target)
+            remove(target)
         os.replace(temporary, target)
         sync_folder(folder)
     finally:
@@ -127,7 +127,7 @@ def prune(folder: Path, keep: int) -> None:
     spared = best(folder)
     for old in checkpoints(folder)[keep:]:
         if old != spared:
-            _remove(old)
+            remove(old)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -296,7 +296,7 @@ def remove_leftovers(folder: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     """Rename a checkpoint, then delete it: a partly deleted directory is never taken for a checkpoint."""
     hidden = path.with_name(f".{path.name}.old")
     os.replace(path, hidden)

@@ -18,7 +18,7 @@ from torch import Tensor
 from trainer.distributed.process_group import Collectives, Pending
 from trainer.outcome import Final
 
-FLAGS = 5  # stop, save, failed_save, change, snapshot
+FLAGS = 6  # stop, save, failed_save, change, snapshot, copy
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,7 @@ class StepReport:
     `stop`: end the run; `save`: write a checkpoint; `failed_save`: a checkpoint could not be written.
     In an elastic run, `change` (from any rank): ranks leave or join after this step; `snapshot`: copy the
     state to rank 0.
+    `copy`: send the newest checkpoint to the hosts that keep copies.
     `next_batch` belongs to the following step: the active rows of a batch set the shapes of its collectives.
     """
 
@@ -39,6 +40,7 @@ class StepReport:
     failed_save: bool = False
     change: bool = False
     snapshot: bool = False
+    copy: bool = False
     shares: tuple[int, ...] = ()  # rows per rank from the next step on; empty: unchanged
     next_batch: int = 0  # checksum of the next step's batch
 
@@ -54,6 +56,7 @@ class StepSummary:
     failed_save: bool
     change: bool
     snapshot: bool
+    copy: bool
     shares: list[int]
     next_batches: list[int]
 
@@ -71,7 +74,7 @@ class StepSync:
         batches[self._group.rank] = float(report.next_batch)
         for rank, rows in enumerate(report.shares):
             shares[rank] = float(rows)
-        flags = (report.stop, report.save, report.failed_save, report.change, report.snapshot)
+        flags = (report.stop, report.save, report.failed_save, report.change, report.snapshot, report.copy)
         head = [report.loss_sum, float(report.rows), *map(float, flags)]
         shared = torch.tensor([*head, *seconds, *shares, *batches], dtype=torch.float64)
         return shared, self._group.start_all_reduce(shared)
@@ -81,7 +84,7 @@ class StepSync:
         shared, pending = started
         self._group.wait([pending])
         loss_sum, rows, *rest = shared.tolist()
-        stop, save, failed_save, change, snapshot = (value > 0 for value in rest[:FLAGS])
+        stop, save, failed_save, change, snapshot, copy = (value > 0 for value in rest[:FLAGS])
         tables = rest[FLAGS:]
         if rows != self._rows_per_step:
             raise Final(
@@ -98,6 +101,7 @@ class StepSync:
             failed_save,
             change,
             snapshot,
+            copy,
             shares if any(shares) else [],
             [int(batch) for batch in tables[2 * n :]],
         )

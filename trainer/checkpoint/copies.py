@@ -1,0 +1,239 @@
+"""Copies of checkpoints on other hosts, so that no single disk can lose a run.
+
+    fetch_newer(group, folder, run_id, config, log)       # before rank 0 loads its newest checkpoint
+    copies = CheckpointCopies(group, folder, config, log) # when the ranks are connected
+    copies.start(newest)                                  # on all ranks, after a step; a thread sends it
+    copies.finish(newest)                                 # on all ranks, at the end
+
+The hosts that keep copies are the coordinator and the next ones in rank order; the first rank of each
+receives. A copy that fails costs a warning, and never the run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+from trainer.checkpoint import storage
+from trainer.checkpoint.storage import DamagedCheckpointError
+from trainer.checkpoint.transfer import Transfer
+from trainer.config import ConfigError, RunConfig
+from trainer.distributed.process_group import Collectives, Peer
+from trainer.distributed.subgroup import Subgroup
+
+POLL_SECONDS = 2.0  # between collective checks whether a transfer has ended: one long one would time out
+PROGRESS_SECONDS = 10.0  # between lines of progress at the end of a run
+SETTLE_SECONDS = 60.0  # for a copy of any size, at the end of a run
+SLOWEST_BYTES_A_SECOND = 2**20  # a slower link counts as hanging
+Log = Callable[[str], None]
+
+
+def copies_of(config: RunConfig) -> int:
+    """The number of hosts that keep each checkpoint. An elastic run makes no copies yet."""
+    return 1 if config.elastic else config.checkpoint_copies
+
+
+def first_ranks(peers: Sequence[Peer]) -> list[int]:
+    """The first rank of each host, in rank order."""
+    hosts: dict[str, int] = {}
+    for peer in peers:
+        hosts.setdefault(peer.host, peer.rank)
+    return list(hosts.values())
+
+
+class CheckpointCopies:
+    """The copies of one attempt. With one copy, or one host, nothing is sent."""
+
+    def __init__(
+        self,
+        group: Collectives,
+        folder: Path,
+        config: RunConfig,
+        log: Log,
+        alive: Callable[[], None] = lambda: None,
+    ) -> None:
+        """All ranks call it. alive: called again and again while `finish` waits."""
+        self._group, self._folder, self._log = group, folder, log
+        self._alive = alive
+        members = first_ranks(group.peers)[: copies_of(config)]
+        self._link: Subgroup | None = None
+        if len(members) > 1:
+            self._link = Subgroup.open(group, "checkpoint copies", members, source=0)
+        self._has_copies = self._link is not None
+        self._transfer: Transfer | None = None
+        self._last: str | None = None  # the newest checkpoint whose copy was started
+        self._skipped: str | None = None
+
+    def is_due(self, newest: str | None) -> bool:
+        """On rank 0, whether to start a copy of its newest checkpoint, a path in the run directory."""
+        if self._link is None or self._group.rank or newest in (None, self._last):
+            return False
+        if self._transfer is not None and self._transfer.busy:
+            if newest != self._skipped:
+                self._log(
+                    f"{self._transfer.name} is still being copied to {self._receivers()}: "
+                    f"{Path(str(newest)).name} follows."
+                )
+                self._skipped = newest
+            return False
+        self._report()
+        return self._link is not None
+
+    def start(self, newest: str | None) -> None:
+        """Start to copy the checkpoint `newest` of rank 0. All ranks call it after the same step."""
+        if self._link is None or not self._link.is_member:
+            return
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._report_own()
+        path = None
+        if self._group.rank == 0:
+            self._last = newest
+            path = self._folder / Path(str(newest)).name
+        self._transfer = Transfer(self._link, self._folder, path)
+
+    def finish(self, newest: str | None) -> None:
+        """Complete a copy in progress, and copy the last checkpoint. All ranks call it at the end.
+
+        It waits as long as a slow link takes, then warns and returns.
+        """
+        if not self._has_copies:
+            return
+        self._wait()
+        due = self._group.gather_int64(torch.tensor([int(self.is_due(newest))]))
+        if int(due[0]):
+            self.start(newest)
+            self._wait()
+
+    def _wait(self) -> None:
+        """Wait on all ranks until rank 0 has sent its checkpoint, or gives up."""
+        began = shown = time.monotonic()
+        running = True
+        while running:
+            transfer, busy = self._transfer, False
+            if transfer is not None and self._group.rank == 0:
+                transfer.wait(POLL_SECONDS)
+                busy, now = transfer.busy, time.monotonic()
+                if busy and now - began > SETTLE_SECONDS + transfer.size / SLOWEST_BYTES_A_SECOND:
+                    self._log(
+                        f"warning: The copy of {transfer.name} to {self._receivers()} is not complete after "
+                        f"{now - began:.0f} s: the run ends without it. Check the link and that disk."
+                    )
+                    busy, self._link, self._transfer = False, None, None
+                elif busy and now - shown >= PROGRESS_SECONDS:
+                    shown, done = now, transfer.sent / 1e6
+                    self._log(f"Copying {transfer.name}: {done:,.0f} of {transfer.size / 1e6:,.0f} MB.")
+            running = bool(int(self._group.gather_int64(torch.tensor([int(busy)]))[0]))
+            self._alive()
+        if self._group.rank == 0:
+            self._report()
+        else:
+            self._report_own()
+
+    def _report_own(self) -> None:
+        """On a receiver, log a transfer that has failed."""
+        if self._group.rank and self._transfer is not None and self._transfer.lost:
+            self._log(f"warning: A copy of a checkpoint was not received: {self._transfer.lost}")
+
+    def _report(self) -> None:
+        """Log the result of the transfer that has ended. After a lost connection, no copies are sent."""
+        transfer, self._transfer = self._transfer, None
+        if transfer is None:
+            return
+        if transfer.lost:
+            self._log(
+                f"warning: The copy of {transfer.name} to {self._receivers()} failed: {transfer.lost} "
+                "This attempt makes no more copies."
+            )
+            self._link = None
+            return
+        for host, problem in transfer.problems.items():
+            self._log(f"warning: {transfer.name} has no copy on {host}: {problem}.")
+        good = [host for host in self._receivers().split(", ") if host not in transfer.problems]
+        if transfer.sent and good:
+            self._log(
+                f"Copied {transfer.name} to {', '.join(good)}: {transfer.size / 1e6:,.1f} MB in "
+                f"{transfer.seconds:.1f} s in the background."
+            )
+
+    def _receivers(self) -> str:
+        return ", ".join(peer.host for peer in self._link.peers if peer.rank) if self._link else "other hosts"
+
+
+def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig, log: Log) -> None:
+    """If another host has a newer undamaged checkpoint of the run than rank 0, send it to rank 0.
+
+    All ranks call it. Raises Final if that fails, so that no run continues from an older state unnoticed.
+    """
+    leaders = first_ranks(group.peers)
+    if copies_of(config) < 2 or len(leaders) < 2:
+        return
+    step, damaged = _newest_verified(folder, None, -1, log) if group.rank == 0 else (-1, [])
+    own = int(group.gather_int64(torch.tensor([step]))[0])
+    if group.rank in leaders[1:]:
+        storage.remove_leftovers(folder)
+        step, _ = _newest_verified(folder, run_id, own, log)
+    steps = group.gather_int64(torch.tensor([step])).flatten().tolist()
+    source = steps.index(max(steps))  # of equal ones the first, so that of rank 0
+    if source == 0:
+        return
+    link = Subgroup.open(group, "newest checkpoint", [0, source], source)
+    host = group.peers[source].host
+    transfer, problem = None, ""
+    if group.rank == 0:
+        own_step = f"{own:,}" if own >= 0 else "none"
+        log(f"{host} has the newest checkpoint, of step {max(steps):,}; the coordinator has {own_step}.")
+        for path in damaged:
+            _set_aside(path)
+        transfer = Transfer(link, folder, prunes=False)
+    elif group.rank == source:
+        transfer = Transfer(link, folder, folder / f"step_{max(steps):06d}")
+    running = True
+    while running:
+        if transfer is not None:
+            transfer.wait(POLL_SECONDS)
+        busy = transfer is not None and transfer.busy
+        running = bool(group.gather_int64(torch.tensor([int(busy)])).any())
+    if group.rank == 0 and transfer is not None:
+        problem = transfer.lost or "; ".join(transfer.problems.values())
+        if problem:
+            problem = f"The checkpoint of step {max(steps):,} cannot be fetched from {host}: {problem}"
+        else:
+            megabytes = transfer.size / 1e6
+            log(f"Received {transfer.name} from {host}: {megabytes:,.1f} MB in {transfer.seconds:.1f} s.")
+    group.raise_problems(problem)
+
+
+def _newest_verified(folder: Path, run_id: str | None, above: int, log: Log) -> tuple[int, list[Path]]:
+    """(step of the newest undamaged checkpoint above the step `above`, else -1; the damaged ones before it).
+
+    run_id: of the run, to leave out checkpoints of others; None: all count.
+    """
+    damaged: list[Path] = []
+    for path in storage.checkpoints(folder):
+        step = int(path.name[5:])
+        if step <= above:
+            break
+        try:
+            meta = storage.read_meta(path)
+        except DamagedCheckpointError as error:
+            log(f"{error} A copy on another host is looked for.")
+            damaged.append(path)
+            continue
+        except ConfigError:
+            if run_id is not None:
+                continue
+            return step, damaged  # rank 0 reports it when it loads it
+        if run_id is None or meta.get("run_id", run_id) == run_id:
+            return step, damaged
+    return -1, damaged
+
+
+def _set_aside(path: Path) -> None:
+    """Rename a damaged checkpoint to damaged_step_NNNNNN."""
+    aside = path.with_name(f"damaged_{path.name}")
+    if not aside.exists():
+        path.rename(aside)

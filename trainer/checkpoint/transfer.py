@@ -1,0 +1,266 @@
+"""The transfer of one checkpoint from a rank to ranks of other hosts, in a thread.
+
+The source sends a header (name, files, sizes), then the files in chunks. A receiver writes them to
+.step_NNNNNN.copy, compares every sha256 with meta.json, and renames the directory: a half copy never counts.
+A receiver that has the checkpoint, or no room for it, discards what arrives. At the end the receivers send
+their problems.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint import storage
+from trainer.config import ConfigError
+from trainer.data.files import sync_file, sync_folder
+from trainer.distributed.process_group import PeerLost
+from trainer.distributed.subgroup import Subgroup
+
+CHUNK_BYTES = 4 * 2**20
+PROBLEM_BYTES = 512
+NAME = re.compile(r"step_\d+")
+FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
+
+
+class Transfer:
+    """Sends or receives one checkpoint in `folder`. Read the results when `busy` is false.
+
+    problems: {host: sentence} on the source; `lost` is a sentence if the connection failed. `sent` and `size`
+    are bytes; `sent` is 0 if all receivers had the checkpoint.
+    """
+
+    def __init__(self, link: Subgroup, folder: Path, path: Path | None = None, prunes: bool = True) -> None:
+        """Start the transfer. path: the checkpoint, on the source; None on the receivers.
+
+        prunes: whether a receiver then deletes the checkpoints that the source does not keep.
+        """
+        self._link, self._folder, self._prunes = link, folder, prunes
+        self.problems: dict[str, str] = {}
+        self.lost = ""
+        self.sent = self.size = 0
+        self.seconds = 0.0
+        self.name = path.name if path else ""
+        self._thread = threading.Thread(target=self._run, args=(path,), name="checkpoint copy", daemon=True)
+        self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        return self._thread.is_alive()
+
+    def wait(self, seconds: float | None = None) -> None:
+        self._thread.join(seconds)
+
+    def _run(self, path: Path | None) -> None:
+        began = time.monotonic()
+        try:
+            if path is None:
+                self._receive()
+            else:
+                self._send(path)
+        except Exception as error:  # in a thread: it must not be lost, and costs no run
+            self.lost = str(error) if isinstance(error, PeerLost) else f"{type(error).__name__}: {error}"
+        self.seconds = time.monotonic() - began
+
+    # -- source ----------------------------------------------------------------------------------------
+
+    def _send(self, path: Path) -> None:
+        files: list[tuple[str, IO[bytes]]] = []
+        problem = ""
+        try:
+            try:  # all are open before the first is sent: the run may delete the checkpoint meanwhile
+                for name in _names_in(path):
+                    files.append((name, open(path / name, "rb", buffering=0)))  # noqa: SIM115 - closed below
+                header = self._header(path, files)
+            except OSError as error:
+                problem, header = f"{path} cannot be read: {error.strerror}", {}
+            self._exchange_header(header)
+            if header and self._some_lack_it(False):
+                for _, file in files:
+                    problem = self._send_file(file) or problem
+            self._gather_problems("")
+        finally:
+            for _, file in files:
+                file.close()
+        if problem:
+            self.problems = {peer.host: problem for peer in self._receivers()}
+
+    def _header(self, path: Path, files: list[tuple[str, IO[bytes]]]) -> dict[str, Any]:
+        sizes = [(name, os.fstat(file.fileno()).st_size) for name, file in files]
+        self.size = sum(size for _, size in sizes)
+        best = storage.best(self._folder)
+        return {
+            "name": path.name,
+            "files": sizes,
+            "meta": hashlib.sha256((path / "meta.json").read_bytes()).hexdigest(),
+            "kept": [each.name for each in storage.checkpoints(self._folder)],
+            "best": _bits_per_byte(best) if best else None,
+        }
+
+    def _send_file(self, file: IO[bytes]) -> str:
+        """Send an open file; returns a problem. After a read error, zeros follow, which no receiver takes."""
+        left, problem = os.fstat(file.fileno()).st_size, ""
+        while left > 0:
+            chunk = torch.zeros(min(left, CHUNK_BYTES), dtype=torch.uint8)
+            try:
+                _read_into(file, chunk)
+            except OSError as error:
+                problem = f"its files on the source cannot be read: {error.strerror}"
+            self._link.broadcast(chunk)
+            left -= len(chunk)
+            self.sent += len(chunk)
+        return problem
+
+    # -- receivers -------------------------------------------------------------------------------------
+
+    def _receive(self) -> None:
+        header = self._exchange_header(None)
+        if not header:
+            self._gather_problems("")
+            return
+        name, files = str(header["name"]), [(str(each), int(size)) for each, size in header["files"]]
+        if not NAME.fullmatch(name) or not all(FILE.fullmatch(each) for each, _ in files):
+            raise ValueError(f"The header names files outside of a checkpoint: {name}")
+        target, problem = self._folder / name, ""
+        has_it = _has(target, files, header["meta"])
+        self.name, self.size = name, sum(size for _, size in files)
+        if self._some_lack_it(not has_it):
+            problem = self._receive_files(target, files, discard=has_it)
+        if self._prunes and not problem:
+            try:
+                _prune(self._folder, {name, *header["kept"]}, header["best"])
+            except OSError as error:
+                problem = f"older copies cannot be deleted: {error.strerror}"
+        self._gather_problems(problem)
+
+    def _receive_files(self, target: Path, files: list[tuple[str, int]], discard: bool) -> str:
+        """Receive the files of a checkpoint; returns a problem, or "". All bytes are received in any case."""
+        temporary = target.with_name(f".{target.name}.copy")
+        problem = "" if discard else self._make_room(temporary)
+        writes = not discard and not problem
+        for name, size in files:
+            problem = self._receive_file(temporary / name, size, writes and not problem) or problem
+        if writes and not problem:
+            try:
+                storage.read_meta(temporary)
+                if target.exists():
+                    storage.remove(target)
+                os.replace(temporary, target)
+                sync_folder(target.parent)
+            except (OSError, ConfigError) as error:
+                problem = str((isinstance(error, OSError) and error.strerror) or error)
+        if writes:
+            shutil.rmtree(temporary, ignore_errors=True)
+        return problem
+
+    def _make_room(self, temporary: Path) -> str:
+        """Create the temporary directory, and delete older copies if the disk is short; returns a problem."""
+        try:
+            shutil.rmtree(temporary, ignore_errors=True)
+            (temporary / "tokenizer").mkdir(parents=True)
+            if shutil.disk_usage(self._folder).free < self.size:
+                for old in storage.checkpoints(self._folder)[1:]:
+                    storage.remove(old)
+            free = shutil.disk_usage(self._folder).free
+        except OSError as error:
+            return f"{self._folder} cannot be written: {error.strerror}"
+        if free < self.size:
+            shutil.rmtree(temporary, ignore_errors=True)
+            return f"{self._folder} has {free / 1e9:.3f} GB free, and {self.size / 1e9:.3f} GB are needed"
+        return ""
+
+    def _receive_file(self, path: Path, size: int, writes: bool) -> str:
+        """Receive a file of `size` bytes into `path`, or discard it; returns a problem."""
+        problem, file = "", None
+        try:
+            file = open(path, "wb") if writes else None  # noqa: SIM115 - closed below
+        except OSError as error:
+            problem = f"{path} cannot be written: {error.strerror}"
+        for start in range(0, size, CHUNK_BYTES):
+            chunk = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+            self._link.broadcast(chunk)
+            self.sent += len(chunk)
+            try:
+                if file and not problem:
+                    file.write(chunk.numpy().data)
+            except OSError as error:
+                problem = f"{path} cannot be written: {error.strerror}"
+        try:
+            if file and not problem:
+                sync_file(file)
+            if file:
+                file.close()
+        except OSError as error:
+            problem = problem or f"{path} cannot be written: {error.strerror}"
+        return problem
+
+    # -- messages --------------------------------------------------------------------------------------
+
+    def _exchange_header(self, header: dict[str, Any] | None) -> dict[str, Any]:
+        """Broadcast the header of the source; the receivers pass None."""
+        text = b"" if header is None else json.dumps(header).encode()
+        size = torch.tensor([len(text)])
+        self._link.broadcast(size)
+        data = torch.tensor(list(text), dtype=torch.uint8)
+        data = data if header is not None else torch.empty(int(size), dtype=torch.uint8)
+        self._link.broadcast(data)
+        return dict(json.loads(data.numpy().tobytes()))
+
+    def _some_lack_it(self, lacks: bool) -> bool:
+        return any(int(row) for row in self._link.gather(torch.tensor([int(lacks)])))
+
+    def _gather_problems(self, problem: str) -> None:
+        text = problem.encode()[:PROBLEM_BYTES].ljust(PROBLEM_BYTES, b"\0")
+        rows = self._link.gather(torch.tensor(list(text), dtype=torch.uint8))
+        found = [row.numpy().tobytes().rstrip(b"\0").decode(errors="replace") for row in rows]
+        self.problems = {
+            peer.host: sentence for peer, sentence in zip(self._link.peers, found, strict=True) if sentence
+        }
+
+    def _receivers(self) -> list[Any]:
+        return [peer for peer in self._link.peers if peer.rank != self._link.source]
+
+
+def _names_in(path: Path) -> list[str]:
+    return sorted(each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
+
+
+def _read_into(file: IO[bytes], chunk: Tensor) -> None:
+    view, done = chunk.numpy().data, 0
+    while done < len(view):
+        count = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not count:
+            return  # the file has become shorter: the receivers find it damaged
+        done += count
+
+
+def _has(target: Path, files: list[tuple[str, int]], meta_sha256: str) -> bool:
+    """Whether `target` is the same checkpoint: the same meta.json, which has the sha256 of its files."""
+    try:
+        same = hashlib.sha256((target / "meta.json").read_bytes()).hexdigest() == meta_sha256
+        return same and all((target / name).stat().st_size == size for name, size in files)
+    except OSError:
+        return False
+
+
+def _bits_per_byte(path: Path) -> float:
+    return float(json.loads((path / "meta.json").read_bytes())["val_bpb"])
+
+
+def _prune(folder: Path, kept: set[str], best: float | None) -> None:
+    """Delete the checkpoints in `folder` that the source does not keep, but none better than its best."""
+    own = storage.best(folder)
+    spared = own is not None and (best is None or _bits_per_byte(own) < best)
+    for old in storage.checkpoints(folder):
+        if old.name not in kept and not (spared and old == own):
+            storage.remove(old)

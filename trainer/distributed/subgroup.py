@@ -1,0 +1,60 @@
+"""A process group of some ranks, with connections of its own, for a thread beside the training.
+
+    link = Subgroup.open(group, "checkpoint copies", members=[0, 2], source=0)    # all ranks call it
+    link.broadcast(tensor)                                                        # members only, in one order
+
+Gloo moves the bytes, on a GPU too. A member that stays away makes the others fail after UNMEASURED_TIMEOUT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer.distributed.process_group import UNMEASURED_TIMEOUT, Collectives
+
+_OPEN: list[Any] = []  # the destructor of a process group would wait for a transfer that was given up
+
+
+class Subgroup:
+    """The members of a subgroup; `source` is the rank that broadcasts. Failures raise PeerLost."""
+
+    def __init__(self, group: Collectives, process_group: Any, members: Sequence[int], source: int) -> None:
+        self._group, self._process_group = group, process_group
+        self.rank, self.members, self.source = group.rank, sorted(members), source
+        self.peers = [group.peers[rank] for rank in self.members]
+        _OPEN.append(process_group)
+
+    @classmethod
+    def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:
+        """Connect `members`. All ranks of `group` call it, in the same order with other collectives."""
+        ranks = sorted(members)
+        try:
+            made = dist.new_group(ranks, UNMEASURED_TIMEOUT, backend="gloo", group_desc=name)
+        except RuntimeError as error:
+            raise group.peer_lost(error) from None
+        return cls(group, made, members, source)
+
+    @property
+    def is_member(self) -> bool:
+        return self.rank in self.members
+
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast the tensor of `source`; the other members receive it in place."""
+        self._finish(lambda: dist.broadcast(tensor, self.source, self._process_group, async_op=True), tensor)
+
+    def gather(self, values: Tensor) -> list[Tensor]:
+        """The `values` of every member, which have one length, in the order of `members`."""
+        rows = [torch.empty_like(values) for _ in self.members]
+        self._finish(lambda: dist.all_gather(rows, values, self._process_group, async_op=True), rows)
+        return rows
+
+    def _finish(self, start: Any, tensors: Any) -> None:
+        try:
+            self._group.finish(start(), tensors)
+        except RuntimeError as error:
+            raise self._group.peer_lost(error) from None
