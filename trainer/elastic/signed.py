@@ -1,4 +1,4 @@
-"""Membership messages with signatures, so that only hosts with the fleet's secret change the members of a run.
+"""Membership messages with signatures: only hosts with the fleet's secret change the members of a run.
 
     NONCE SIGNATURE VALUE    what SignedKeys writes to a key of the rendezvous store
     nonce                    the first of them: of the coordinator; its value is the run id
@@ -75,9 +75,9 @@ def split(text: str) -> list[str]:
 class SignedKeys:
     """Keys whose values are signed. A value that is not signed as it has to be is treated as not set.
 
-    report: called once for each key with such a value, with a sentence about it. Counters are not signed:
-    they only number the processes of a rank. Whoever changes one can keep a process from becoming a member,
-    as whoever can write to the store can by other means, but cannot make one a member.
+    report: called once for each key with such a value, with the key and a message about it. Counters are not
+    signed: they only number the processes of a rank. Whoever changes one can keep a process from becoming a
+    member, as whoever can write to the store can by other means, but cannot make one a member.
     """
 
     def __init__(self, keys: Keys, secret: bytes, nonce: str, report: Callable[[str, str], None]) -> None:
@@ -111,8 +111,8 @@ class SignedKeys:
         while not (text := keys.get("nonce")):
             if time.monotonic() - began > seconds:
                 raise Retryable(
-                    f"The rendezvous store answers, but the coordinator wrote no nonce within {seconds:.0f} s. "
-                    "Is its rank active, with the same release of nanofleet?"
+                    f"The rendezvous store answers, but the coordinator wrote no nonce within {seconds:.0f} "
+                    "s. Is its rank active, with the same release of nanofleet?"
                 )
             time.sleep(POLL_SECONDS)
         message = split(text)
@@ -120,14 +120,14 @@ class SignedKeys:
         if not is_signed(secret, message, "nonce"):
             signed.set(f"join/{number}", "")  # has no effect, and the coordinator reports it
             raise Final(
-                "This host may not join the run: the coordinator has another secret. This host serves another "
-                "fleet, or one of the two was set up again. Give all hosts the same secret: "
+                "This host may not join the run: the coordinator has another secret. This host serves "
+                "another fleet, or one of the two was set up again. Give all hosts the same secret: "
                 "ansible-playbook setup.yml"
             )
         if message[2] != run_id:
             raise Final(
-                f"The coordinator trains the run {message[2]}, not {run_id}. Stop that run, or start this one "
-                f"with it: ansible-playbook train.yml -e run_id={run_id}"
+                f"The coordinator trains the run {message[2]}, not {run_id}. To train that one instead: "
+                f"ansible-playbook train.yml -e run_id={run_id}"
             )
         return signed
 
@@ -160,8 +160,9 @@ class SignedKeys:
         writer = f" of rank {number}" if name.partition("/")[0] in OF_A_RANK else ""
         if message[0] != self._nonce and is_signed(self._secret, message, key):
             return (
-                f"The membership message {key}{writer} has no effect: it was written for another attempt. A process "
-                "of that attempt may still be active on a host, or somebody repeats what it wrote."
+                f"The membership message {key}{writer} has no effect: it was written for another attempt. "
+                "A process of that attempt may still be active on a host, or somebody repeats what it wrote. "
+                "If it appears again: ansible-playbook stop.yml, then start the run again"
             )
         who = f"The host{writer}" if writer else "A host"
         return (
