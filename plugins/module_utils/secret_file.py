@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The secret of the fleet, a file on each host: ranks of an elastic run sign with it. Standard library only."""
+"""The secret of the fleet, a file on each host, which elastic runs sign with. Standard library only."""
 
 from __future__ import annotations
 
