@@ -34,9 +34,12 @@ class ElasticRun:
         self.port = free_port()
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, rank: int, fault: str = SLOW, **knobs: Any) -> None:
+    def start(self, rank: int, fault: str = SLOW, secret: bytes = b"\x01" * 32, **knobs: Any) -> None:
+        secret_file = self.folder / f"secret-{rank}"
+        secret_file.write_text(secret.hex(), encoding="ascii")
         environment = {
             **os.environ,
+            "NANOFLEET_SECRET_FILE": str(secret_file),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -214,6 +217,25 @@ def test_a_rank_that_differs_is_refused_and_the_others_do_not_notice(
     assert "config.seed" in end["reason"], end
     assert "host-2" in end["reason"], end
     assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.log(0).count("The ranks continue") == changes
+    check_losses(run, undisturbed)
+
+
+def test_a_rank_with_another_secret_is_refused_and_the_others_do_not_notice(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(2)
+    run.reach(15)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.has_ranks(1)
+    run.finish(1)
+    changes = run.log(0).count("The ranks continue")
+    run.start(1, secret=b"\x02" * 32)
+    end = run.finish(1)
+    assert end["outcome"] == "final"
+    assert "the coordinator has another secret" in end["reason"], end
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.log(0).count("The host of rank 1 has another secret") == 1
     assert run.log(0).count("The ranks continue") == changes
     check_losses(run, undisturbed)
 
