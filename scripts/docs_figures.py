@@ -5,13 +5,14 @@
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
+    python -m benchmarks.assistant ...                writes docs/recorded/assistant.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
 `<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
 docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`,
-docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, and docs/explanation/elastic.md
-that of leaves and joins after `<!-- elastic -->`.
+docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, docs/explanation/elastic.md
+that of leaves and joins after `<!-- elastic -->`, and docs/assistant.md its run after `<!-- assistant -->`.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import elastic, replay, scaling
+from benchmarks import assistant, elastic, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -32,6 +33,7 @@ REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 COMPRESSIONS = RECORD.with_name("compression.json")
 MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
 SCALING_PAGE = MODES_PAGE.with_name("scaling.md")
+ASSISTANT_PAGE = ROOT / "docs" / "assistant.md"
 ELASTIC_PAGE = MODES_PAGE.with_name("elastic.md")
 STEPS = 5000
 PHRASES = {
@@ -184,6 +186,8 @@ def pages() -> dict[Path, str]:
     if elastic.RECORD.exists():
         events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
         texts[ELASTIC_PAGE] = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
+    run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
+    texts[ASSISTANT_PAGE] = marked(ASSISTANT_PAGE.read_text(encoding="utf-8"), "assistant", run)
     return texts
 
 

@@ -61,7 +61,7 @@ def conversations(folder: Path) -> Iterator[list[dict[str, str]]]:
             path.read_text(encoding="utf-8"), path.name == "glossary.rst.txt"
         ):
             question, answer = plain(raw_question), plain(paragraph)
-            if SHORTEST <= len(answer) <= LONGEST and answer[0] != "." and question not in known:
+            if SHORTEST <= len(answer) <= LONGEST and question[0] != "." and question not in known:
                 known.add(question)
                 yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 

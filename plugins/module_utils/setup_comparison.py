@@ -10,6 +10,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils import (
     network_interfaces,
     network_rules,
+    secret_file,
     ufw_rules,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.doctor_measured import blocked_hosts
@@ -138,6 +139,8 @@ class Fleet:
         blocked = set(blocked_hosts(self.measured()))
         for host in self.hosts:
             found += [f"{host}: {each}" for each in self._of_host(host, host in blocked)]
+        secrets = {host: state["secret"] for host, state in self.states.items()}
+        found += secret_file.phrases(secrets, self.wanted.coordinator)
         return found + [f"{each['host']}: {each['problem']}" for each in self.environment_findings()]
 
     def _unread(self) -> list[str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
-from ansible_collections.nanofleet.fleet.plugins.module_utils import host_state, peer_listener
+from ansible_collections.nanofleet.fleet.plugins.module_utils import host_state, peer_listener, secret_file
 from ansible_collections.nanofleet.fleet.plugins.module_utils.interface_route import owned_by, route_to
 from ansible_collections.nanofleet.fleet.plugins.module_utils.network_reading import read_network
 
@@ -37,6 +37,7 @@ def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     address, user, data = interface[1], p["user"], p["data"]
     differences += host_state.account_differences(user, p["account"], p["login"])
     differences += host_state.folder_differences(p["folders"])
+    differences += secret_file.differences(p["secret"], host_state.groups_of(user)[0])
     differences += host_state.data_differences(
         data["path"], user, data["mode"], data["manifest_sha256"], not check_mode
     )
@@ -45,6 +46,7 @@ def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
         "address": address,
         "controllers": host_state.controllers(p["claim"], p["host"]),
         "ports": host_state.ports({**p["ports"], "user": user}),
+        "secret": secret_file.digest(p["secret"]),
         "python": host_state.python_version(p["python"]),
         "machine": host_state.machine(),
         "environments": {
@@ -124,6 +126,7 @@ def main() -> None:
             "user": {"type": "str", "required": True},
             "login": {"type": "str", "default": ""},
             "python": {"type": "path", "required": True},
+            "secret": {"type": "path", "required": True, "no_log": False},
             "claim": {"type": "dict", "required": True, "options": claim_spec},
             "network": {"type": "dict", "required": True, "options": network_spec},
             "ports": {"type": "dict", "required": True, "options": ports_spec},

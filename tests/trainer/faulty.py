@@ -3,7 +3,8 @@
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or it reads a token of that step
 that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip). Or, in
-an elastic run, it dies as it connects to the other members (vanish).
+an elastic run, it dies as it connects to the other members (vanish), or at that step as it evaluates, saves,
+or leaves the members of before a change (exit_evaluate, exit_save, exit_change; with step 0 at any).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -15,6 +16,9 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+# The method of the trainer in which a rank dies.
+EXITS = {"exit_evaluate": "_evaluate", "exit_save": "_save", "exit_change": "_change_members"}
 
 
 def plant(fault: str, step: int, seconds: float) -> None:
@@ -34,6 +38,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
         from trainer.elastic.setup import ElasticSetup
 
         ElasticSetup._connect_view = lambda *arguments: os._exit(9)  # type: ignore[method-assign]
+        return
+    if fault in EXITS:
+        plant_exit(EXITS[fault], step)
         return
     if fault == "slow":
         batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
@@ -62,6 +69,20 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return loss
 
     Trainer.forward_backward = accumulate  # type: ignore[method-assign]
+
+
+def plant_exit(method: str, step: int) -> None:
+    """Let this rank die in a method of the trainer after `step`; with 0 in its first call."""
+    from trainer.elastic.train import ElasticTrainer
+
+    sound = getattr(ElasticTrainer, method)
+
+    def call(self: Any, *arguments: Any, **named: Any) -> Any:
+        if step in (0, self.reporter.train_state.step):
+            os._exit(9)
+        return sound(self, *arguments, **named)
+
+    setattr(ElasticTrainer, method, call)
 
 
 def plant_misread(step: int) -> None:

@@ -34,9 +34,12 @@ class ElasticRun:
         self.port = free_port()
         self.processes: dict[int, subprocess.Popen[str]] = {}
 
-    def start(self, rank: int, fault: str = SLOW, **knobs: Any) -> None:
+    def start(self, rank: int, fault: str = SLOW, secret: bytes = b"\x01" * 32, **knobs: Any) -> None:
+        secret_file = self.folder / f"secret-{rank}"
+        secret_file.write_text(secret.hex(), encoding="ascii")
         environment = {
             **os.environ,
+            "NANOFLEET_SECRET_FILE": str(secret_file),
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(Path(__file__).parents[2]),
             "GLOO_SOCKET_IFNAME": "lo",
@@ -218,6 +221,25 @@ def test_a_rank_that_differs_is_refused_and_the_others_do_not_notice(
     check_losses(run, undisturbed)
 
 
+def test_a_rank_with_another_secret_is_refused_and_the_others_do_not_notice(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(2)
+    run.reach(15)
+    run.processes[1].send_signal(signal.SIGTERM)
+    run.has_ranks(1)
+    run.finish(1)
+    changes = run.log(0).count("The ranks continue")
+    run.start(1, secret=b"\x02" * 32)
+    end = run.finish(1)
+    assert end["outcome"] == "final"
+    assert "the coordinator has another secret" in end["reason"], end
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.log(0).count("The host of rank 1 has another secret") == 1
+    assert run.log(0).count("The ranks continue") == changes
+    check_losses(run, undisturbed)
+
+
 def test_with_fewer_hosts_than_the_minimum_the_run_waits(elastic: Begin, undisturbed: list[float]) -> None:
     run = elastic(2, min_hosts=2, save_every=10)
     run.reach(15)
@@ -253,4 +275,43 @@ def test_a_rank_that_still_computes_when_another_dies_stays(elastic: Begin, undi
     assert run.processes[1].poll() is None, run.log(1)
     assert run.finish()["outcome"] == "finished", run.log(0)
     assert run.finish(1)["outcome"] == "finished"
+    check_losses(run, undisturbed)
+
+
+@pytest.mark.parametrize("fault", ["exit_evaluate 20 0", "exit_save 20 0", f"exit_save {STEPS} 0"])
+def test_a_rank_that_dies_in_an_evaluation_or_a_save_is_left_behind(
+    elastic: Begin, undisturbed: list[float], fault: str
+) -> None:
+    run = elastic(
+        3, faults=["burn 0 0", "burn 0 0", fault], eval_every=20, save_every=20, snapshot_seconds=0.2
+    )
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(1)["outcome"] == "finished"
+    assert run.processes[2].wait() == 9
+    assert "continues without rank 2" in run.log(0)
+    assert (run.run_dir(0) / "checkpoints" / f"step_{STEPS:06}").is_dir()
+    check_losses(run, undisturbed)
+
+
+def test_a_run_that_is_stopped_saves_although_a_rank_dies_meanwhile(elastic: Begin) -> None:
+    run = elastic(3, faults=[SLOW, SLOW, "exit_save 0 0"], snapshot_seconds=1)
+    run.reach(20)
+    (run.run_dir(0) / "stop").touch()
+    end = run.finish()
+    assert end["outcome"] == "stopped", run.log(0)
+    assert end["checkpoint"] == f"checkpoints/step_{end['step']:06}"
+    assert run.finish(1)["outcome"] == "stopped"
+
+
+def test_a_rank_that_dies_while_the_others_agree_is_left_behind_too(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    run = elastic(3, faults=[SLOW, "exit_change 0 0", SLOW], snapshot_seconds=1)
+    run.reach(15)
+    run.processes[2].kill()
+    assert run.has_ranks(1) < 20
+    run.start(1)
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
     check_losses(run, undisturbed)

@@ -177,6 +177,15 @@ def test_the_environment_of_a_command_that_root_runs_is_no_file_of_the_service_u
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_ranks_of_an_elastic_run_get_the_path_of_the_secret(elastic: bool) -> None:
+    plan = {"run_id": "a", "file": {"hosts": ["tower", "laptop"], "config": {"elastic": elastic}}}
+    given = rendered("__launch_setenv", **{**PLACE, "launch_plan": plan})
+    path = "/opt/nanofleet/fleet.secret"
+    assert given.get("NANOFLEET_SECRET_FILE") == (path if elastic else None)
+    assert ("NANOFLEET_RANKS" in given) == elastic
+
+
 @pytest.mark.parametrize(
     ("threads", "ranks", "given"),
     [(0, 1, None), (6, 1, "6"), ("6", 2, "3"), (1, 2, "1"), (0, 2, "4"), (0, 16, "1")],

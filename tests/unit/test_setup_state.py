@@ -180,7 +180,7 @@ def state(host: str) -> dict[str, Any]:
         "controllers": ["10.0.0.9"] if host == "tower" else [],
         "ports": {"changed": False, "before": "32768 60999", "usable": 1000, "reserved": "", "overriding": [],
                   "listeners": []},
-        "python": "3.11", "machine": "x86_64",
+        "secret": "5e" * 32, "python": "3.11", "machine": "x86_64",
         "environments": {"train": installed, "tracker": {**installed, "project": ""}},
         "firewall": {"status": "active", "added": "".join(
             f"ufw {as_rule(*each)} comment 'nanofleet home'\n" for each in sources)},
@@ -239,6 +239,10 @@ def broken(states: Any) -> None:
     states["laptop"]["environments"]["train"]["complete"] = False
 
 
+def another_secret(states: Any) -> None:
+    states["laptop"]["secret"] = "0" * 64
+
+
 def no_route(states: Any) -> None:
     states["laptop"]["network"]["routes"]["10.0.0.1"] = {
         "interface": "",
@@ -257,6 +261,7 @@ def no_route(states: Any) -> None:
         (another_file, "The installed packages of this host"),
         (broken, "laptop: its environment (train) is not as it was installed"),
         (no_route, "laptop: no interface reaches all peers"),
+        (another_secret, "laptop: its secret is not the coordinator's"),
     ],
 )  # fmt: skip
 def test_what_is_not_as_wanted_is_named(change: Any, phrase: str) -> None:

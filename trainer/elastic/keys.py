@@ -3,6 +3,7 @@
 A member is named by its number, the rank that it has at launch, and by its incarnation: each process that
 starts as that rank has the next one. A view is the list of members of one generation.
 
+    nonce                       run id of the coordinator, with the nonce that signs (signed.py)
     join/NUMBER                 incarnation and consistency record of a rank that asks to join
     leave/NUMBER                incarnation of a member that ends in order
     broken/GENERATION           why the members of a generation no longer wait for each other
@@ -93,7 +94,8 @@ class StoreKeys:
 
     def get(self, key: str) -> str:
         with self._lock:
-            return str(self._store.get(key).decode()) if self._store.check([key]) else ""
+            found = self._store.get(key) if self._store.check([key]) else b""
+        return str(found.decode(errors="replace"))  # anybody who reaches the store can write to it
 
     def add(self, key: str, amount: int) -> int:
         with self._lock:

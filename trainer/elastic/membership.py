@@ -1,6 +1,6 @@
 """The members of an elastic run as a rank sees them: who takes part, who is lost, who asks to join.
 
-membership = Membership(env, log)
+membership = Membership(env, run_id, log)
 view = membership.join(record, min_hosts)      # the first view with this rank; nothing is connected yet
 membership.watch(age)                          # a thread that looks for losses and applicants
 group.interruption = membership.interruption   # ends the waits for a member that is lost
@@ -19,6 +19,7 @@ from trainer.distributed.consistency import Record
 from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store
 from trainer.elastic.agreement import READY_SECONDS, VIEW_SECONDS, Coordinator, Follower
 from trainer.elastic.keys import Member, StoreKeys, View
+from trainer.elastic.signed import SignedKeys, read_secret
 from trainer.health.diagnosis import EndpointResult
 from trainer.health.endpoint import EndpointAddress, query
 from trainer.host.logger import RunLogger, fields
@@ -38,13 +39,14 @@ class Membership:
 
     view: View
 
-    def __init__(self, env: RankEnv, log: RunLogger) -> None:
+    def __init__(self, env: RankEnv, run_id: str, log: RunLogger) -> None:
         self.env, self._log = env, log
+        secret = read_secret()
         try:
             self.store = open_store(env, is_master=env.is_coordinator)
         except (RuntimeError, ValueError) as error:
             raise no_store(env, JOIN_SECONDS, error) from None
-        self._keys = StoreKeys(self.store)
+        self._keys = self._open_keys(secret, run_id)
         self._coordinator: Coordinator | None = None
         self._follower: Follower | None = None
         self._kind = ""  # the device kind of the run
@@ -55,6 +57,19 @@ class Membership:
         self._leaving = threading.Event()
         self.left = threading.Event()  # set when this member may end
         self._stopped = threading.Event()
+
+    def _open_keys(self, secret: bytes, run_id: str) -> SignedKeys:
+        """The signed keys of this rank. Raises RunEnd if it may not take part."""
+        keys = StoreKeys(self.store)
+        try:
+            if self.env.is_coordinator:
+                return SignedKeys.announce(keys, secret, run_id, self._warn)
+            return SignedKeys.meet(keys, secret, run_id, self.env.rank, self._warn)
+        except RuntimeError as error:
+            raise no_store(self.env, JOIN_SECONDS, error) from None
+
+    def _warn(self, key: str, text: str) -> None:
+        self._log.warning(text, extra=fields("message without effect", key=key))
 
     # -- the agreement, on the main thread -------------------------------------------------------------
 
@@ -164,7 +179,8 @@ class Membership:
         if self._follower is None:
             return False
         with contextlib.suppress(RuntimeError):
-            StoreKeys(open_store(self.env)).set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
+            keys = self._keys.over(StoreKeys(open_store(self.env)))
+            keys.set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
             self._leaving.set()
             return self.left.wait(seconds)
         return False
@@ -184,7 +200,8 @@ class Membership:
         while not self._stopped.wait(WATCH_SECONDS):
             view = self.view
             try:
-                keys = keys or StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2))
+                if keys is None:
+                    keys = self._keys.over(StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2)))
                 if broken := keys.get(f"broken/{view.generation}"):
                     self._break(view, broken)
                 answered = time.monotonic()

@@ -29,7 +29,7 @@ class ElasticSetup(RunSetup):
     membership: Membership | None = None
 
     def _open_store(self) -> dist.Store:
-        self.membership = Membership(self.env, self.log)
+        self.membership = Membership(self.env, self.run_file.run_id, self.log)
         return self.membership.store
 
     def _find_ranks(self, record: Record) -> list[Record]:

@@ -1,0 +1,172 @@
+"""Membership messages with signatures: only hosts with the fleet's secret change the members of a run.
+
+    NONCE SIGNATURE VALUE    what SignedKeys writes to a key of the rendezvous store
+    nonce                    the first of them: of the coordinator; its value is the run id
+
+The nonce is random and belongs to one attempt of the coordinator. A signature covers nonce, key and value, so
+a message has no effect in another attempt or under another key. Within an attempt a message names an
+incarnation or a generation, which is compared with the current one. Not signed: counters, and what the ranks
+of a view exchange to connect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.config import ConfigError
+from trainer.elastic.keys import Keys
+from trainer.outcome import Final, Retryable
+
+VARIABLE = "NANOFLEET_SECRET_FILE"
+SECRET_BYTES = 32
+NONCE_SECONDS = 45.0  # from the start of the store until the coordinator has written the nonce
+POLL_SECONDS = 0.05
+OF_A_RANK = ("join", "leave", "ready", "accepted")  # keys that end in the number of the rank that writes them
+
+
+def read_secret() -> bytes:
+    """The secret of the fleet, in the file that NANOFLEET_SECRET_FILE names; empty without that variable.
+
+    Raises ConfigError if the file cannot be read or holds no secret.
+    """
+    path = os.environ.get(VARIABLE, "")
+    if not path:
+        return b""
+    try:
+        secret = bytes.fromhex(Path(path).read_text(encoding="ascii"))
+        problem = "" if len(secret) == SECRET_BYTES else f"it has not {2 * SECRET_BYTES} hexadecimal digits"
+    except OSError as error:
+        problem = error.strerror or str(error)
+    except ValueError:
+        problem = f"it has not {2 * SECRET_BYTES} hexadecimal digits"
+    if problem:
+        raise ConfigError(
+            f"The secret of the fleet, {path}, cannot be read: {problem}. Write it again: "
+            "ansible-playbook setup.yml"
+        )
+    return secret
+
+
+def sign(secret: bytes, nonce: str, key: str, value: str) -> str:
+    """The signature of a message."""
+    text = json.dumps([nonce, key, value]).encode()
+    return hmac.new(secret, text, hashlib.sha256).hexdigest()
+
+
+def is_signed(secret: bytes, message: list[str], key: str) -> bool:
+    """Whether `message` (nonce, signature, value) is signed with `secret`."""
+    nonce, signature, value = message
+    return hmac.compare_digest(signature.encode(), sign(secret, nonce, key, value).encode())
+
+
+def split(text: str) -> list[str]:
+    """Nonce, signature and value of what a key holds; empty ones if it is no message."""
+    parts = text.split(" ", 2)
+    return parts if len(parts) == 3 else ["", "", ""]
+
+
+class SignedKeys:
+    """Keys whose values are signed. A value that is not signed as it has to be is treated as not set.
+
+    report: called once for each key with such a value, with the key and a message about it. Counters are not
+    signed: they only number the processes of a rank. Whoever changes one can keep a process from becoming a
+    member, as whoever can write to the store can by other means, but cannot make one a member.
+    """
+
+    def __init__(self, keys: Keys, secret: bytes, nonce: str, report: Callable[[str, str], None]) -> None:
+        self._keys, self._secret, self._nonce, self._report = keys, secret, nonce, report
+        self._reported: set[str] = set()
+
+    @classmethod
+    def announce(
+        cls, keys: Keys, secret: bytes, run_id: str, report: Callable[[str, str], None]
+    ) -> SignedKeys:
+        """The keys of the coordinator, which has just opened the store: they have a new nonce."""
+        signed = cls(keys, secret, secrets.token_hex(16), report)
+        signed.set("nonce", run_id)
+        return signed
+
+    @classmethod
+    def meet(
+        cls,
+        keys: Keys,
+        secret: bytes,
+        run_id: str,
+        number: int,
+        report: Callable[[str, str], None],
+        seconds: float = NONCE_SECONDS,
+    ) -> SignedKeys:
+        """The keys of another rank, with the nonce of the coordinator.
+
+        Raises Final if the coordinator has another secret or another run; Retryable if it writes no nonce.
+        """
+        began = time.monotonic()
+        while not (text := keys.get("nonce")):
+            if time.monotonic() - began > seconds:
+                raise Retryable(
+                    f"The rendezvous store answers, but the coordinator wrote no nonce within {seconds:.0f} "
+                    "s. Is its rank active, with the same release of nanofleet?"
+                )
+            time.sleep(POLL_SECONDS)
+        message = split(text)
+        signed = cls(keys, secret, message[0], report)
+        if not is_signed(secret, message, "nonce"):
+            signed.set(f"join/{number}", "")  # has no effect, and the coordinator reports it
+            raise Final(
+                "This host may not join the run: the coordinator has another secret. This host serves "
+                "another fleet, or one of the two was set up again. Give all hosts the same secret: "
+                "ansible-playbook setup.yml"
+            )
+        if message[2] != run_id:
+            raise Final(
+                f"The coordinator trains the run {message[2]}, not {run_id}. To train that one instead: "
+                f"ansible-playbook train.yml -e run_id={run_id}"
+            )
+        return signed
+
+    def over(self, keys: Keys) -> SignedKeys:
+        """The same over another connection to the store."""
+        other = SignedKeys(keys, self._secret, self._nonce, self._report)
+        other._reported = self._reported
+        return other
+
+    def set(self, key: str, value: str) -> None:
+        self._keys.set(key, f"{self._nonce} {sign(self._secret, self._nonce, key, value)} {value}")
+
+    def get(self, key: str) -> str:
+        text = self._keys.get(key)
+        if not text:
+            return ""
+        message = split(text)
+        if message[0] == self._nonce and is_signed(self._secret, message, key):
+            return message[2]
+        if key not in self._reported:
+            self._reported.add(key)
+            self._report(key, self._explain(key, message))
+        return ""
+
+    def add(self, key: str, amount: int) -> int:
+        return self._keys.add(key, amount)
+
+    def _explain(self, key: str, message: list[str]) -> str:
+        name, _, number = key.rpartition("/")
+        writer = f" of rank {number}" if name.partition("/")[0] in OF_A_RANK else ""
+        if message[0] != self._nonce and is_signed(self._secret, message, key):
+            return (
+                f"The membership message {key}{writer} has no effect: it was written for another attempt. "
+                "A process of that attempt may still be active on a host, or somebody repeats what it wrote. "
+                "If it appears again: ansible-playbook stop.yml, then start the run again"
+            )
+        who = f"The host{writer}" if writer else "A host"
+        return (
+            f"The membership message {key} has no effect: it is not signed with the secret of this fleet. "
+            f"{who} has another secret, or a host that is not of the fleet wrote it. Give all hosts the same "
+            "secret: ansible-playbook setup.yml"
+        )
