@@ -261,11 +261,8 @@ BOOLS = {"true": True, "yes": True, "false": False, "no": False}
 # Conditions of single settings: (whether it holds for the value, its text in the message, the settings).
 _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 1, "must be at least 1", "depth aspect_ratio head_dim sequence_len device_batch_size"),
-    (
-        lambda v: v >= 1,
-        "must be at least 1",
-        "eval_tokens keep_checkpoints checkpoint_copies local_steps min_hosts",
-    ),
+    (lambda v: v >= 1, "must be at least 1", "eval_tokens keep_checkpoints local_steps min_hosts"),
+    (lambda v: v >= 1, "must be at least 1", "checkpoint_copies"),
     (lambda v: v >= 0, "must not be negative", "n_kv_head total_batch_size num_iterations target_flops"),
     (lambda v: v >= 0, "must not be negative", "warmup_steps eval_every sample_every save_every"),
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),

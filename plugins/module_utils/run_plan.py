@@ -212,8 +212,8 @@ def _restart_cause(run_file: Any, stored: State, active: Sequence[str], states: 
             f"The directory of the run {run_file.run_id} is missing on {before[0]}, its coordinator "
             f"({states[before[0]]['run_dir']}), with its checkpoints; nothing was changed. End it: "
             f"ansible-playbook stop.yml -e run_id={run_file.run_id} -e stop_now=true. Then restore the "
-            "directory from a copy, such as one that fetch.yml made, and type this again; without one the run "
-            "resumes from the copy that another host has (checkpoint_copies), or starts at step 0."
+            "directory from a copy, such as one that fetch.yml made, and type this again; without one the "
+            "run resumes from the copy that another host has (checkpoint_copies), or starts at step 0."
         )
     if deleted:
         return (
@@ -365,8 +365,8 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 
         if state.get("checkpoint") and state.get("run_id") == run_id:
             raise RefusedError(
                 f"The run {run_id} has its checkpoints on {host}, its former coordinator; {first} has none."
-                f" Repeat the command with -e checkpoint_copies=2, by which {host} sends them, or make {host} "
-                "the coordinator again."
+                f" Repeat the command with -e checkpoint_copies=2, by which {host} sends them, or make "
+                f"{host} the coordinator again."
             )
     return ""
 

@@ -57,6 +57,20 @@ def test_an_active_run_is_left_alone() -> None:
     assert plan({}, {**up, "stepped": True}, state(**stored(), outcome=shut_down))["action"] == "resume"
 
 
+def test_a_lost_checkpoint_is_resumed_from_a_copy_if_there_may_be_one() -> None:
+    has = state(**stored(), checkpoint="checkpoints/step_000012")
+    lost, older = state(**stored()), state(**stored(), checkpoint="checkpoints/step_000003")
+    refused = plan({}, lost, has)
+    assert refused["action"] == "refuse"
+    assert "on laptop, its former coordinator; tower has none. Repeat the command with" in refused["message"]
+    assert "-e checkpoint_copies=2" in refused["message"]
+    resumed = plan({"checkpoint_copies": "2"}, lost, has)
+    assert resumed["action"] == "resume"
+    assert "resumes from the checkpoint of step 12 on laptop" in resumed["message"]
+    assert "tower has an older one" in plan({"checkpoint_copies": "2"}, older, has)["message"]
+    assert "laptop" not in plan({"checkpoint_copies": "2"}, has, older)["message"]
+
+
 UNIT = "nanofleet-a.service"
 
 
