@@ -102,7 +102,7 @@ def test_links_inside_the_repository_lead_somewhere(page: Path) -> None:
 def commands_in(text: str) -> Iterator[str]:
     """What a reader is shown to type: lines of fenced blocks, and code in a sentence."""
     for language, block in FENCE.findall(text):
-        for line in block.splitlines():
+        for line in block.replace("\\\n", " ").splitlines():
             typed = line.strip()
             if language == "console" and typed.startswith("$ "):
                 yield typed[2:]
