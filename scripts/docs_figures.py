@@ -163,10 +163,17 @@ def filled(page: str, phrase: str, shown: dict[str, Any]) -> str:
 
 
 def marked(page: str, mark: str, block: str) -> str:
-    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`, if it has them."""
+    """`page` with `block` between `<!-- mark -->` and `<!-- end -->`, if it has them.
+
+    Raises ValueError if only the end is missing: what follows would be lost.
+    """
     before, begin, rest = page.partition(f"<!-- {mark} -->\n")
+    if not begin:
+        return page
     _old, end, after = rest.partition("\n<!-- end -->")
-    return before + begin + block + end + after if begin else page
+    if not end:
+        raise ValueError(f"<!-- {mark} --> has no <!-- end --> after it")
+    return before + begin + block + end + after
 
 
 def pages() -> dict[Path, str]:
