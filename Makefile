@@ -63,6 +63,10 @@ test-full: lab-tools lint ## everything
 	scripts/molecule.sh default trixie noble network reset nosudo three upgrade installed
 	pytest -m lab
 
+.PHONY: test-gpu
+test-gpu: venv ## what a GPU computes, on a machine that has one, with the CUDA build of torch
+	pytest -m gpu tests/trainer/test_cuda.py
+
 .PHONY: test-faults
 test-faults: lab-tools venv ## plant faults in running trainings on a lab; messages and recovery go to docs/faults.md
 	NANOFLEET_FAULTS_PAGE=1 pytest -m faults

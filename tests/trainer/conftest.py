@@ -47,8 +47,13 @@ LONGEST_SECONDS = 120.0
 OLD_CPU = {"MKL_ENABLE_INSTRUCTIONS": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts ranks or sends to a tracker takes seconds each: such tests are for `make test`."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """What starts ranks or sends to a tracker takes seconds each: such tests are for `make test`.
+
+    Tests of a GPU run only where they are asked for, by `-m gpu`.
+    """
+    if config.getoption("markexpr") != "gpu":
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
     for item in items:
         if {"start", "begin", "track", "alone"} & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.processes)

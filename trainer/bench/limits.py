@@ -20,7 +20,8 @@ from trainer.host.gemm import gemm_rate, shortest_on
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import POLAR_EXPRESS, MuonAdamW
 
-GEMM_SHAPE = (2048, 512, 2048)  # tokens of two rows, the width of depth 8, its hidden layer
+# On a CPU: tokens of two rows, the width of depth 8, its hidden layer. On a GPU: one that fills it.
+GEMM_SHAPES = {"cpu": (2048, 512, 2048), "cuda": (8192, 8192, 8192)}
 COPY_BYTES = 128 * 2**20  # beyond any cache
 ADAMW_PASSES = 7  # reads weight, gradient and both moments; writes weight and both moments
 
@@ -81,7 +82,7 @@ def measure(dtype: torch.dtype, device: torch.device) -> Rates:
 
     It takes about a second.
     """
-    gemm = gemm_rate(GEMM_SHAPE, dtype, device)
+    gemm = gemm_rate(GEMM_SHAPES[device.type], dtype, device)
     source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
     copy = shortest_on(device, lambda: target.copy_(source))

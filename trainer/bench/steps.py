@@ -94,7 +94,7 @@ class BenchTrainer(Trainer):
             return True
         self.ends.append(self._mark())
         self.sync.finish()
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+        peak = self._peak_bytes()
         self._measure()
         mine = json.dumps(self._of_this_rank(peak) | self._measure_transfers()).encode()
         ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
@@ -170,8 +170,14 @@ class BenchTrainer(Trainer):
         """(Begin, end) of each measured step, without the first WARM_STEPS."""
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
+    def _peak_bytes(self) -> int:
+        """The most bytes that this process has taken so far, of the GPU if it computes on one."""
+        if self.setup.numerics.device.type == "cuda":
+            return torch.cuda.max_memory_reserved()
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
     def _of_this_rank(self, peak: int) -> Result:
-        """The figures of this rank but those of transfers alone. peak: resident bytes."""
+        """The figures of this rank but those of transfers alone. peak: see `_peak_bytes`."""
         rows = self.plan.shares[self.env.rank]
         names = [matrix.name for matrix in self.optimizer.muon_parameters()]
         owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}
