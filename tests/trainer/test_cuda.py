@@ -128,7 +128,7 @@ def test_two_ranks_and_one_gpu_are_refused(start: Start) -> None:
     pair = start(2, device="cuda", env=[{}, NO_GPU])
     for rank in pair:
         code, output = rank.wait()
-        assert code == 1, output
+        assert code == 2, output
         reason = rank.outcome()["reason"]
         assert "device is cuda, but" in reason
         assert "host-2" in reason
@@ -136,7 +136,7 @@ def test_two_ranks_and_one_gpu_are_refused(start: Start) -> None:
 
 def test_a_pair_transfers_the_run_to_the_host_with_the_gpu(start: Start) -> None:
     """As tests/gpu_stand_in does it elsewhere; here the seconds are measured."""
-    pair = start(2, depth=4, aspect_ratio=64, head_dim=64, sync="auto", num_iterations=2, env=[NO_GPU, {}])
+    pair = start(2, depth=8, aspect_ratio=96, head_dim=64, sync="auto", num_iterations=2, env=[NO_GPU, {}])
     for rank in pair:
         code, output = rank.wait(400)
         assert code == 1, output
