@@ -102,7 +102,7 @@ class RunConfig:
     )
     keep_checkpoints: int = setting(2, "newest checkpoints to keep, besides the best one", RUNTIME)
     checkpoint_copies: int = setting(
-        1, "hosts that keep each checkpoint: the coordinator and the next ones; 1: only it", RUNTIME
+        2, "hosts that keep each checkpoint: the coordinator and the next ones; 1: only it", RUNTIME
     )
     seed: int = setting(42, "seed of the weights and of the order of the rows")
     device: str = setting(

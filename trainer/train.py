@@ -393,7 +393,8 @@ class Trainer:
             if last:
                 self.checkpoint_writer.wait_on_all_ranks(group)
                 self._report_checkpoint()
-                self.checkpoint_copies.finish(self.reporter.train_state.checkpoint)
+                if not self.stopping:  # a person waits for that; the next attempt makes the copy
+                    self.checkpoint_copies.finish(self.reporter.train_state.checkpoint)
         self._report_checkpoint()
 
     def _report_checkpoint(self) -> None:

@@ -166,8 +166,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     extended = bool(length) and steps != steps_before
     if stored and outcome and outcome.get("outcome") == "finished" and not active and not extended:
         return "none", _finished_message(name, outcome), {}
-    copies = 1 if run_file.config.elastic else run_file.config.checkpoint_copies
-    if note := refuse_lost_checkpoint(name, own, copies):
+    if note := refuse_lost_checkpoint(name, own, run_file.config.checkpoint_copies):
         messages.append(note)
     messages += _changes(run_file.config, before, steps_before, own[run_file.hosts[0]])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends

@@ -317,8 +317,7 @@ def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
 def _resumed(plan: Mapping[str, Any], states: Sequence[State]) -> State:
     """The state of the host from whose checkpoint the run resumes: the newest one, if hosts send copies."""
     config = plan["file"]["config"]
-    copies = 1 if config.get("elastic") else config.get("checkpoint_copies", 1)
-    return max(states, key=checkpoint_step) if copies > 1 else states[0]
+    return max(states, key=checkpoint_step) if config.get("checkpoint_copies", 1) > 1 else states[0]
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:

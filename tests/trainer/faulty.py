@@ -1,7 +1,8 @@
 """A rank with a fault planted: at a step, once it has its gradients, it burns, sleeps, fails or diverges.
 
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
-Or its disk is (write): the checkpoint of that step takes so many seconds. Or it reads a token of that step
+Or its disk is (write): the checkpoint of that step takes so many seconds. Or the copy of each file of a
+checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step
 that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip). Or, in
 an elastic run, it dies as it connects to the other members (vanish), or at that step as it evaluates, saves,
 or leaves the members of before a change (exit_evaluate, exit_save, exit_change; with step 0 at any).
@@ -33,6 +34,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault == "misread":
         plant_misread(step)
+        return
+    if fault == "copy":
+        plant_slow_copy(seconds)
         return
     if fault == "vanish":
         from trainer.elastic.setup import ElasticSetup
@@ -118,6 +122,19 @@ def plant_slow_disk(step: int, seconds: float) -> None:
             time.sleep(seconds)
 
     storage._write_tensors = write
+
+
+def plant_slow_copy(seconds: float) -> None:
+    """Let each file of a checkpoint take so many seconds to another host."""
+    from trainer.checkpoint.transfer import Transfer
+
+    sound = Transfer._send_file
+
+    def send(self: Any, file: Any) -> str:
+        time.sleep(seconds)
+        return sound(self, file)
+
+    Transfer._send_file = send  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -139,3 +139,24 @@ def test_ranks_killed_while_copying_leave_no_half_copy(start: Start) -> None:
     assert f"Resuming from the checkpoint of step {newest}." in logs[0]
     assert not [name for name in names(other) if name.startswith(".")]
     assert time.monotonic() - began < 120
+
+
+def test_a_stop_does_not_wait_for_a_copy(start: Start) -> None:
+    """What had arrived of it is removed, and the next attempt makes the copy."""
+    ranks = start(2, faults=["copy 0 40", "copy 0 40"], **{**KNOBS, "num_iterations": 2000})
+    ranks[0].reach_step(5)
+    began = time.monotonic()
+    (ranks[0].run_dir / "stop").touch()
+    for rank in ranks:
+        code, text = rank.wait()
+        assert rank.outcome()["outcome"] == "stopped", (code, text)
+    assert time.monotonic() - began < 20
+    step = ranks[0].outcome()["step"]
+    assert f"step_{step:06d}" not in names(ranks[1].run_dir)
+    (ranks[0].run_dir / "stop").unlink()
+    again = start(2, **{**KNOBS, "num_iterations": 2000})
+    again[0].reach_step(step + 20)
+    (again[0].run_dir / "stop").touch()
+    logs = [rank.wait()[1] for rank in again]
+    assert f"Copied step_{step:06d} to host-2" in logs[0]
+    assert not [name for name in names(again[1].run_dir) if name.startswith(".")]

@@ -6,7 +6,9 @@ Each case compares every loss with that of a run of one rank without any change.
 from __future__ import annotations
 
 import json
+import operator
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,6 +94,11 @@ class ElasticRun:
         step = int(self.status()["step"])
         return seconds + self.wait_until(lambda: int(self.status()["step"]) > step, "a step")
 
+    def resources(self) -> tuple[int, int]:
+        """The number of threads and of open files of rank 0."""
+        process = Path(f"/proc/{self.processes[0].pid}")
+        return len(os.listdir(process / "task")), len(os.listdir(process / "fd"))
+
     def finish(self, rank: int = 0) -> dict[str, Any]:
         self.processes[rank].wait(timeout=120)
         return dict(json.loads((self.run_dir(rank) / "outcome.json").read_text()))
@@ -140,11 +147,15 @@ def check_losses(run: ElasticRun, expected: list[float], tolerance: float = 1e-1
 def test_a_killed_rank_is_left_behind_and_joins_again(elastic: Begin, undisturbed: list[float]) -> None:
     run = elastic(3, snapshot_seconds=1)
     run.reach(15)
+    before = run.resources()
     run.processes[2].kill()
     run.processes[2].wait()
     assert run.has_ranks(2) < 10
     run.start(2)
     run.has_ranks(3)
+    run.wait_until(
+        lambda: max(map(operator.sub, run.resources(), before)) <= 2, "threads and files as before"
+    )
     assert run.finish()["outcome"] == "finished", run.log(0)
     assert run.finish(2)["outcome"] == "finished"
     assert run.finish(1)["outcome"] == "finished"
@@ -290,6 +301,26 @@ def test_a_rank_that_dies_in_an_evaluation_or_a_save_is_left_behind(
     assert run.processes[2].wait() == 9
     assert "continues without rank 2" in run.log(0)
     assert (run.run_dir(0) / "checkpoints" / f"step_{STEPS:06}").is_dir()
+    check_losses(run, undisturbed)
+
+
+def test_the_next_member_has_a_copy_of_each_checkpoint(elastic: Begin, undisturbed: list[float]) -> None:
+    """The rank that kept the copies is lost: the next one keeps them, and the run resumes from there."""
+    run = elastic(3, snapshot_seconds=1, save_every=10)
+    run.reach(25)
+    run.processes[1].kill()
+    run.has_ranks(2)
+    run.reach(45)
+    run.processes[0].kill()
+    run.finish(2)
+    assert "Copied step_000020 to host-2" in run.log(0)
+    shutil.rmtree(run.run_dir(0) / "checkpoints")
+    newest = max(path.name for path in (run.run_dir(2) / "checkpoints").glob("step_*"))
+    assert newest >= "step_000030"
+    for rank in range(3):
+        run.start(rank)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert f"host-3 has the newest checkpoint, of step {int(newest[5:])}" in run.log(0)
     check_losses(run, undisturbed)
 
 

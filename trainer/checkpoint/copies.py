@@ -3,7 +3,7 @@
     fetch_newer(group, folder, run_id, config, log)       # before rank 0 loads its newest checkpoint
     copies = CheckpointCopies(group, folder, config, log) # when the ranks are connected
     copies.start(newest)                                  # on all ranks, after a step; a thread sends it
-    copies.finish(newest)                                 # on all ranks, at the end
+    copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
 The hosts that keep copies are the coordinator and the next ones in rank order; the first rank of each
 receives. A copy that fails costs a warning, and never the run.
@@ -31,11 +31,6 @@ SLOWEST_BYTES_A_SECOND = 2**20  # a slower link counts as hanging
 Log = Callable[[str], None]
 
 
-def copies_of(config: RunConfig) -> int:
-    """The number of hosts that keep each checkpoint. An elastic run makes no copies yet."""
-    return 1 if config.elastic else config.checkpoint_copies
-
-
 def first_ranks(peers: Sequence[Peer]) -> list[int]:
     """The first rank of each host, in rank order."""
     hosts: dict[str, int] = {}
@@ -58,7 +53,7 @@ class CheckpointCopies:
         """All ranks call it. alive: called again and again while `finish` waits."""
         self._group, self._folder, self._log = group, folder, log
         self._alive = alive
-        members = first_ranks(group.peers)[: copies_of(config)]
+        members = first_ranks(group.peers)[: config.checkpoint_copies]
         self._link: Subgroup | None = None
         if len(members) > 1:
             self._link = Subgroup.open(group, "checkpoint copies", members, source=0)
@@ -94,6 +89,13 @@ class CheckpointCopies:
             self._last = newest
             path = self._folder / Path(str(newest)).name
         self._transfer = Transfer(self._link, self._folder, path)
+
+    def stop(self) -> None:
+        """Wait until a copy in progress has given up, after the group was abandoned."""
+        if self._transfer is not None:
+            self._transfer.wait()
+            if self._group.rank == 0 and not self._transfer.lost:
+                self._report()
 
     def finish(self, newest: str | None) -> None:
         """Complete a copy in progress, and copy the last checkpoint. All ranks call it at the end.
@@ -169,7 +171,7 @@ def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig
     All ranks call it. Raises Final if that fails, so that no run continues from an older state unnoticed.
     """
     leaders = first_ranks(group.peers)
-    if copies_of(config) < 2 or len(leaders) < 2:
+    if config.checkpoint_copies < 2 or len(leaders) < 2:
         return
     step, damaged = _newest_verified(folder, None, -1, log) if group.rank == 0 else (-1, [])
     own = int(group.gather_int64(torch.tensor([step]))[0])

@@ -14,6 +14,7 @@ import math
 import os
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,7 @@ CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
 WAIT_SLICE = timedelta(milliseconds=200)
+POLL_SECONDS = 0.2
 # A collective that fails or times out must raise where it is waited for. By default NCCL's watchdog ends the
 # process instead, without an exception that could become an outcome.
 NCCL_RAISES = {
@@ -50,11 +52,6 @@ Pending = Callable[[], Any]  # a started collective, for Collectives.wait
 
 class PeerLost(Retryable):
     """Raised if a collective failed because a peer is gone, frozen or unreachable."""
-
-
-# Process groups that were abandoned with operations in flight. Their destructors would wait for these, and
-# the operations may still write into their tensors, so both are kept.
-_ABANDONED: list[Any] = []
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,8 @@ class Collectives:
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
+        self.subgroups: list[Any] = []  # further process groups of some of its ranks
+        self._is_abandoned = False
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
 
@@ -133,13 +132,19 @@ class Collectives:
                 dist.destroy_process_group()
 
     def abandon(self) -> None:
-        """End the process group although collectives may be in flight, so that another one can be opened."""
+        """End the process group although collectives may be in flight, so that another one can be opened.
+
+        Waits in other threads end with PeerLost. The destructors of process groups would wait for the
+        collectives, and these may still write into their tensors: a thread drops all of them later.
+        """
+        self._is_abandoned = True
         if dist.is_initialized():
-            _ABANDONED.append((dist.group.WORLD, self._in_flight))
-            self._in_flight = {}
+            held = [dist.group.WORLD, *self.subgroups], self._in_flight
+            self._in_flight, self.subgroups = {}, []
             ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
             ending.start()
             ending.join()
+            threading.Thread(target=_drop, args=held, name="abandoned tensors", daemon=True).start()
 
     # -- tensors ---------------------------------------------------------------------------------------
 
@@ -261,10 +266,10 @@ class Collectives:
         if self.interruption is None:
             work.wait()
         else:
-            self._wait_in_slices(work, self.interruption)
+            self._wait_in_slices(work)
         self._in_flight.pop(id(work), None)
 
-    def _wait_in_slices(self, work: Any, interruption: Callable[[], str]) -> None:
+    def _wait_in_slices(self, work: Any) -> None:
         """Wait for a work of Gloo. A wait with a time-out leaves the work as it is when it ends."""
         while True:
             try:
@@ -274,7 +279,9 @@ class Collectives:
                 if work.is_completed():
                     work.wait()  # raises the error of the work, if it has one
                     return
-                if reason := interruption():
+                if self._is_abandoned:
+                    raise PeerLost("The members of the run have changed.") from None
+                if self.interruption and (reason := self.interruption()):
                     raise PeerLost(reason) from None
 
     # -- small messages --------------------------------------------------------------------------------
@@ -394,6 +401,14 @@ class Channel:
         except RuntimeError as error:
             raise self._group.peer_lost(error) from None
         return received
+
+
+def _drop(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
+    """Drop abandoned process groups, with their threads and sockets, once no collective is in flight."""
+    while not all(work.is_completed() for work, _ in in_flight.values()):
+        time.sleep(POLL_SECONDS)
+    in_flight.clear()
+    groups.clear()
 
 
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:

@@ -17,8 +17,6 @@ from torch import Tensor
 
 from trainer.distributed.process_group import UNMEASURED_TIMEOUT, Collectives
 
-_OPEN: list[Any] = []  # the destructor of a process group would wait for a transfer that was given up
-
 
 class Subgroup:
     """The members of a subgroup; `source` is the rank that broadcasts. Failures raise PeerLost."""
@@ -27,7 +25,7 @@ class Subgroup:
         self._group, self._process_group = group, process_group
         self.rank, self.members, self.source = group.rank, sorted(members), source
         self.peers = [group.peers[rank] for rank in self.members]
-        _OPEN.append(process_group)
+        group.subgroups.append(process_group)  # its destructor would wait for a transfer that was given up
 
     @classmethod
     def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:

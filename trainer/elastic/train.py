@@ -103,6 +103,7 @@ class ElasticTrainer(Trainer):
         while True:
             self.copies.stop()
             self.setup.group.abandon()  # that of the last view, even if it was not connected completely
+            self.checkpoint_copies.stop()
             if self.membership.is_leaving:
                 self._leave()
             try:
