@@ -131,7 +131,7 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 
 
 def attention_lines(view: RunView) -> dict[str, str]:
-    """The status lines that need attention: {text with each number replaced by #: line}.
+    """The status lines that need attention, each by the same line with `#` for every number.
 
     They contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each attempt.
     """

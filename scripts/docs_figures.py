@@ -6,13 +6,15 @@
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
     python -m benchmarks.assistant ...                writes docs/recorded/assistant.json
+    python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
 Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
 `<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
 docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`,
 docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, docs/explanation/elastic.md
-that of leaves and joins after `<!-- elastic -->`, and docs/assistant.md its run after `<!-- assistant -->`.
+that of leaves and joins after `<!-- elastic -->`, and docs/assistant.md its run after `<!-- assistant -->`,
+docs/how-to/gpu-host.md the table of one GPU after `<!-- gpu -->`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import assistant, elastic, replay, scaling
+from benchmarks import assistant, elastic, gpu, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -33,6 +35,7 @@ REPLAY_PAGE = ROOT / "docs" / "how-to" / "replay.md"
 COMPRESSIONS = RECORD.with_name("compression.json")
 MODES_PAGE = ROOT / "docs" / "explanation" / "sync-modes.md"
 SCALING_PAGE = MODES_PAGE.with_name("scaling.md")
+GPU_PAGE = ROOT / "docs" / "how-to" / "gpu-host.md"
 ASSISTANT_PAGE = ROOT / "docs" / "assistant.md"
 ELASTIC_PAGE = MODES_PAGE.with_name("elastic.md")
 STEPS = 5000
@@ -195,6 +198,8 @@ def pages() -> dict[Path, str]:
         texts[ELASTIC_PAGE] = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
     run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
     texts[ASSISTANT_PAGE] = marked(ASSISTANT_PAGE.read_text(encoding="utf-8"), "assistant", run)
+    one_gpu = gpu.block(json.loads(gpu.RECORD.read_text(encoding="utf-8")))
+    texts[GPU_PAGE] = marked(GPU_PAGE.read_text(encoding="utf-8"), "gpu", one_gpu)
     return texts
 
 

@@ -48,7 +48,7 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
         problem = (
             "Fine-tuning (stage=sft) starts from the model of an earlier run, and the command names no run."
         )
-        fix = f"add -e from_run=RUN, the name of that run; ansible-playbook status.yml lists all: {EXAMPLE}"
+        fix = f"list the runs with ansible-playbook status.yml, then name one with from_run: {EXAMPLE}"
         yield finding("NF009", "-e stage=sft", problem, fix)
     elif request["from_run"] and request["from_checkpoint"]:
         problem = (

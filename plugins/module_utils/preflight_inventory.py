@@ -74,8 +74,10 @@ def inventory_findings(
         listed = ", ".join(coordinators) or "none"
         problem = f"The group coordinator must hold exactly one host; it holds {listed}."
         first = [*coordinators, *hosts][0]
+        verb = "keep" if coordinators else "move"
+        at = "in" if coordinators else "to"
         fix = (
-            f"in the inventory, keep {first} in coordinator and list the other hosts in workers (as in "
+            f"in the inventory, {verb} {first} {at} coordinator and list the other hosts in workers (as in "
             f"{EXAMPLE})"
         )
         yield finding("NF011", "inventory", problem, fix)

@@ -67,7 +67,7 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
             yield finding(
                 "NF302",
                 host,
-                f"This host has {name} {version}, the others have {usual}. All need the same.",
+                f"This host has {name} {version}, most hosts have {usual}. All need the same.",
                 SETUP,
             )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}

@@ -45,11 +45,12 @@ class Ports:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What setup.yml would make.
+    """The state that setup.yml would create.
 
-    coordinator: name of that host. comment: of the fleet's ufw rules. enable: whether ufw is to be enabled.
-    digests: of the lock, by environment and kind of host. torch: (build, index) by host. connections: text of
-    SSH_CONNECTION by host. tracker: phrases of the role tracker; None if it was not compared.
+    coordinator: name of that host. ports: of a run and of the tracker. comment: the text that marks the ufw
+    rules of this fleet. enable: whether ufw is to be enabled. digests: SHA-256 of the lock file, by
+    environment, then by kind of host. torch: (build, index) by host. connections: text of SSH_CONNECTION by
+    host. tracker: the differences that the role tracker found, as phrases; None if it was not compared.
     """
 
     coordinator: str

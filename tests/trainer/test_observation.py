@@ -61,7 +61,7 @@ def test_resumed_from_a_checkpoint_in_a_sync_round(start: Start) -> None:
     """The end is that of a run which was neither interrupted nor saved on the way."""
 
     def train(name: str, save_every: int) -> list[Rank]:
-        knobs = {**KNOBS, **QUIET, "save_every": save_every, "keep_checkpoints": 9}
+        knobs = {**KNOBS, **QUIET, "save_every": save_every, "keep_checkpoints": 9, "checkpoint_copies": 1}
         ranks = start(2, name=name, sync="local", **knobs)
         for rank in ranks:
             code, text = rank.wait()

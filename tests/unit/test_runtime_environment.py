@@ -202,7 +202,7 @@ def test_the_odd_host_is_named() -> None:
         ("d", "NF302"),
         ("d", "NF303"),
     ]
-    assert "torch 1.9, the others have 2.0" in found[1]["problem"]
+    assert "torch 1.9, most hosts have 2.0" in found[1]["problem"]
     assert "(digest qqqqqqqqqqqq) differs from that on the others (pppppppppppp)" in found[2]["problem"]
 
 

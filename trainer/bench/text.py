@@ -66,7 +66,8 @@ def _lines_of(rank: Result) -> list[str]:
 
 
 def _limit(result: Result) -> str:
-    return f"{max(rank['limit_seconds'] for rank in result['ranks']):.2f}"
+    seconds = max(rank["limit_seconds"] for rank in result["ranks"])
+    return f"{seconds:.2f}" if seconds >= 0.1 else f"{seconds:.4f}"  # of a GPU
 
 
 Columns = Mapping[str, Callable[[Result], str]]  # heading -> text of the cell for a row

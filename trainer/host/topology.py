@@ -58,7 +58,7 @@ class Topology:
     nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)  # NUMA node -> its processors
 
     def candidates(self) -> list[Candidate]:
-        """The different sets worth measuring: kinds of cores, physical cores, all, one socket, one node.
+        """The sets of logical CPUs to measure, without duplicates: all, physical cores, one kind, one node.
 
         The smallest set comes first. A CPU quota limits the size of each.
         """
