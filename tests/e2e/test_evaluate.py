@@ -28,7 +28,7 @@ def trained(fleet: Fleet, dataset: Path) -> Iterator[str]:
     """A run of six steps; the bundle is in the data directory that setup.yml sends."""
     shutil.copytree(BUNDLE, dataset / "core")
     fleet.play("setup.yml", data_dir=dataset)
-    fleet.play("train.yml", run_id=RUN, steps=6, **TINY)
+    fleet.play("train.yml", run_id=RUN, steps=6, checkpoint_copies=1, **TINY)
     fleet.play("playbooks/watch.yml", run_id=RUN)
     yield RUN
     shutil.rmtree(dataset / "core")
@@ -50,6 +50,8 @@ def test_setup_sends_the_bundle_and_verifies_it(fleet: Fleet, dataset: Path, tra
     fleet.on(HOSTS[1], f"sh -c 'echo >> {STATE}/data/core/core.yaml; touch {STATE}/data/core/more'")
     fleet.play("setup.yml", data_dir=dataset)
     assert fleet.on(HOSTS[1], there).split() == here.stdout.split()
+    held = fleet.on(HOSTS[0], "ss -Hltn sport = :29500")
+    assert held == "", "setup.yml stopped the listener on the host where nothing differed"
 
 
 def test_two_hosts_find_what_one_process_finds(
