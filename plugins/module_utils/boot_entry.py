@@ -4,8 +4,11 @@
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
+A unit that leaves its run while the host sleeps also has nanofleet.sleep@NAME.service, in the scope `system`
+only: systemd stops the unit before the host sleeps, and starts it again when the host has woken.
+
 NAME is the name of the transient unit without `nanofleet-`. The script runs the condition, a command, as the
-unit's user and appends one argument: `boot` after a boot, `end` when the unit has ended (its ExecStopPost).
+unit's user and appends one argument: `boot` after a boot or sleep, `end` when it has ended (ExecStopPost).
 Exit status 1 removes the entry. After a boot, 0 starts the unit and any other status keeps the entry for the
 next boot. Root executes no file that the unit's user can write. Standard library only. Used by transient_unit
 and run_state.
@@ -39,15 +42,39 @@ ExecStart=/bin/sh {folder}/%i.sh
 [Install]
 WantedBy={target}
 """
+SLEEP_TEMPLATE = "nanofleet.sleep@.service"
+SLEEP_UNIT = """\
+# Written by nanofleet at the start of an elastic run, removed with the last one.
+[Unit]
+Description=Take this host out of the nanofleet run %i while it sleeps
+Before=sleep.target
+StopWhenUnneeded=yes
+
+[Service]
+Type=oneshot
+RemainAfterExit=yes
+ExecStart=/bin/sh {folder}/%i.sh sleep
+ExecStop=/bin/sh {folder}/%i.sh wake
+TimeoutStartSec=90
+
+[Install]
+WantedBy=sleep.target
+"""
 SCRIPT = """\
 #!/bin/sh
 # Written by nanofleet at the start of the run, removed with it.
 event=${{1:-boot}}
+case $event in
+  sleep) {is_active} || exit 0; : > {slept}; exec {stop} ;;
+  wake) [ -e {slept} ] || exit 0; rm -f {slept}; event=boot ;;
+esac
 {condition} "$event"
 case $?-$event in
   0-boot) {reset} 2>/dev/null; exec {start} ;;
   0-end) exit 0 ;;
-  1-*) {disable}; rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {template}; exit 0 ;;
+  1-*)
+    {disable}; {disable_sleep} 2>/dev/null
+    rm -f {script}; rmdir {folder} 2>/dev/null && rm -f {templates}; exit 0 ;;
   *) exit 1 ;;
 esac
 """
@@ -61,9 +88,9 @@ def _folders(scope: str) -> tuple[str, str]:
     return f"{home}/nanofleet", f"{home}/systemd/user"
 
 
-def instance(name: str) -> str:
+def instance(name: str, template: str = TEMPLATE) -> str:
     """Name of the enabled unit in the boot entry of the transient unit `name`: nanofleet@NAME.service."""
-    return TEMPLATE.replace("@", f"@{run_of_unit(name)}")
+    return template.replace("@", f"@{run_of_unit(name)}")
 
 
 def entries(scope: str = "") -> list[str]:
@@ -80,17 +107,23 @@ def script(name: str, start: Sequence[str], condition: Sequence[str], user: str,
     """
     folder, units = _folders(scope)
     command = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
-    control = ["systemctl", *manager(scope), "disable", instance(name)]
+    unit = f"{PREFIX}{run_of_unit(name)}.service"
+
+    def systemctl(*arguments: str) -> str:
+        return shlex.join(["systemctl", *manager(scope), *arguments])
+
     return SCRIPT.format(
         condition=shlex.join(command),
-        reset=shlex.join(
-            ["systemctl", *manager(scope), "reset-failed", f"{PREFIX}{run_of_unit(name)}.service"]
-        ),
+        is_active=systemctl("--quiet", "is-active", unit),
+        stop=systemctl("stop", unit),
+        slept=shlex.quote(f"/run/nanofleet.sleep.{run_of_unit(name)}"),
+        reset=systemctl("reset-failed", unit),
         start=shlex.join([start[0], "--no-block", *start[1:]]),
-        disable=shlex.join(control),
+        disable=systemctl("disable", instance(name)),
+        disable_sleep=systemctl("disable", instance(name, SLEEP_TEMPLATE)),
         script=shlex.quote(f"{folder}/{run_of_unit(name)}.sh"),
         folder=shlex.quote(folder),
-        template=shlex.quote(f"{units}/{TEMPLATE}"),
+        templates=shlex.join([f"{units}/{TEMPLATE}", f"{units}/{SLEEP_TEMPLATE}"]),
     )
 
 
@@ -100,28 +133,42 @@ def stop_command(name: str, scope: str) -> str:
     return f"+-/bin/sh {script} end"  # as root in the system's systemd; the unit does not fail if this does
 
 
-def write(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> None:
-    """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails."""
+def write(
+    name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str, sleeps: bool = False
+) -> None:
+    """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails.
+
+    sleeps: whether the unit leaves its run while the host sleeps.
+    """
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"
     write_whole(f"{folder}/{run_of_unit(name)}.sh", script(name, start, condition, user, scope), 0o700)
     write_whole(f"{units}/{TEMPLATE}", UNIT.format(folder=folder, target=target))
+    enabled = [instance(name)]
+    if sleeps and scope == "system":
+        write_whole(f"{units}/{SLEEP_TEMPLATE}", SLEEP_UNIT.format(folder=folder))
+        enabled.append(instance(name, SLEEP_TEMPLATE))
     control = ["systemctl", *manager(scope)]
     run([*control, "daemon-reload"])
-    code, _out, err = run([*control, "enable", instance(name)])
+    code, _out, err = run([*control, "enable", *enabled])
     if code:
-        raise RuntimeError(f"{instance(name)} cannot be enabled: {err}")
+        raise RuntimeError(f"{' and '.join(enabled)} cannot be enabled: {err}")
 
 
 def remove(name: str, scope: str) -> None:
     """Disable and delete the boot entry of `name`, and with the last entry the template. Raises OSError."""
     folder, units = _folders(scope)
-    run(["systemctl", *manager(scope), "disable", instance(name)])
+    control = ["systemctl", *manager(scope)]
+    run([*control, "disable", instance(name)])
+    if os.path.exists(f"{units}/{SLEEP_TEMPLATE}"):
+        run([*control, "disable", instance(name, SLEEP_TEMPLATE)])
     os.unlink(f"{folder}/{run_of_unit(name)}.sh")
     if not os.listdir(folder):
         os.rmdir(folder)
         os.unlink(f"{units}/{TEMPLATE}")
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"{units}/{SLEEP_TEMPLATE}")
         if scope == "user":
             with contextlib.suppress(OSError):
                 os.removedirs(units)
-        run(["systemctl", *manager(scope), "daemon-reload"])
+        run([*control, "daemon-reload"])

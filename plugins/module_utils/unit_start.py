@@ -83,7 +83,14 @@ def start(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
     if unit["active_state"] == "failed":
         run([*control, "reset-failed", "--", unit["name"]])
     if params["boot_condition"]:
-        boot_entry.write(name, command, params["boot_condition"], params["user"], params["scope"])
+        boot_entry.write(
+            name,
+            command,
+            params["boot_condition"],
+            params["user"],
+            params["scope"],
+            params["leaves_at_sleep"],
+        )
     code, _out, err = run(command)
     after = read_unit(name, time.time(), params["scope"])
     if code:

@@ -42,7 +42,8 @@ def run(p: dict[str, Any], check: bool) -> dict[str, Any]:
             made = make(folder, check)
     script = write_script(p["script"]["path"], p["script"]["text"], check)
     unit = read_unit(p["name"], time.time(), scope)
-    options = {name: p[name] for name in ("argv", "description", "user", "setenv", "boot_condition")}
+    names = ("argv", "description", "user", "setenv", "boot_condition", "leaves_at_sleep")
+    options = {name: p[name] for name in names}
     properties = {"scope": scope, "name": p["name"], "properties": p["properties"]}
     started = start({**options, **properties}, unit, check)
     diff = [*made.get("diff", []), *([started["diff"]] if "diff" in started else [])]
@@ -70,6 +71,7 @@ def main() -> None:
             "setenv": {"type": "dict", "default": {}},
             "properties": {"type": "dict", "default": {}},
             "boot_condition": {"type": "list", "elements": "str", "default": []},
+            "leaves_at_sleep": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )

@@ -24,6 +24,7 @@ def main() -> None:
             "setenv": {"type": "dict", "default": {}},
             "properties": {"type": "dict", "default": {}},
             "boot_condition": {"type": "list", "elements": "str", "default": []},
+            "leaves_at_sleep": {"type": "bool", "default": False},
             "ports": {"type": "list", "elements": "int", "default": []},
             "grace": {"type": "int", "default": -1},
             "timeout": {"type": "int", "default": 10},

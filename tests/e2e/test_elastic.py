@@ -124,6 +124,11 @@ def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, t
     three.inside(LAST, f"systemctl start nanofleet@{RUN_ID}")
     worker.has_ranks(3)
 
+    sleeps = "-p Requires=sleep.target -p After=sleep.target sleep 8"  # as systemd-suspend.service
+    three.inside(LAST, f"systemd-run --quiet --no-block {sleeps}")
+    worker.has_ranks(2)
+    worker.has_ranks(3)
+
     worker.podman("restart", "--time", "30")
     worker.has_ranks(3)
 

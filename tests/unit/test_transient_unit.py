@@ -78,8 +78,37 @@ def test_a_run_returns_after_a_boot_until_it_is_stopped(
     assert script.exists(), "the condition could not be asked: it is, when the host boots again"
     (systemd / "condition").write_text("1")
     subprocess.run(["/bin/sh", str(script), "end"], check=True)
-    assert called(systemd, "systemctl disable") == ["systemctl disable nanofleet@a.service"]
+    assert called(systemd, "systemctl disable")[0] == "systemctl disable nanofleet@a.service"
     assert not script.parent.exists()
+    assert not template.exists()
+
+
+def test_a_host_leaves_an_elastic_run_while_it_sleeps(systemd: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (systemd / "units").mkdir()
+    wanted: dict[str, Any] = {
+        "name": "nanofleet-a", "argv": ["x"], "user": "nanofleet", "boot_condition": ["true"],
+        "leaves_at_sleep": True,
+    }  # fmt: skip
+    started = call(transient_unit, monkeypatch, **wanted)
+    script, template = systemd / "etc" / "a.sh", systemd / "units" / "nanofleet.sleep@.service"
+    (enabled,) = called(systemd, "systemctl enable")
+    assert enabled == "systemctl enable nanofleet@a.service nanofleet.sleep@a.service"
+    assert "Before=sleep.target" in template.read_text()
+    slept = systemd / "slept"
+    script.write_text(script.read_text().replace("/run/nanofleet.sleep.a", str(slept)))
+    (systemd / "bin" / "runuser").write_text("#!/bin/sh\nexit 0\n")
+    (systemd / "bin" / "runuser").chmod(0o755)
+    (systemd / "calls").write_text("")
+    subprocess.run(["/bin/sh", str(script), "wake"], check=True)
+    assert not called(systemd, "systemd-run "), "it did not train before it slept"
+    subprocess.run(["/bin/sh", str(script), "sleep"], check=True)
+    assert called(systemd, "systemctl stop") == ["systemctl stop nanofleet-a.service"]
+    assert slept.exists()
+    subprocess.run(["/bin/sh", str(script), "wake"], check=True)
+    (line,) = called(systemd, "systemd-run ")
+    assert line == " ".join(["systemd-run", "--no-block", *started["command"][1:]])
+    assert not slept.exists()
+    call(transient_unit, monkeypatch, name="nanofleet-a", state="absent")
     assert not template.exists()
 
 
