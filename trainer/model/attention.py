@@ -25,10 +25,12 @@ Rotary = tuple[Tensor, Tensor]  # cosines and sines, (T, 1, E / 2)
 def rotary_tables(length: int, head_dim: int) -> Rotary:
     """cos and sin of the rotary angles, each (length, 1, head_dim / 2) in float32.
 
-    They are computed in float64 and then rounded, so that all CPUs get the same bits.
+    They are computed in float64 and then rounded, so that all CPUs get the same bits. They are on the CPU
+    whatever the default device: torch.arange on `meta` imports torch._dynamo, which takes seconds.
     """
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), ROTARY_BASE**-exponents)[:, None, :]
+    exponents = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim
+    positions = torch.arange(length, dtype=torch.float64, device="cpu")
+    angles = torch.outer(positions, ROTARY_BASE**-exponents)[:, None, :]
     return angles.cos().float(), angles.sin().float()
 
 

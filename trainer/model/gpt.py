@@ -45,8 +45,18 @@ class Linear(nn.Linear):
     def __init__(self, in_features: int, out_features: int) -> None:
         super().__init__(in_features, out_features, bias=False)
 
+    def reset_parameters(self) -> None:
+        """Nothing: GPT.init_weights() sets the weights. PyTorch's own would be overwritten."""
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
+
+
+class Embedding(nn.Embedding):
+    """An embedding without initial weights: PyTorch's own import torch._dynamo on the device `meta`."""
+
+    def reset_parameters(self) -> None:
+        """Nothing: GPT.init_weights() sets the weights."""
 
 
 class Attention(nn.Module):
@@ -119,7 +129,7 @@ class GPT(nn.Module):
         self._compute_dtype: torch.dtype | None = None
         self.recompute = False
         vocab, layers = config.padded_vocab_size, range(config.n_layer)
-        wte = nn.Embedding(vocab, config.n_embd)
+        wte = Embedding(vocab, config.n_embd)
         blocks = nn.ModuleList(Block(config, layer) for layer in layers)
         self.transformer = nn.ModuleDict({"wte": wte, "h": blocks})
         self.lm_head = Linear(config.n_embd, vocab)
@@ -129,7 +139,7 @@ class GPT(nn.Module):
         self.smear_lambda = nn.Parameter(torch.zeros(1))
         self.backout_lambda = nn.Parameter(torch.zeros(1))
         with_ve = [layer for layer in layers if config.has_value_embedding(layer)]
-        self.value_embeds = nn.ModuleDict({str(i): nn.Embedding(vocab, config.kv_dim) for i in with_ve})
+        self.value_embeds = nn.ModuleDict({str(i): Embedding(vocab, config.kv_dim) for i in with_ve})
         cos, sin = rotary_tables(config.sequence_len, config.head_dim)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)

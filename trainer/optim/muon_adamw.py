@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from trainer.optim.row_adamw import RowAdamW, fresh_adamw_state
+from trainer.optim.row_adamw import RowAdamW, fresh_adamw_state, fused_adamw
 
 # Five steps towards the orthogonal factor: The Polar Express, arXiv 2505.16932.
 POLAR_EXPRESS = (
@@ -131,14 +131,15 @@ class MuonAdamW:
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
         groups = list(groups)
-        self._adamw = torch.optim.AdamW([g for g in groups if g["kind"] == "adamw"], fused=True)
+        self._adamw_groups = [g for g in groups if g["kind"] == "adamw"]
+        self._adamw_state: dict[Parameter, ParameterState] = {}
         self._muon_groups = [g for g in groups if g["kind"] == "muon"]
         self._muon_group_of = {p: g for g in self._muon_groups for p in g["params"]}
         self._muon_state: dict[Parameter, ParameterState] = {}
         self._rows: dict[Parameter, RowAdamW] = {}
         self._names = dict(names)
         self.compute_dtype: torch.dtype | None = None
-        self.param_groups: list[dict[str, Any]] = [*self._adamw.param_groups, *self._muon_groups]
+        self.param_groups: list[dict[str, Any]] = [*self._adamw_groups, *self._muon_groups]
 
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
         """Set the rates of the next step: lr of all groups; momentum and weight decay of Muon's groups."""
@@ -153,18 +154,29 @@ class MuonAdamW:
         self.step_adamw()
         self.step_muon()
 
+    @torch.no_grad()
     def step_adamw(self) -> None:
         """Update the parameters of AdamW's groups that have a gradient and are not sharded by rows."""
-        self._adamw.step()
+        for group in self._adamw_groups:
+            stepped = [p for p in group["params"] if p.grad is not None]
+            if not stepped:
+                continue
+            for p in stepped:
+                if p not in self._adamw_state:
+                    self._adamw_state[p] = fresh_adamw_state(p)
+            states = [self._adamw_state[p] for p in stepped]
+            moments = ([state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step"))
+            gradients = [p.grad for p in stepped if p.grad is not None]
+            fused_adamw(group, list[Tensor](stepped), gradients, *moments)
 
     def shard_rows(self, p: Parameter, pieces: Sequence[slice]) -> None:
         """Keep AdamW's state of p for its rows `pieces` only, which `step_rows` updates.
 
         The state of p becomes zeros, and `state_dict` and `load_state_dict` have the moments of these rows.
         """
-        [group] = [group for group in self._adamw.param_groups if any(p is each for each in group["params"])]
+        [group] = [group for group in self._adamw_groups if any(p is each for each in group["params"])]
         group["params"] = [each for each in group["params"] if each is not p]
-        self._adamw.state.pop(p, None)
+        self._adamw_state.pop(p, None)
         self._rows[p] = RowAdamW(p, group, pieces)
 
     def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
@@ -222,7 +234,7 @@ class MuonAdamW:
         Rates are not included: they follow from the run's configuration and the step.
         """
         rows = {p: rows.state for p, rows in self._rows.items() if rows.state["step"]}
-        state_of: Mapping[Tensor, ParameterState] = self._adamw.state | self._muon_state | rows
+        state_of = self._adamw_state | self._muon_state | rows
         return {name: dict(state_of[p]) for name, p in self._names.items() if p in state_of}
 
     @torch.no_grad()
@@ -246,7 +258,7 @@ class MuonAdamW:
         muon = self._muon_group_of
         for p, rows in self._rows.items():
             rows.state = loaded.pop(p) if p in loaded else rows.fresh_state()
-        self._adamw.state = defaultdict(dict, {p: state for p, state in loaded.items() if p not in muon})
+        self._adamw_state = {p: state for p, state in loaded.items() if p not in muon}
         self._muon_state = {p: state for p, state in loaded.items() if p in muon}
 
     def _fresh_state(self, p: Parameter) -> ParameterState:
