@@ -25,6 +25,7 @@ from trainer.health.status_record import RunStatusRecord
 from trainer.host.rank_env import RankEnv
 
 PUBLISH_SECONDS = 1.0
+ARRIVAL_SECONDS = 0.2  # until a status of every other rank has arrived
 ANSWER_SECONDS = 10.0
 RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
@@ -78,8 +79,10 @@ class StatusExchange:
             once.join(seconds)
 
     def _work(self) -> None:
-        while not self._stopped.wait(PUBLISH_SECONDS):
+        interval = 0.0
+        while not self._stopped.wait(interval):
             self._exchange()
+            interval = PUBLISH_SECONDS if len(self.received) == len(self._others) else ARRIVAL_SECONDS
 
     def _exchange(self) -> None:
         """Publish this rank's status and read the others once; reconnect after a lost connection."""
