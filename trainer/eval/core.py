@@ -22,7 +22,7 @@ from torch import Tensor
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.process_group import Collectives
 from trainer.eval.core_bundle import CHOICE, LANGUAGE, OPTIONS, SCHEMA, Bundle, Task
-from trainer.eval.core_prompts import Prompt, make_prompts
+from trainer.eval.core_prompts import Prompt, make_prompts, prompt_cost
 from trainer.eval.striping import add_up, blocks, own_items
 from trainer.formatting import render_table
 from trainer.model.gpt import GPT
@@ -145,7 +145,8 @@ def evaluate_core(
         for number, task in enumerate(open_tasks):
             started, correct = time.monotonic(), 0
             for block in blocks(len(task.items), group):
-                numbers = own_items(block, group, shares)
+                costs = [prompt_cost(task, i) for i in block]
+                numbers = own_items(block, group, costs, shares)
                 mine = [make_prompts(task, i, tokenizer, model.cos.size(0)) for i in numbers]
                 part = (sum(works[:number]) + works[number] * block[0] / len(task.items)) / sum(works)
                 tokens = _most_tokens(group, mine)

@@ -33,18 +33,7 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
 
     A prompt of more than `limit` tokens keeps its last ones.
     """
-    item = task.items[number]
-    examples = [task.items[other] for other in _sample(len(task.items), number, task.fewshot)]
-    shown = "".join(_solved(task, example) + BETWEEN for example in examples)
-    if task.kind == CHOICE:
-        texts = [shown + item["query"] + task.delimiter + choice for choice in item["choices"]]
-    elif task.kind == SCHEMA:
-        end = task.delimiter + item["continuation"]
-        texts = [shown + context + end for context in item["context_options"]]
-    else:
-        before = shown + item["context"].strip() + task.delimiter
-        # Blanks at its end would be in the first token of the continuation.
-        texts = [before.strip(), before + item["continuation"]]
+    texts = _texts(task, number)
     tokens = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
     if task.kind == CHOICE:
         first = common_prefix(tokens)
@@ -57,6 +46,28 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
         # first difference on are scored, which nanochat refuses.
         prompts = [Prompt(tokens[1], common_prefix(tokens))]
     return [_cropped(prompt, limit) for prompt in prompts]
+
+
+def prompt_cost(task: Task, number: int) -> int:
+    """About how long item `number` takes compared to others: the characters of its prompts, padded."""
+    texts = _texts(task, number)
+    prompts = 1 if task.kind == LANGUAGE else len(texts)
+    return prompts * max(map(len, texts))
+
+
+def _texts(task: Task, number: int) -> list[str]:
+    """The texts of the prompts of an item; without choices, the text before the answer and the whole."""
+    item = task.items[number]
+    examples = [task.items[other] for other in _sample(len(task.items), number, task.fewshot)]
+    shown = "".join(_solved(task, example) + BETWEEN for example in examples)
+    if task.kind == CHOICE:
+        return [shown + item["query"] + task.delimiter + choice for choice in item["choices"]]
+    if task.kind == SCHEMA:
+        end = task.delimiter + item["continuation"]
+        return [shown + context + end for context in item["context_options"]]
+    before = shown + item["context"].strip() + task.delimiter
+    # Blanks at its end would be in the first token of the continuation.
+    return [before.strip(), before + item["continuation"]]
 
 
 def _sample(n_items: int, number: int, count: int) -> list[int]:

@@ -266,7 +266,13 @@ class Evaluation:
             self.results.add_task(label, result)
             self.log.info(
                 task_line(label, result, seconds),
-                extra=fields("core_task", task=label, accuracy=result.accuracy, centered=result.centered),
+                extra=fields(
+                    "core_task",
+                    task=label,
+                    accuracy=result.accuracy,
+                    centered=result.centered,
+                    seconds=seconds,
+                ),
             )
 
 

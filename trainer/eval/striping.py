@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 
-from trainer.data.loader import proportional_split, rank_rows
 from trainer.distributed.process_group import Collectives
 
 BLOCK = 16  # items of a rank between two sums over the ranks
@@ -23,11 +21,25 @@ def blocks(n_items: int, group: Collectives) -> Iterator[range]:
         yield range(first, min(first + size, n_items))
 
 
-def own_items(block: range, group: Collectives, shares: Sequence[int] = ()) -> list[int]:
-    """The items of a block that this rank evaluates, in proportion to `shares`; empty: equally many."""
-    split = proportional_split(shares or [1] * group.world_size, len(block))
-    numbers: list[int] = rank_rows(np.array(block), split, group.rank).tolist()
-    return numbers
+def own_items(
+    block: range, group: Collectives, costs: Sequence[float] = (), shares: Sequence[int] = ()
+) -> list[int]:
+    """The items of a block that this rank evaluates, in order.
+
+    costs: about how long each item of the block takes; empty: equally long. shares: in proportion to which
+    the ranks take work; empty: equally much. The most expensive item goes first, each to the rank that would
+    be done first with it (longest processing time first).
+    """
+    costs = costs or [1.0] * len(block)
+    shares = shares or [1] * group.world_size
+    ranks = [rank for rank, share in enumerate(shares) if share > 0]
+    loads = dict.fromkeys(ranks, 0.0)
+    owners = {}
+    for place in sorted(range(len(block)), key=lambda place: -costs[place]):
+        owner = min(ranks, key=lambda rank: (loads[rank] + costs[place]) / shares[rank])
+        loads[owner] += costs[place]
+        owners[block[place]] = owner
+    return sorted(number for number, owner in owners.items() if owner == group.rank)
 
 
 def add_up(group: Collectives, *values: float) -> list[int]:
