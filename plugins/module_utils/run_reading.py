@@ -85,4 +85,4 @@ def await_state(params: Mapping[str, Any]) -> dict[str, Any]:
         if params["wait_for"] == "none" or awaited or waited >= params["wait_seconds"]:
             return state
         # Each reading takes CPU time from the training, so the pauses become longer.
-        time.sleep(max(0.5, 0.1 * waited))
+        time.sleep(max(0.2, 0.1 * waited))

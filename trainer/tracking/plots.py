@@ -1,6 +1,6 @@
 """Plots of a run from metrics.jsonl: plots/loss.png and plots/throughput.png.
 
-matplotlib is imported only to draw them, and never in the process that trains.
+matplotlib is never imported in the process that trains.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ import io
 import os
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,16 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 POINTS = 4_000  # of a line, about
+
+
+def prepare() -> None:
+    """Import matplotlib and draw an empty figure, so that `make_plots` takes 0.2 s and not 1.3 s later."""
+    with _own_cache():
+        from matplotlib.figure import Figure
+
+        figure = Figure(layout="constrained")
+        figure.subplots().set_title("loss")
+        figure.savefig(io.BytesIO(), format="png")
 
 
 def make_plots(run_dir: Path) -> list[Path]:
@@ -36,9 +48,16 @@ def make_plots(run_dir: Path) -> list[Path]:
     if not drawn:
         return []
     folder.mkdir(exist_ok=True)
-    with tempfile.TemporaryDirectory() as cache:  # the user of the run may have no home directory
-        os.environ.setdefault("MPLCONFIGDIR", cache)
+    with _own_cache():
         return [_draw(folder / f"{name}.png", draw, series) for name, draw in drawn]
+
+
+@contextmanager
+def _own_cache() -> Iterator[None]:
+    """A folder for matplotlib's cache: the user of the run may have no home directory."""
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ.setdefault("MPLCONFIGDIR", cache)
+        yield
 
 
 Series = dict[str, tuple[list[int], list[float]]]

@@ -229,6 +229,7 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
     with lock:
         sender = Sender(run_dir, uri, patience, report)
         failures = 0
+        prepared = False
         while True:
             try:
                 if rank_0.ended:
@@ -238,6 +239,9 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
                 if failures:
                     report({"unavailable": False, "log": f"The tracker at {shown_uri(uri)} is back."})
                 failures = 0
+                if not prepared:
+                    prepared = True
+                    _prepare_plots()
             except Exception as error:  # any failure of the server is retried
                 if rank_0.ended:
                     report({"unavailable": True})
@@ -248,6 +252,14 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
                 failures += 1
                 sender.report_lag()
             rank_0.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else POLL_SECONDS)
+
+
+def _prepare_plots() -> None:
+    """Import what draws the plots before the end of the run, which would wait for it."""
+    with contextlib.suppress(Exception):  # reported when the plots are drawn
+        from trainer.tracking.plots import prepare
+
+        prepare()
 
 
 class OutcomeReader:
