@@ -45,10 +45,24 @@ WORDS = {
     "skew": "seconds",
     "mbit": "rate",
     "dataset_output": "error",
-    "dataset_findings": "differences",
-    "dataset_differing": "differences",
     "ansible_failed_task.name": "task",
     "ansible_failed_result": "error",
+}
+# Names of variables that hold a whole sentence or command, and an example of it.
+EXAMPLES = {
+    "dataset_fix": "ansible-playbook setup.yml",
+    "dataset_findings": "<host>: shard_00003.parquet is missing.",
+    "dataset_differing": "<host> has training rows with the digests <digests>, the others have <digests>.",
+    "findings": "shard_00003.parquet is missing",
+    "claim_refusals": "This host belongs to the fleet of <controller>. Fix: remove <host> from the inventory",
+    "path_problem": "<host> has no route to <peer>: Network is unreachable",
+    "inventory_change": "connect both to one network, or set fleet_address of <peer> in the inventory to its "
+    "address on the network of <host>",
+    "_link_check_and_settings": "cat /sys/class/net/<interface>/speed (on <host>; for WiFi: iw dev "
+    "<interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
+    "needs": " Here sync=exact needs <seconds> s of network in a step of <seconds> s.",
+    "range_change": "give <interface> another range of addresses (on <host>)",
+    "over": "<interface>",
 }
 
 
@@ -62,8 +76,12 @@ class Message(NamedTuple):
 
 
 def shown_name(name: str) -> str:
-    """The placeholder <NAME> for a variable: its WORDS, or its name with blanks instead of underscores."""
+    """What stands for a variable: its EXAMPLES, or <WORDS>, or <NAME> with blanks instead of underscores."""
+    if name in EXAMPLES:
+        return EXAMPLES[name]
     name = name.strip("_")
+    if name in EXAMPLES:
+        return EXAMPLES[name]
     return f"<{WORDS.get(name) or name.replace('_', ' ')}>"
 
 
@@ -247,10 +265,8 @@ def shown_expression(found: re.Match[str]) -> str:
         if text := re.match(r"""\s*'([^']*)'|\s*"([^"]*)\"""", part):
             parts.append(text[1] or text[2] or "")
         elif name := NAME_IN_YAML.search(part):
-            known = next(
-                (WORDS[key] for key in (name[0].strip("_"), name[0].split(".")[-1]) if key in WORDS), ""
-            )
-            parts.append(f"<{known}>" if known else shown_name(name[0].split(".")[-1]))
+            keys = (name[0].strip("_"), name[0].split(".")[-1])
+            parts.append(shown_name(next((key for key in keys if key in WORDS or key in EXAMPLES), keys[1])))
         else:
             parts.append("...")
     return "".join(parts)

@@ -38,9 +38,9 @@ def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[F
             )
             found.append(finding("NF529", host, problem, remedy))
         elif of_host["problem"]:
-            reason, _dot, change = of_host["problem"].partition(". ")
+            path_problem, _dot, change = of_host["problem"].partition(". ")
             inventory_change = change[:1].lower() + change[1:]
-            problem = f"No network interface of this host can connect it to all other hosts: {reason}."
+            problem = f"No network interface of this host can connect it to all other hosts: {path_problem}."
             found.append(finding("NF520", host, problem, inventory_change))
         else:
             found += [*_unused(measured, host)][:1] or _bridges(measured, host)
