@@ -32,7 +32,8 @@ def may_become_root(variables: Mapping[str, Any]) -> bool:
 def parse_probe(text: str) -> dict[str, Any]:
     """The facts in the `key=value` lines of a probe; a key without a value is left out.
 
-    The keys of SEVERAL are lists of strings; disks is {path: {"free_kb", "mount"}}; all others are strings.
+    The keys of SEVERAL are lists of strings; all others are strings, except disks, which is
+    {path: {"free_kb", "mount", "read_only"}}.
     """
     facts: dict[str, Any] = {key: [] for key in SEVERAL} | {"disks": {}}
     for line in text.replace("\r", "").splitlines():
@@ -42,8 +43,11 @@ def parse_probe(text: str) -> dict[str, Any]:
             facts[key].append(value)
         elif key == "disk":
             parts = value.split()
-            if len(parts) == 3 and parts[1].isdigit():
-                facts["disks"][parts[0]] = {"free_kb": int(parts[1]), "mount": parts[2]}
+            if len(parts) >= 3 and parts[1].isdigit():
+                read_only = parts[3:] == ["ro"]
+                facts["disks"][parts[0]] = {
+                    "free_kb": int(parts[1]), "mount": parts[2], "read_only": read_only,
+                }  # fmt: skip
         elif value:
             facts[key] = value
     return facts
@@ -159,9 +163,17 @@ def _disk_findings(host: str, facts: Facts, free_gb: float) -> Iterator[Finding]
     # A host that is set up already has its environment; only runs and upgrades still need space.
     needed = min(1.0, free_gb) if facts.get("installed") == "yes" else free_gb
     full: dict[str, list[str]] = {}
+    read_only: dict[str, list[str]] = {}
     for path, disk in facts["disks"].items():
-        if disk["free_kb"] < needed * 2**20:
+        if disk["read_only"]:
+            read_only.setdefault(disk["mount"], []).append(path)
+        elif disk["free_kb"] < needed * 2**20:
             full.setdefault(disk["mount"], []).append(path)
+    for mount, paths in read_only.items():
+        folders = "there" if paths == [mount] else f"to {' and '.join(paths)}"
+        problem = f"The disk at {mount} is mounted read-only, and nanofleet writes {folders}."
+        typed = f"sudo mount -o remount,rw {mount}  (on {host}); the reason: sudo dmesg | grep -i remount"
+        yield finding("NF114", host, problem, typed)
     for mount, paths in full.items():
         free = min(facts["disks"][path]["free_kb"] for path in paths) / 2**20
         folders = " and ".join(paths)

@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import platform
+import re
 import socket
 import subprocess
 import time
@@ -85,16 +86,24 @@ def disk_of(path: str) -> dict[str, Any]:
     while not os.path.isdir(path):
         path = os.path.dirname(path) or "/"
     status = os.statvfs(path)
-    mount = path
-    while not os.path.ismount(mount):
-        mount = os.path.dirname(mount)
     return {
-        "mount": mount,
+        "mount": mount_of(path),
         "free_gib": round(status.f_bavail * status.f_frsize / 2**30, 2),
         # Some file systems count none.
         "inodes_free": status.f_favail if status.f_files else None,
         "writable": not status.f_flag & os.ST_RDONLY,
     }
+
+
+def mount_of(path: str) -> str:
+    """The mount point of a folder, also of a bind mount, which has the device of the folder above it."""
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        escaped = [line.split()[4] for line in file]
+    points = {re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), point) for point in escaped}
+    folder = os.path.realpath(path)
+    while folder not in points and folder != "/":
+        folder = os.path.dirname(folder)
+    return folder
 
 
 def mark(path: str) -> str:

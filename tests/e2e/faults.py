@@ -100,6 +100,12 @@ FAULTS = (
         note="a warning: runs get the interface and are not affected",
     ),
     Fault(
+        "the disk of the runs mounted read-only", 2,
+        f"mount --bind {STATE} {STATE} && mount -o remount,bind,ro {STATE}",
+        f"umount {STATE}",
+        "NF513", (STATE, "read-only"), remedy=f"remount,rw {STATE}",
+    ),
+    Fault(
         "the store's port held by another process", 1,
         "systemd-run --quiet --unit=squatter --collect python3 -m http.server 29500"
         " && timeout 30 sh -c 'until ss -Htln | grep -q :29500; do sleep 0.2; done'",

@@ -233,6 +233,7 @@ def test_a_forgotten_listener_ends_by_itself() -> None:
 def test_the_disk_of_a_folder_that_is_not_there_yet_is_that_of_its_parent(tmp_path: Path) -> None:
     disk = host.disk_of(str(tmp_path / "opt" / "nanofleet"))
     assert os.path.ismount(disk["mount"])
+    assert str(tmp_path).startswith(disk["mount"])
     status = os.statvfs(tmp_path)
     assert disk["free_gib"] == pytest.approx(status.f_bavail * status.f_frsize / 2**30, rel=0.2)
     assert disk["writable"]

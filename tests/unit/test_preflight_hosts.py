@@ -37,6 +37,16 @@ def test_only_linux_with_systemd_can_run(old: str, new: str) -> None:
     assert "remove laptop from the inventory" in remedy
 
 
+@pytest.mark.parametrize(
+    ("mount", "folders"), [("/var/lib/nanofleet", "there"), ("/var", "to /var/lib/nanofleet")]
+)
+def test_a_disk_that_is_mounted_read_only_is_refused(mount: str, folders: str) -> None:
+    assert host(GOOD + f"disk=/var/lib/nanofleet 90000000 {mount} rw\n") == []
+    [(problem, remedy)] = host(GOOD + f"disk=/var/lib/nanofleet 90000000 {mount} ro\n")
+    assert problem == f"The disk at {mount} is mounted read-only, and nanofleet writes {folders}."
+    assert remedy.startswith(f"sudo mount -o remount,rw {mount}  (on laptop)")
+
+
 def test_other_processors_are_refused() -> None:
     [(problem, _)] = host(GOOD.replace("x86_64", "riscv64"))
     assert problem == (
