@@ -35,6 +35,7 @@ from trainer.health.attempt import Attempt
 from trainer.health.run_status import RunStatus
 from trainer.health.watchdog import Watchdog
 from trainer.host.logger import RunLogger, fields
+from trainer.host.memory import return_freed_memory
 from trainer.host.rank_env import RankEnv
 from trainer.optim import lr_schedule
 from trainer.outcome import Final, Retryable, RunEnd, Stopped, TransferToHost, conclude
@@ -134,6 +135,7 @@ class Trainer:
     def train(self) -> bool:
         """Train to the last step. Returns True if the run was stopped before it, with a checkpoint."""
         first = self.reporter.train_state.step
+        return_freed_memory()
         self._saved_at = time.monotonic()
         self.run_status.lap()
         if self.run_file.by_speed:
@@ -258,6 +260,7 @@ class Trainer:
                 self._write_sample()
             if saves or best:
                 self._save(last=is_last or summary.stop)
+        return_freed_memory()
 
     # -- what ranks exchange at the end of a step --------------------------------------------------------
 
@@ -405,6 +408,7 @@ class Trainer:
             if path != state.checkpoint:
                 state.checkpoint = path
                 self.reporter.checkpoint(self.run_dir)
+                return_freed_memory()
         self.reporter.warn(writer.shortage)
         self.reporter.update()
 

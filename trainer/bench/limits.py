@@ -10,6 +10,7 @@ reads and writes at the rate of a copy. It counts nothing else, so no step reach
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -83,7 +84,13 @@ def measure(dtype: torch.dtype, device: torch.device) -> Rates:
     It takes about a second.
     """
     gemm = gemm_rate(GEMM_SHAPES[device.type], dtype, device)
-    source = torch.ones(COPY_BYTES // 4, dtype=torch.float32, device=device)
-    target = torch.empty_like(source)
+    source, target = _copy_buffer(device).fill_(1.0), _copy_buffer(device)
     copy = shortest_on(device, lambda: target.copy_(source))
     return Rates(gemm, 2 * COPY_BYTES / copy)
+
+
+def _copy_buffer(device: torch.device) -> torch.Tensor:
+    """COPY_BYTES of float32. On a CPU outside of malloc's heap, which would keep them beside the steps."""
+    if device.type == "cpu":
+        return torch.frombuffer(mmap.mmap(-1, COPY_BYTES), dtype=torch.float32)
+    return torch.empty(COPY_BYTES // 4, dtype=torch.float32, device=device)

@@ -12,6 +12,7 @@ all-reduce is measured too.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import resource
@@ -81,6 +82,7 @@ class BenchTrainer(Trainer):
         self.marks: list[Mark] = []  # as each step begins
         self.ends: list[Mark] = []
         self.rates: list[Rates] = []
+        self._peak = 0  # bytes, of the steps and not of the measurements between them
         self.result: Result = {}
 
     @property
@@ -94,9 +96,8 @@ class BenchTrainer(Trainer):
             return True
         self.ends.append(self._mark())
         self.sync.finish()
-        peak = self._peak_bytes()
         self._measure()
-        mine = json.dumps(self._of_this_rank(peak) | self._measure_transfers()).encode()
+        mine = json.dumps(self._of_this_rank() | self._measure_transfers()).encode()
         ranks = [json.loads(raw) for raw in self.group.gather_bytes(mine)]
         if self.env.is_coordinator:
             self.result = self._of_all(ranks)
@@ -120,8 +121,10 @@ class BenchTrainer(Trainer):
 
     def _measure(self) -> None:
         numerics = self.setup.numerics
+        self._peak = max(self._peak, self._peak_bytes())
         with self._long_phase("evaluate"):
             self.rates.append(measure(numerics.compute_dtype, numerics.device))
+            self._forget_peak()
             self.group.all_reduce([torch.zeros(1)])  # all ranks continue at the same time
 
     def _measure_transfers(self) -> Result:
@@ -171,13 +174,21 @@ class BenchTrainer(Trainer):
         return list(zip(self.marks, self.ends, strict=True))[WARM_STEPS:]
 
     def _peak_bytes(self) -> int:
-        """The most bytes that this process has taken so far, of the GPU if it computes on one."""
+        """The most bytes of this process since `_forget_peak`; of the GPU if it computes on one."""
         if self.setup.numerics.device.type == "cuda":
             return torch.cuda.max_memory_reserved()
+        with contextlib.suppress(OSError, StopIteration):
+            status = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+            return int(next(line for line in status if line.startswith("VmHWM:")).split()[1]) * 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
-    def _of_this_rank(self, peak: int) -> Result:
-        """The figures of this rank but those of transfers alone. peak: see `_peak_bytes`."""
+    def _forget_peak(self) -> None:
+        """Reset the peak of this process: the measurements take memory, too. Linux only; not on a GPU."""
+        with contextlib.suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+    def _of_this_rank(self) -> Result:
+        """The figures of this rank but those of transfers alone."""
         rows = self.plan.shares[self.env.rank]
         names = [matrix.name for matrix in self.optimizer.muon_parameters()]
         owned = {name for name in names if self.sync.owner_of(name) in (None, self.env.rank)}
@@ -197,7 +208,7 @@ class BenchTrainer(Trainer):
             "threads": numerics.threads,
             "rows": rows,
             "cpu_share": used / numerics.threads,
-            "peak_rss": peak,
+            "peak_rss": self._peak,
             "work": asdict(work),
             "rates": asdict(rates),
             "rates_all": [asdict(one) for one in self.rates],

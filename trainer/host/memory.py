@@ -1,4 +1,4 @@
-"""Memory of this process: keeps freed memory for the next step, and recognises out-of-memory errors."""
+"""Memory of this process: keeps freed memory from step to step, and recognises out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -31,3 +31,13 @@ def keep_freed_memory() -> None:
         mallopt = ctypes.CDLL(None).mallopt
         mallopt(_M_MMAP_THRESHOLD, KEPT_BYTES)
         mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def return_freed_memory() -> None:
+    """Return the freed memory that `keep_freed_memory` has kept to the system; the next step maps it again.
+
+    Call this after what takes other blocks than a step does: the setup, an evaluation, a checkpoint. Without
+    it a rank of depth 8 keeps 0.8 GB of the setup that its steps cannot use.
+    """
+    with contextlib.suppress(OSError, TypeError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
