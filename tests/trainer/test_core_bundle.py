@@ -119,7 +119,7 @@ def test_a_damaged_file_is_named(file: str, old: str, new: str, said: str, tmp_p
 
 def test_a_missing_bundle_is_refused_with_what_to_type(tmp_path: Path) -> None:
     assert refusal(tmp_path / "none").startswith(
-        "There is no CORE bundle core. Download one with --core-url URL"
+        "There is no CORE bundle core. Download one with --core-url nanochat"
     )
     folder = written(tmp_path)
     (folder / "eval_meta_data.csv").unlink()

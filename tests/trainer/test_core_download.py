@@ -16,7 +16,7 @@ from shard_server import Handler, Server, Site
 
 from trainer.data import DataError, transfer
 from trainer.eval.core_bundle import read_bundle
-from trainer.eval.core_download import fetch_bundle
+from trainer.eval.core_download import PUBLIC, fetch_bundle
 
 
 @pytest.fixture
@@ -72,6 +72,17 @@ def test_a_bundle_is_downloaded_once(prefix: str, site: Site, tmp_path: Path) ->
     assert read_bundle(tmp_path / "core").digest == read_bundle(FIXTURE).digest
     assert not (tmp_path / "core" / ".DS_Store").exists()
     assert {path.name for path in tmp_path.iterdir()} == {"core", ".core.lock"}
+
+
+def test_a_bundle_can_be_named(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(url.startswith("https://") for url in PUBLIC.values())
+    url, sha256 = serve(site, zipped(bundle()))
+    monkeypatch.setitem(PUBLIC, "nanochat", url)
+    fetch_bundle("nanochat", sha256, tmp_path / "core")
+    assert read_bundle(tmp_path / "core").tasks
+    with pytest.raises(DataError) as refused:
+        fetch_bundle("nanochta", "", tmp_path / "core")
+    assert "neither a URL (http...) nor one of nanochat" in str(refused.value)
 
 
 def test_a_broken_connection_continues(site: Site, tmp_path: Path) -> None:

@@ -32,7 +32,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eval-tokens", type=int, default=0, metavar="N", help="validation tokens (default: as in the run)")
     add("--core", type=Path, metavar="BUNDLE", help="the CORE metric, of the tasks in this folder")
     add("--core-max-per-task", type=int, default=0, metavar="N", help="items of a task at most; 0: all")
-    add("--core-url", default="", metavar="URL", help="zip file of a bundle: downloads it to --core first")
+    add(
+        "--core-url",
+        default="",
+        metavar="URL",
+        help="zip file of a bundle, or nanochat for its own: downloads it to --core first",
+    )
     add("--core-sha256", default="", metavar="HEX", help="sha256 of the zip file")
     add(
         "--chat-task",

@@ -33,7 +33,9 @@ TEXTS = {CHOICE: ("query",), SCHEMA: ("continuation",), LANGUAGE: ("context", "c
 OPTIONS = {CHOICE: "choices", SCHEMA: "context_options"}
 DELIMITER = " "
 SHUFFLE_SEED = 1337  # nanochat's, so that a limit selects the same items
-HOW_TO_GET = "Download one with --core-url URL --core DIR of python -m trainer eval (docs/how-to/evaluate.md)"
+HOW_TO_GET = (
+    "Download one with --core-url nanochat --core DIR of python -m trainer eval (docs/how-to/evaluate.md)"
+)
 
 Item = Mapping[str, Any]
 

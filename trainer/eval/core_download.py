@@ -23,16 +23,19 @@ from trainer.eval.core_bundle import TASKS
 MOST_BYTES = 8 * 2**30  # of all files, unpacked: nanochat's bundle has less than 1 GB
 MOST_FILES = 10_000
 ADVICE = "Check --core-url."
+PUBLIC = {"nanochat": "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"}
+"""The bundles with a name, by their URL."""
 
 
 def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
     """Download the zip file at `url` and unpack its bundle to `folder`, unless that has one already.
 
-    sha256: of the zip file, 64 hex digits, or "" if it is not known. Raises DataError. Processes of one host
-    may call it at once: one downloads, the others wait.
+    url: or a name in PUBLIC. sha256: of the zip file, 64 hex digits, or "" if it is not known. Raises
+    DataError. Processes of one host may call it at once: one downloads, the others wait.
     """
+    url = PUBLIC.get(url, url)
     if not url.startswith(("http://", "https://")):
-        raise DataError(f"--core-url {url} is no URL (http...).")
+        raise DataError(f"--core-url {url} is neither a URL (http...) nor one of {', '.join(PUBLIC)}.")
     folder = folder.absolute()
     with locked(folder.with_name(f".{folder.name}.lock")):
         if (folder / TASKS).exists():
