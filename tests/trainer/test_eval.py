@@ -220,7 +220,10 @@ def test_results_of_another_bundle_or_limit_are_not_mixed(
         (["--core-url", "http://a/b.zip"], "--core-url needs --core"),
         (["--core", "/nowhere"], "There is no CORE bundle /nowhere. Download one with --core-url"),
         (["--core", "x", "--core-url", "http://a", "--core-sha256", "ab"], "takes 64 hex digits"),
-        (["--core", "x", "--core-url", "ftp://a/b.zip"], "--core-url ftp://a/b.zip is neither a URL (http...) nor one of nanochat"),
+        (
+            ["--core", "x", "--core-url", "ftp://a/b.zip"],
+            "--core-url ftp://a/b.zip is neither a URL (http...) nor one of nanochat",
+        ),
         (["--data-dir", "/nowhere"], "There is no data directory /nowhere"),
     ],
 )
