@@ -31,7 +31,7 @@ SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
 AS_ROOT = "repeat the command with -K, so that the doctor can read the rules as root"
 CLOSED = {
-    "filtered": ("gets no answer from", ": its packets are dropped"),
+    "filtered": ("gets no answer from", ": packets that {host} sends there are dropped"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),
     "unreachable": ("cannot reach", " ({detail})"),
 }
@@ -133,7 +133,7 @@ class Path:
         )
         back = (self.measured[peer]["paths"].get(host) or {}).get("ports") or []
         is_one_way = back and all(port["state"] == "open" for port in back)
-        also = ", while the other direction is open" if is_one_way else ""
+        also = f"; connections from {peer} to {host} work" if is_one_way else ""
         if state == "silent":
             problem = (
                 f"{host} can connect to {peer} on {listeners} but receives no data. The program on {peer} is "
@@ -144,7 +144,7 @@ class Path:
             problem = f"A program other than nanofleet answers {host} on {listeners} of {peer}{also}."
             return finding("NF525", peer, problem, see, host)
         fails_to_reach, how = CLOSED[state]
-        reason = how.format(detail=ports[0]["detail"])
+        reason = how.format(detail=ports[0]["detail"], host=host)
         what = f"{host} {fails_to_reach} {peer} on {listeners}{reason}{also}."
         wanted = [options["port_low"], options["port_high"]]
         has = self.measured[peer]["facts"].get("port_range")

@@ -134,8 +134,8 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
             f"it to {span}; reset.yml restores the former range."
         )
         remedy = (
-            "none is needed, unless a program on this host depends on the former range; the file that set "
-            f"that range: grep -r ip_local_port_range /etc/sysctl.d /etc/sysctl.conf  (on {host})"
+            "none, unless a program on this host needs ports of the former range; then choose a range for "
+            f"nanofleet that includes them: {other_range}"
         )
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:

@@ -49,7 +49,7 @@ FAULTS = (
         "Gloo's range blocked one way (iptables DROP)", 2,
         f"iptables -I INPUT -s {{peer}} -p tcp --syn --dport {COLON} -j DROP",
         f"iptables -D INPUT -s {{peer}} -p tcp --syn --dport {COLON} -j DROP",
-        "NF528", ("gets no answer", DASHED, "other direction is open", "iptables"),
+        "NF528", ("gets no answer", DASHED, "connections from", "iptables"),
         remedy="sudo iptables -D INPUT",
     ),
     Fault(

@@ -62,7 +62,7 @@ class StepSummary:
 
 
 class StepSync:
-    """The all-reduce of one step: `start` begins it, `finish` waits for it."""
+    """The sum of all ranks' step reports: `start` begins the all-reduce, `finish` returns the summary."""
 
     def __init__(self, group: Collectives, rows_per_step: int) -> None:
         self._group, self._rows_per_step = group, rows_per_step

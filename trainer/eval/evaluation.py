@@ -47,7 +47,10 @@ NAME = "eval"  # in the place of a run_id
 
 
 class Evaluation:
-    """Evaluates the `parts` of a checkpoint on this rank. `run` is a collective call."""
+    """Evaluates a checkpoint: bits per byte, CORE, a sample and chat tasks, each if `parts` has it.
+
+    `run` is a collective call; the results are in `results` of rank 0.
+    """
 
     shared: SharedModel
     model: GPT
