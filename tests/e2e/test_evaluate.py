@@ -73,6 +73,7 @@ def test_two_hosts_find_what_one_process_finds(
     assert found["bpb"]["val_bpb"] == pytest.approx(alone["bpb"]["val_bpb"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_finished_tasks_are_kept_and_another_limit_is_another_evaluation(
     fleet: Fleet, trained: str, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def gpu_stand_in(fleet: Fleet) -> Iterator[None]:
     fleet.on(HOSTS[1], f"mv /root/sitecustomize.before {planted}")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("gpu_stand_in")
 def test_a_run_is_left_to_the_host_whose_gpu_is_faster_alone(fleet: Fleet) -> None:
     knobs = {"run_id": "left", "steps": 4000, "eval_every": 0, "sync": "auto", "nproc_per_node": 2, **TINY}

@@ -46,6 +46,7 @@ def colleague(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Fleet:
     return Fleet(fleet.workdir, inventory)
 
 
+@pytest.mark.slow
 def test_another_operator_sends_other_data_and_the_first_one_sends_them_back(
     fleet: Fleet, colleague: Fleet, dataset: Path, other_data: Path
 ) -> None:

@@ -117,7 +117,9 @@ def test_ranks_count_what_they_send(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("split", [("--rows", "3"), ("--shares", "5,1")])
+@pytest.mark.parametrize(
+    "split", [pytest.param(("--rows", "3"), marks=pytest.mark.slow), ("--shares", "5,1")]
+)
 def test_plain_ddp_trains_as_exact_does(split: tuple[str, str], tmp_path: Path, data_dir: Path) -> None:
     """Equal losses after steps of an optimizer that every rank takes as a whole, in several micro-batches."""
     rates = {name: TINY[name] for name in ("unembedding_lr", "embedding_lr", "matrix_lr")}

@@ -64,7 +64,7 @@ def test_the_next_host_has_the_same_checkpoints(start: Start) -> None:
     assert "Copied step_000012 to host-2: " in logs[0]
 
 
-@pytest.mark.parametrize("lost", ["all", "newest", "damaged"])
+@pytest.mark.parametrize("lost", ["all", pytest.param("newest", marks=pytest.mark.slow), "damaged"])
 def test_a_lost_disk_of_the_coordinator_costs_no_step(start: Start, lost: str) -> None:
     (calm, _) = calm_ranks = start(2, name="calm", **KNOBS)
     finish(calm_ranks)

@@ -163,7 +163,8 @@ def test_a_killed_rank_is_left_behind_and_joins_again(elastic: Begin, undisturbe
     check_losses(run, undisturbed)
 
 
-@pytest.mark.parametrize("sync", ["dense", pytest.param("fast", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sync", ["dense", "fast"])
+@pytest.mark.slow
 def test_other_modes_continue_too(elastic: Begin, undisturbed: list[float], sync: str) -> None:
     run = elastic(2, snapshot_seconds=1, sync=sync)
     run.reach(15)
