@@ -139,7 +139,7 @@ FAULTS = (
         f"cp -a {PYTHON_START} /tmp/start.py"
         f" && printf '{SHIM}' >> {PYTHON_START}",
         f"cp -a /tmp/start.py {PYTHON_START} && rm /tmp/start.py",
-        "NF503", ("s ahead of the controller's",), remedy="timedatectl",
+        "NF503", ("s ahead of that of the controller",), remedy="timedatectl",
         note="by a shim in the host's Python: a lab host's clock is the machine's",
     ),
     Fault(
@@ -166,7 +166,7 @@ FAULTS = (
         "podman exec {name} ip link set eth0 down && podman pause {name}",
         "podman unpause {name} && podman exec {name} ip link set eth0 up"
         " && podman exec {name} ip route add default via {gateway}",
-        "NF101", ("annot be reached", "either: it is off, asleep"), remedy="ssh", outside=True,
+        "NF101", ("cannot reach this host", "either: it is off, asleep"), remedy="ssh", outside=True,
     ),
 )  # fmt: skip
 

@@ -122,16 +122,20 @@ def test_train_leaves_an_unchanged_fleet_and_doctor_an_active_run_alone(
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_every_fault_is_named(lab: Lab, dataset: Path, tmp_path: Path) -> None:
-    rows = []
+    rows, wrong = [], []
     for fault in FAULTS:
         inventory = lab.inventory_with(fault, tmp_path)
         fleet = Fleet(lab.fleet.workdir, inventory) if inventory else lab.fleet
         with lab.planted(fault):
             said = ask_doctor(fleet, tmp_path, fails=fault.severity == "error", data=dataset)
-        check(said, fault, lab)
-        assert said.seconds < allowed_seconds(), f"{fault.name} took {said.seconds:.0f} s"
+        try:
+            check(said, fault, lab)
+            assert said.seconds < allowed_seconds(), f"{fault.name} took {said.seconds:.0f} s"
+        except AssertionError as error:  # all of them are shown: planting each takes minutes
+            wrong.append(str(error))
         rows.append((fault, said))
     good = ask_doctor(lab.fleet, tmp_path, fails=False, data=dataset)
+    assert wrong == []
     page = ROOT / "docs" / "doctor.md"
     before, _mark, rest = page.read_text().partition("<!-- faults -->\n")
     _old, _mark, after = rest.partition("<!-- end -->")
