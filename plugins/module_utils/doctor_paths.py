@@ -31,7 +31,7 @@ SETUP = "ansible-playbook setup.yml"
 SHOWN_RULES = 4
 AS_ROOT = "repeat the command with -K, so that the doctor can read the rules as root"
 CLOSED = {
-    "filtered": ("gets no answer from", ": packets that {host} sends there are dropped"),
+    "filtered": ("gets no answer from", ": packets are dropped on the way there or back"),
     "refused": ("is refused by", ", though a listener of nanofleet is there"),
     "unreachable": ("cannot reach", " ({detail})"),
 }
@@ -144,7 +144,7 @@ class Path:
             problem = f"A program other than nanofleet answers {host} on {listeners} of {peer}{also}."
             return finding("NF525", peer, problem, see, host)
         fails_to_reach, how = CLOSED[state]
-        reason = how.format(detail=ports[0]["detail"], host=host)
+        reason = how.format(detail=ports[0]["detail"])
         what = f"{host} {fails_to_reach} {peer} on {listeners}{reason}{also}."
         wanted = [options["port_low"], options["port_high"]]
         has = self.measured[peer]["facts"].get("port_range")
