@@ -75,8 +75,8 @@ def is_shown(three: Three, host: int, command: str, expected: str) -> bool:
     return three.inside(host, command) == expected
 
 
-def undisturbed(data_dir: Path, run_dir: Path) -> list[float]:
-    """The losses of one rank on this machine."""
+def undisturbed(data_dir: Path, run_dir: Path, **others: object) -> list[float]:
+    """The losses of one rank on this machine. others: settings other than those of MODEL."""
     command = [
         sys.executable,
         "-m",
@@ -87,7 +87,7 @@ def undisturbed(data_dir: Path, run_dir: Path) -> list[float]:
         "--run-dir",
         str(run_dir),
     ]
-    for name, value in {**MODEL, "num_iterations": STEPS}.items():
+    for name, value in {**MODEL, "num_iterations": STEPS, **others}.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
