@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,8 +75,8 @@ def is_shown(three: Three, host: int, command: str, expected: str) -> bool:
     return three.inside(host, command) == expected
 
 
-def undisturbed(data_dir: Path, run_dir: Path, **others: object) -> list[float]:
-    """The losses of one rank on this machine. others: settings other than those of MODEL."""
+def undisturbed(data_dir: Path, run_dir: Path, last: int = STEPS, **others: object) -> list[float]:
+    """The losses of one rank on this machine, to the step `last`. others: settings other than MODEL's."""
     command = [
         sys.executable,
         "-m",
@@ -90,12 +90,29 @@ def undisturbed(data_dir: Path, run_dir: Path, **others: object) -> list[float]:
     for name, value in {**MODEL, "num_iterations": STEPS, **others}.items():
         command += [f"--{name.replace('_', '-')}", str(value)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
-    lines = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL)
+    losses: list[float] = []
+    while len(losses) < last:
+        ended = process.poll() is not None  # before the file is read, which then is complete
+        text = (run_dir / "metrics.jsonl").read_text() if (run_dir / "metrics.jsonl").exists() else ""
+        lines = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        losses = [line["loss"] for line in lines if "loss" in line]
+        assert not ended or len(losses) >= last, f"it ended after {len(losses)} steps"
+        time.sleep(0.5)
+    process.kill()
+    process.wait()
+    return losses
 
 
-def test_a_worker_leaves_and_returns_in_every_way(three: Three, dataset: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def all_three(three: Three) -> Iterator[Three]:
+    """The three hosts, which serve no fleet afterwards; other modules make a fleet of two of them."""
+    yield three
+    three.all.play("reset.yml", reset_confirm=True)
+
+
+def test_a_worker_leaves_and_returns_in_every_way(all_three: Three, dataset: Path, tmp_path: Path) -> None:
+    three = all_three
     worker = Worker(three)
     three.all.play("setup.yml", data_dir=dataset)
     three.all.play("train.yml", run_id=RUN_ID, data_dir=dataset, **MODEL, **ELASTIC)

@@ -82,7 +82,7 @@ def test_a_second_fleet_is_refused_by_name_before_anything_is_changed(
             "set up by ",
             "put fleet_id: home into group_vars/fleet.yml",
             f"reset.yml -e fleet_id=home -e reset_confirm=true --limit {NAME}-2",
-            "Nothing was changed",
+            "No host was changed",
         ):
             assert words in said, f"{playbook}: {said}"
         assert refused.changed() == 0

@@ -112,7 +112,8 @@ def test_there_is_one_history(four: Lab, dataset: Path, tmp_path: Path) -> None:
     losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
     steps = [step for step, _ in losses]
     assert set(steps) == set(range(1, max(steps) + 1))
-    expected = undisturbed(dataset, tmp_path / "run", total_batch_size=4096, num_iterations=STEPS)
+    run = {"total_batch_size": 4096, "num_iterations": STEPS}
+    expected = undisturbed(dataset, tmp_path / "run", max(steps), **run)
     for step, loss in losses:
         assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step}"
 

@@ -1,7 +1,4 @@
-"""bench.yml on a lab: figures that are real, kept stage by stage, and hosts that are as before.
-
-Its place after test_run.py spares a second setup.
-"""
+"""bench.yml on a lab: figures that are real, kept stage by stage, and hosts that are as before."""
 
 from __future__ import annotations
 
@@ -17,6 +14,11 @@ pytestmark = [pytest.mark.lab, pytest.mark.slow]
 TINY = {"depth": 2, "head_dim": 32, "aspect_ratio": 32, "sequence_len": 128, "bench_steps": 2}
 HOSTS = (f"{LAB}-1", f"{LAB}-2")
 STAGES = f"solo-1024-on-{HOSTS[1]},solo-512-on-{HOSTS[0]},exact-1024,dense-1024"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ready(fleet: Fleet, dataset: Path) -> None:
+    fleet.play("setup.yml", data_dir=dataset)
 
 
 def test_a_fleet_is_measured_and_left_as_it_was(fleet: Fleet, tmp_path: Path) -> None:
