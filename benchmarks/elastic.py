@@ -88,12 +88,12 @@ class Lab:
         if done.returncode:
             raise SystemExit(f"{' '.join(command)}\n{done.stdout[-4000:]}{done.stderr[-2000:]}")
 
-    def gateway(self) -> str:
-        return self.inside(self.hosts, "ip -4 route show default").split()[2]
+    def read(self, lines: str = "60") -> None:
+        """Keep the newest lines of metrics.jsonl (`lines` as for tail -n: +1 for all).
 
-    def read(self) -> None:
-        """Keep the newest lines of metrics.jsonl; a run that restarts removes those that it repeats."""
-        text = self.inside(1, f"tail -n 60 {RUNS}/{self.run_id}/metrics.jsonl")
+        A run that its units restart removes the lines of the steps that it repeats.
+        """
+        text = self.inside(1, f"tail -n {lines} {RUNS}/{self.run_id}/metrics.jsonl")
         for line in map(json.loads, text.splitlines()):
             if "loss" in line:
                 self.steps[line["time"], line["step"]] = line["step_seconds"]
@@ -113,47 +113,36 @@ class Lab:
         """(time, step) of the steps after a time, in the order of time."""
         return sorted(key for key in self.steps if key[0] > at)
 
-    def kill_rank(self) -> None:
-        pids = self.inside(self.hosts, RANK).split()
-        self.inside(self.hosts, f"kill -9 {' '.join(pids)}")
-
-    def cut(self) -> None:
-        self.inside(self.hosts, "ip link set eth0 down")
-
-    def boot(self) -> None:
-        self.podman("start", self.host(self.hosts))
-
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a host, and what ends it after AWAY_SECONDS; None: it returns by itself."""
+    """What happens to a host, and what ends it when the host has been away; None: it returns by itself."""
 
     name: str
-    plant: Callable[[Lab], object]
-    fix: Callable[[Lab], object] | None = None
+    plant: Callable[[], object]
+    fix: Callable[[], object] | None = None
 
 
-def link_up(lab: Lab, gateway: str) -> None:
-    lab.inside(lab.hosts, f"ip link set eth0 up && ip route replace default via {gateway}")
-
-
-def events(lab: Lab) -> list[Event]:
-    """All events; they happen to the last host."""
-    last, gateway = lab.host(lab.hosts), lab.gateway()
-    unit = f"nanofleet-{lab.run_id}"
+def events(lab: Lab, host: int) -> list[Event]:
+    """All events that can happen to a host other than the first, by its number."""
+    name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
+    gateway = lab.inside(host, "ip -4 route show default").split()[2]
+    starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
     return [
-        Event("kill -9 of the rank", Lab.kill_rank),
-        Event("power cut", lambda lab: lab.podman("kill", last), Lab.boot),
-        Event("freeze", lambda lab: lab.podman("pause", last), lambda lab: lab.podman("unpause", last)),
-        Event("link cut", Lab.cut, lambda lab: link_up(lab, gateway)),
+        Event("kill -9 of the rank", lambda: lab.inside(host, f"kill -9 $({RANK})")),
+        Event("power cut", lambda: lab.podman("kill", name), lambda: lab.podman("start", name)),
+        Event("freeze", lambda: lab.podman("pause", name), lambda: lab.podman("unpause", name)),
+        Event(
+            "link cut",
+            lambda: lab.inside(host, "ip link set eth0 down"),
+            lambda: lab.inside(host, f"ip link set eth0 up && ip route replace default via {gateway}"),
+        ),
         Event(
             "systemctl stop",
-            lambda lab: lab.inside(lab.hosts, f"systemctl stop {unit}"),
-            lambda lab: lab.inside(
-                lab.hosts, f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"
-            ),
+            lambda: lab.inside(host, f"systemctl stop {unit}"),
+            lambda: lab.inside(host, starts),
         ),
-        Event("reboot", lambda lab: lab.podman("restart", "--time", "30", last)),
+        Event("reboot", lambda: lab.podman("restart", "--time", "30", name)),
     ]
 
 
@@ -163,14 +152,14 @@ def measure(lab: Lab, event: Event, elastic: bool) -> dict[str, float]:
     calm = time.time()
     lab.wait(lambda: len(lab.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {event.name}")
     planted = time.time()
-    event.plant(lab)
+    event.plant()
     fixed = time.time()
     if event.fix:
         while time.time() - planted < AWAY_SECONDS:
             time.sleep(POLL_SECONDS)
             lab.read()
         fixed = time.time()
-        event.fix(lab)
+        event.fix()
     if elastic:
         return _elastic_figures(lab, planted, fixed)
     return _restart_figures(lab, planted, fixed)
@@ -279,7 +268,7 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
         lab.wait(lambda: len(lab.steps) > 20, "20 steps")
         quiet = list(lab.steps.values())[2:]
         content[f"{key}_step_seconds"] = round(statistics.median(quiet), 3)
-        asked = [event for event in events(lab) if not args.only or event.name in args.only]
+        asked = [each for each in events(lab, lab.hosts) if not args.only or each.name in args.only]
         found: dict[str, list[dict[str, float]]] = {event.name: [] for event in asked}
         for repeat in range(repeats):
             for event in asked:
@@ -349,9 +338,9 @@ def block(content: Mapping[str, Any]) -> str:
     beside = f", and of {counts['restart']} with `elastic=false` and a checkpoint every minute"
     beside = beside if counts["restart"] else ""
     text = (
-        f"**Measured in containers on one machine** ({content['machine']}), {hosts} hosts with one "
-        f"core each, which other programs shared (load {content['load']:g}): `{content['command']}`, commit "
-        f"`{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
+        f"**Measured in containers on one machine** ({content['machine']}), {hosts} hosts with one thread "
+        f"each on its cores (load of other programs before: {content['load']:g}): `{content['command']}`, "
+        f"commit `{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
         f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, "
         f"`snapshot_seconds={settings['snapshot_seconds']}`. "
         f"Medians of up to {counts['elastic']}{beside}. A host that is frozen, cut off, stopped or without "

@@ -5,6 +5,7 @@
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
+    python -m benchmarks.elastic_soak ... --record    writes docs/recorded/soak.json
     python -m benchmarks.assistant ...                writes docs/recorded/assistant.json
     python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
@@ -13,8 +14,9 @@ Each phrase in PHRASES occurs once in its page; the script replaces the figures 
 `<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
 docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`,
 docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, docs/explanation/elastic.md
-that of leaves and joins after `<!-- elastic -->`, and docs/assistant.md its run after `<!-- assistant -->`,
-docs/how-to/gpu-host.md the table of one GPU after `<!-- gpu -->`.
+that of leaves and joins after `<!-- elastic -->` and the result of a soak after `<!-- soak -->`,
+docs/assistant.md its run after `<!-- assistant -->`, and docs/how-to/gpu-host.md the table of one GPU after
+`<!-- gpu -->`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import assistant, elastic, gpu, replay, scaling
+from benchmarks import assistant, elastic, elastic_soak, gpu, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -193,9 +195,10 @@ def pages() -> dict[Path, str]:
     texts[MODES_PAGE] = marked(MODES_PAGE.read_text(encoding="utf-8"), "compression", modes)
     ranks = scaling_block(json.loads(scaling.RECORD.read_text(encoding="utf-8")))
     texts[SCALING_PAGE] = marked(SCALING_PAGE.read_text(encoding="utf-8"), "scaling", ranks)
-    if elastic.RECORD.exists():
-        events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
-        texts[ELASTIC_PAGE] = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
+    events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
+    soak = elastic_soak.block(json.loads(elastic_soak.RECORD.read_text(encoding="utf-8")))
+    page = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
+    texts[ELASTIC_PAGE] = marked(page, "soak", soak)
     run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
     texts[ASSISTANT_PAGE] = marked(ASSISTANT_PAGE.read_text(encoding="utf-8"), "assistant", run)
     one_gpu = gpu.block(json.loads(gpu.RECORD.read_text(encoding="utf-8")))
