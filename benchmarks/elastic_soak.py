@@ -3,9 +3,9 @@
     python -m benchmarks.elastic_soak --lab NAME --data-dir data --out artifacts/soak --minutes 30 --seed 1
 
 NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. Its events happen here at
-random times, every 45 s on average, to any host but the first; several hosts may be away at once. The same
-seed draws the same events. Prints each event and the result, and writes OUT/soak.json; --record also writes
-docs/recorded/soak.json.
+random times, every 45 s on average, to any host but the first; several hosts may be away at once. The seed
+fixes what is drawn; which host is free then also depends on the times. Prints each event and the result, and
+writes OUT/soak.json; --record also writes docs/recorded/soak.json.
 
 goodput = steps trained / steps that the members of each moment could have trained at their median step.
 Steps that are trained again count once; changes of the members, copies and the wait for a lost member count
@@ -55,21 +55,25 @@ def disturb(lab: Lab, minutes: float, seed: int, say: Callable[[str], None] = pr
     due: list[tuple[float, int, Callable[[], object]]] = []  # what ends an event, by its time
     busy: dict[int, float] = {}  # host -> until when nothing else happens to it
     end, next_at = soak.began + 60 * minutes, soak.began + chance.expovariate(1 / EVERY_SECONDS)
-    while time.time() < end or due:
-        if due and due[0][0] <= time.time():
-            heapq.heappop(due)[2]()
-        free = [host for host in range(2, lab.hosts + 1) if busy.get(host, 0.0) <= time.time()]
-        if next_at <= time.time() < end and free:
-            host = chance.choice(free)
-            event, away = chance.choice(elastic.events(lab, host)), chance.uniform(*AWAY_SECONDS)
-            soak.counts[event.name] = soak.counts.get(event.name, 0) + 1
-            say(f"{time.time() - soak.began:6.0f} s: {event.name} of {lab.host(host)} for {away:.0f} s")
-            event.plant()
-            if event.fix:
-                heapq.heappush(due, (time.time() + away, next(order), event.fix))
-            busy[host] = time.time() + away + AWAY_SECONDS[0]
-            next_at += chance.expovariate(1 / EVERY_SECONDS)
-        time.sleep(0.2)
+    try:
+        while time.time() < end or due:
+            if due and due[0][0] <= time.time():
+                heapq.heappop(due)[2]()
+            free = [host for host in range(2, lab.hosts + 1) if busy.get(host, 0.0) <= time.time()]
+            if next_at <= time.time() < end and free:
+                host = chance.choice(free)
+                event, away = chance.choice(elastic.events(lab, host)), chance.uniform(*AWAY_SECONDS)
+                soak.counts[event.name] = soak.counts.get(event.name, 0) + 1
+                say(f"{time.time() - soak.began:6.0f} s: {event.name} of {lab.host(host)} for {away:.0f} s")
+                event.plant()
+                if event.fix:
+                    heapq.heappush(due, (time.time() + away, next(order), event.fix))
+                busy[host] = time.time() + away + AWAY_SECONDS[0]
+                next_at += chance.expovariate(1 / EVERY_SECONDS)
+            time.sleep(0.2)
+    finally:  # after an error or Ctrl-C no host stays frozen, cut off or without power
+        for _, _, fix in due:
+            fix()
     time.sleep(SETTLE_SECONDS)
     soak.ended = time.time()
     return soak

@@ -19,7 +19,7 @@ def test_a_range_blocked_in_one_direction_is_reported_with_the_rule_and_its_remo
     found = only(measured)
     assert (found["code"], found["host"], found["peer"]) == ("NF528", "laptop", "tower")
     assert f"tower gets no answer from laptop on Gloo's ports {DASHED}" in found["problem"]
-    assert " work." in found["problem"]
+    assert "connections from laptop to tower work." in found["problem"]
     assert found["remedy"] == f"{DROP['remedy']}  (on laptop)"
 
 
