@@ -1,7 +1,10 @@
 """The goodput of an elastic run that is disturbed."""
 
+from pathlib import Path
+
 import pytest
 
+from benchmarks import elastic, elastic_soak
 from benchmarks.elastic import SETTINGS
 from benchmarks.elastic_soak import block, goodput
 
@@ -51,3 +54,19 @@ def test_the_paragraph_has_the_figures() -> None:
     assert "2 events (freeze 2) and 4 changes" in text
     assert "1,234 steps were trained, 5 of them again. The goodput is 88%" in text
     assert "1.50 s with 2, 1.23 s with 3 rank(s)" in text
+
+
+def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    did: list[str] = []
+
+    def plant() -> None:
+        did.append("plant")
+        if len(did) == 2:
+            raise SystemExit("podman fails")
+
+    event = elastic.Event("freeze", plant, lambda: did.append("fix"))
+    monkeypatch.setattr(elastic, "events", lambda lab, host: [event])
+    monkeypatch.setattr(elastic_soak, "EVERY_SECONDS", 0.01)
+    with pytest.raises(SystemExit, match="podman fails"):
+        elastic_soak.disturb(elastic.Lab("lab", 3, Path()), 1.0, 1, lambda line: None)
+    assert did == ["plant", "plant", "fix"]
