@@ -2,8 +2,9 @@
 
     python -m benchmarks.assistant --run artifacts/own/TOWER --chat artifacts/own-chat/TOWER --where HOSTS
 
-Both folders are those of the coordinator that fetch.yml brings. The newest checkpoint of --chat answers each
-of QUESTIONS, with the most likely token at each position. Writes docs/recorded/assistant.json and
+--run is the folder of the base run and --chat that of its fine-tuned run, as fetch.yml copies them from the
+coordinator. --where is a text that describes the hosts that trained. The newest checkpoint of --chat answers
+each of QUESTIONS, with the most likely token at each position. Writes docs/recorded/assistant.json and
 docs/assets/assistant.png; then `python -m scripts.docs_figures` fills the page.
 """
 

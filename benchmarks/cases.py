@@ -1,7 +1,7 @@
 """The benchmark cases of `make bench`: their names, their state of the lab, and their expected duration.
 
-The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml, or idle/ and such a name. Cases
-of the kind `solo` are single-host baselines.
+The name of a case is KIND-TOKENS-FORMAT[-SHARES][-on-HOST], as in bench.yml. Cases of the kind `solo` are
+single-host baselines. With `idle/` before its name, a baseline is measured while the other host is idle.
 """
 
 from __future__ import annotations
@@ -86,7 +86,11 @@ def has_neighbour(case: str) -> bool:
 
 
 def kind_of(case: str) -> tuple[int, str, str]:
-    """(Steps, folder, dtype of the neighbour): consecutive cases with equal values are measured together."""
+    """(steps, folder, dtype): consecutive cases with equal values are measured together.
+
+    folder: `idle/` or "". dtype: of the training on the other host meanwhile, "" if that host is not to
+    train.
+    """
     folder = IDLE if case.startswith(IDLE) else ""
     return steps_of(case), folder, case.rpartition("-")[2] if has_neighbour(case) else ""
 

@@ -101,7 +101,10 @@ class Lab:
                 self.changes.append(change)
 
     def wait(self, holds: Callable[[], bool], what: str, seconds: float = 300) -> None:
-        """Read until `holds`. Raises SystemExit after `seconds`."""
+        """Read metrics.jsonl until `holds` returns true.
+
+        Raises SystemExit after `seconds`. what: the awaited event, for its message.
+        """
         end = time.monotonic() + seconds
         while not holds():
             if time.monotonic() > end:
@@ -116,7 +119,10 @@ class Lab:
 
 @dataclass(frozen=True)
 class Event:
-    """What happens to a host, and what ends it when the host has been away; None: it returns by itself."""
+    """An event on a host. plant: makes it happen.
+
+    fix: ends it when the host has been away for AWAY_SECONDS; None if the host returns by itself.
+    """
 
     name: str
     plant: Callable[[], object]
@@ -213,7 +219,11 @@ def medians(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def copies(lab: Lab) -> dict[str, float]:
-    """Of the copies of the state that the run has made: median pause and seconds, and bytes of the state."""
+    """Figures of the copies of its state that an elastic run has made.
+
+    copies: their number. pause_seconds: the median pause of training for a copy. state_bytes: the mean size
+    of a checkpoint.
+    """
     text = lab.inside(1, f"grep -h 'Copying the state' {RUNS}/{lab.run_id}/train.log || true")
     pauses = [float(line.rsplit("paused ", 1)[1].split()[0]) for line in text.splitlines()]
     size = lab.inside(
@@ -290,7 +300,10 @@ def run(args: argparse.Namespace, elastic: bool, repeats: int, content: dict[str
 def keep(
     args: argparse.Namespace, content: dict[str, Any], key: str, found: Mapping[str, list[dict[str, float]]]
 ) -> None:
-    """Write what has been measured so far."""
+    """Add the medians so far to `content` as its entry `key`, and write `content` to OUT/elastic.json.
+
+    With --record also to docs/recorded/elastic.json. found: event -> the figures of each repeat.
+    """
     content[key] = [
         {"event": name, "repeats": len(each), **medians(each)} for name, each in found.items() if each
     ]
@@ -329,7 +342,7 @@ def table(content: Mapping[str, Any]) -> str:
 
 
 def block(content: Mapping[str, Any]) -> str:
-    """The table of a record, with what it is of."""
+    """The table of a record, with sentences on its hardware, command and settings."""
     counts = {
         key: max((row["repeats"] for row in content.get(key, [])), default=0)
         for key in ("elastic", "restart")

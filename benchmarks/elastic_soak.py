@@ -1,11 +1,12 @@
-"""Disturbs an elastic run for a while, and measures its goodput: what it trained of what it could have.
+"""Disturbs an elastic run for a while, and measures its goodput: the share of possible steps that it trained.
 
     python -m benchmarks.elastic_soak --lab NAME --data-dir data --out artifacts/soak --minutes 30 --seed 1
 
-NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. Its events happen here at
-random times, every 45 s on average, to any host but the first; several hosts may be away at once. The seed
-fixes what is drawn; which host is free then also depends on the times. Prints each event and the result, and
-writes OUT/soak.json; --record also writes docs/recorded/soak.json.
+NAME is a lab of three or more hosts, as for `python -m benchmarks.elastic`. Its events happen here at random
+times, every 45 s on average, to any host but the first; several hosts may be away at once. The seed fixes the
+random numbers. Two soaks with the same seed can still differ, because an event happens only to a host that is
+back from the previous one. Prints each event and the result, and writes OUT/soak.json; --record also writes
+docs/recorded/soak.json.
 
 goodput = steps trained / steps that the members of each moment could have trained at their median step.
 Steps that are trained again count once; changes of the members, copies and the wait for a lost member count

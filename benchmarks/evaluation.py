@@ -8,7 +8,7 @@ NAME is a lab of two or more hosts that setup.yml has set up with the same data:
     ansible-playbook -i .lab/NAME/inventory setup.yml -e data_dir=data
 
 Trains a model of depth 4 for a few steps, then evaluates it --repeats times on one host and on two, in turn.
-The bundle has a task of each type, of words that mean nothing: they take the same time as real ones. While
+The bundle has a task of each type. Its texts are random words, which take the same time as real texts. While
 one host evaluates alone, the other is idle. Prints the table and writes evaluation.json to OUT.
 """
 

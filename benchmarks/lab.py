@@ -303,7 +303,7 @@ def check_shaped(job: Job, link: str) -> None:
 
 
 def limit_second(job: Job, cores: float) -> None:
-    """Limit the second host of the lab to `cores` of a core; 1.0: no limit below its core."""
+    """Limit the second host of the lab to the share `cores` of its one core; 1.0 is the whole core."""
     quota = round(cores * 100_000)
     command = ["podman", "update", "--cpu-period", "100000", "--cpu-quota", str(quota), f"{job.args.lab}-2"]
     subprocess.run(command, env=environment(job), stdout=subprocess.DEVNULL, check=True)

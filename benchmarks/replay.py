@@ -1,10 +1,11 @@
-"""Compares an effort by hand, as it was recorded, with plain DDP and nanofleet on the hosts of the inventory.
+"""Compares plain DDP and nanofleet, on the hosts of the inventory, with a training that was set up by hand.
 
     make replay                       measures with bench.yml, and prints the table
     make replay ARGS="--record"       also writes docs/recorded/replay.json, for docs/how-to/replay.md
 
-Depth 8 and 4,096 tokens a step, as by hand. `bench.yml` measures the cases one after the other; the same
-command by hand is `ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
+The training that was set up by hand is not repeated: docs/recorded/by-hand.json has its figures. As there,
+the model has depth 8 and a step 4,096 tokens. `bench.yml` measures the cases one after the other; to type the
+same yourself: `ansible-playbook bench.yml -e depth=8 -e bench_stages=ddp-4096,exact-4096,fast-4096`.
 """
 
 from __future__ import annotations
@@ -61,7 +62,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def other_model(found: Mapping[str, Any], by_hand: Mapping[str, Any]) -> str:
-    """A message if another model than by hand was measured, else ""."""
+    """A message if the measured model has another size than the one trained by hand, else "".
+
+    found, by_hand: the contents of replay.json and by-hand.json.
+    """
     if found["parameters"] == by_hand["parameters"]:
         return ""
     vocab_size = by_hand["vocab_size"]
@@ -116,10 +120,10 @@ def _case(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(by_hand: Mapping[str, Any], measured: Mapping[str, Any]) -> str:
-    """The table of the page: by hand as recorded, and the measured cases, each with its hardware.
+    """The table of the page: the recorded training by hand and the measured cases, each with its hardware.
 
-    by_hand, measured: the contents of by-hand.json and replay.json. The factor compares cases of one run, so
-    the lines of other hardware have none.
+    by_hand, measured: the contents of by-hand.json and replay.json. Only the measured cases have a factor
+    over plain DDP, because it compares steps on the same hosts.
     """
     head = ["", "step, s", "tok/s", "over plain DDP", "MB sent per rank", "hardware"]
     lines = [head]

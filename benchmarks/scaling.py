@@ -4,8 +4,8 @@
     python -m benchmarks.scaling --out artifacts/scaling --record   # also writes docs/recorded/scaling.json
 
 Measured: `trainer bench --sync exact` with that many ranks on this machine, one thread each, over loopback.
-Ranks that share cores are slow, but their measured speeds, from which they predict the step, are of shared
-cores too: so prediction and measurement can be compared. Computed: the cost model (trainer.placement) for
+Ranks that share cores are slow. They measure their speeds on the same shared cores and predict the step from
+them, so prediction and measurement can be compared. Computed: the cost model (trainer.placement) for
 hosts with one core like that of this machine and a link of LINK, each with ROWS rows of a step. Finished
 measurements are not repeated.
 """

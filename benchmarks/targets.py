@@ -16,7 +16,12 @@ MOST_MEMORY = 4.5e9
 
 @dataclass(frozen=True)
 class Target:
-    """The targets of a case. ratio: to the baseline; bound: share of the bound; payload: MB per step."""
+    """The targets of a benchmark case; None for no target.
+
+    ratio: tokens per second divided by those of the single-host baseline, at least. bound: the share of its
+    upper bound (see trainer.bench.report) that the ratio reaches, at least. payload: MB that a rank sends per
+    step, at most.
+    """
 
     group: str
     case: str
@@ -108,7 +113,12 @@ def targets_table(rows: dict[str, dict[str, Any]]) -> str:
 def verdict(
     key: str, value: float | None, required: float, shape: str, baseline: float | None, dtype: str
 ) -> str:
-    """The text "met" or "missed by X". A ratio does not count if its baseline misses its own target."""
+    """Whether a figure meets its target, as text: "met" or "missed by X"; "" without a value.
+
+    key: ratio, share_of_bound or payload. shape: format of a value, such as "{:.2f}x". baseline: the share of
+    its roofline limit that the single-host baseline reached, None if unknown. If this share is below the
+    target in HOST_LIMIT for `dtype`, a ratio does not count.
+    """
     if value is None:
         return ""
     if not (value <= required if key == "payload" else value >= required):

@@ -51,7 +51,7 @@ class Demo:
 
     @property
     def where(self) -> str:
-        """The inventory of the lab as a path below ROOT; "" if the one in ansible.cfg is that of the lab."""
+        """The path of the lab's inventory below ROOT; "" for the lab `lab`, which ansible.cfg names."""
         return "" if self.lab == "lab" else f".lab/{self.lab}/inventory"
 
     @property
@@ -138,7 +138,11 @@ def options(settings: Mapping[str, object]) -> list[str]:
 
 
 def talk(screen: Screen, demo: Demo, data: Path, run_id: str, password: str | None) -> list[tuple[str, str]]:
-    """Fine-tune the model of the run, serve it and ask it: lines of the report, [] after a failure."""
+    """Fine-tune the model of the run `run_id`, serve it and ask it questions.
+
+    data: the data directory of the demo. password: for sudo, None if none is needed. Returns (name, text)
+    lines for the report, [] after a failure.
+    """
     file = data.parent / "chats.jsonl"
     questions = make_conversations(data, file)
     tuned = f"{run_id}-chat"

@@ -131,9 +131,11 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 
 
 def attention_lines(view: RunView) -> dict[str, str]:
-    """The status lines that need attention, each by the same line with `#` for every number.
+    """The status lines that need attention, by a key that is equal for lines that differ only in numbers.
 
-    They contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each attempt.
+    The key is the line with `#` for every number; of a line about an attempt or a lost host it is the line
+    itself. The lines contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each
+    attempt.
     """
     lines = [
         line for line in view.screen if line.startswith((*ATTENTION, "Warning:")) or _ATTEMPT.match(line)

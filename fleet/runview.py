@@ -23,7 +23,8 @@ class RunView:
 
     ``lost``: unreachable host -> reason. ``states``: host -> last result of run_state. ``losses``: step ->
     loss in nats. ``figures``: the latest known fields of the coordinator's metrics, run status and outcome,
-    such as step and val_bpb. ``options``: options of ansible-playbook that reach the hosts: ``-i PATH ``.
+    such as step and val_bpb. ``options``: the options that a command in a message needs to reach the same
+    hosts, such as ``-i PATH ``.
     """
 
     options: str = ""

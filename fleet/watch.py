@@ -41,8 +41,8 @@ class _RestartWatchError(Exception):
 class Follower:
     """Follows one run by repeating watch.yml, also after lost connections; `view` has the state of the run.
 
-    args: options of ansible-playbook. snapshot: the view at 60 % of the steps. trouble: a line for the
-    view.
+    args: options of ansible-playbook. snapshot: the view at 60 % of the steps. trouble: the last line
+    of the view, about lost hosts.
     """
 
     screen: Screen
@@ -187,7 +187,8 @@ def close(
 ) -> None:
     """Print the report of a run that has ended; nothing if no host has the run.
 
-    last: more (name, text) lines for its end. picture: path of an SVG of the whole screen with this title.
+    last: more (name, text) lines for the end of the report. picture: path to which the whole screen is
+    written as an SVG picture, None for no picture. title: that of the picture.
     """
     if not follower.view.found:
         return

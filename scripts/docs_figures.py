@@ -10,13 +10,17 @@
     python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
     python -m scripts.docs_figures   writes the figures into the pages (--check writes nothing)
 
-Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. A table stands between
-`<!-- figures -->` and `<!-- end -->`: of all cases. docs/how-to/replay.md has one after `<!-- replay -->`,
-docs/explanation/sync-modes.md that of the compressions of local after `<!-- compression -->`,
-docs/explanation/scaling.md those for more ranks after `<!-- scaling -->`, docs/explanation/elastic.md
-that of leaves and joins after `<!-- elastic -->` and the result of a soak after `<!-- soak -->`,
-docs/assistant.md its run after `<!-- assistant -->`, and docs/how-to/gpu-host.md the table of one GPU after
-`<!-- gpu -->`.
+Each phrase in PHRASES occurs once in its page; the script replaces the figures in it. It also replaces what
+stands between each of these marks and `<!-- end -->`:
+
+    <!-- figures -->       the table of all benchmark cases
+    <!-- replay -->        docs/how-to/replay.md: the comparison with an effort by hand
+    <!-- compression -->   docs/explanation/sync-modes.md: the compressions of sync=local
+    <!-- scaling -->       docs/explanation/scaling.md: more ranks
+    <!-- elastic -->       docs/explanation/elastic.md: hosts that leave and join
+    <!-- soak -->          the same page: the result of a soak
+    <!-- assistant -->     docs/assistant.md: its run
+    <!-- gpu -->           docs/how-to/gpu-host.md: one GPU
 """
 
 from __future__ import annotations
@@ -136,7 +140,7 @@ def compression_table(record: dict[str, Any]) -> str:
 
 
 def scaling_block(record: dict[str, Any]) -> str:
-    """The tables of a record of benchmarks.scaling, with what they are of."""
+    """The tables of a record of benchmarks.scaling, each after a sentence on its hosts and conditions."""
     where = f"`{record['command']}`, commit `{record['commit']}`, {record['date']}"
     model = f"depth {record['depth']} ({record['parameters']:,} parameters) in float32"
     rows, processor = f"{record['rows']} rows of 1,024 tokens", record["machine"]

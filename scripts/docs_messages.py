@@ -54,12 +54,15 @@ EXAMPLES = {
     "dataset_findings": "<host>: shard_00003.parquet is missing.",
     "dataset_differing": "<host> has training rows with the digests <digests>, the others have <digests>.",
     "findings": "shard_00003.parquet is missing",
-    "claim_refusals": "This host belongs to the fleet of <controller>. Fix: remove <host> from the inventory",
+    "claim_refusals": "<host> serves the fleet <fleet>: <hosts>; set up by <user> at <time>. This fleet "
+    "is <this fleet>, and a host serves one fleet at a time. Fix: if both are the same fleet, put fleet_id: "
+    "<fleet> into group_vars/fleet.yml of the inventory; if <host> is to leave the other fleet: "
+    "ansible-playbook reset.yml -e fleet_id=<fleet> -e reset_confirm=true --limit <host>",
     "path_problem": "<host> has no route to <peer>: Network is unreachable",
     "inventory_change": "connect both to one network, or set fleet_address of <peer> in the inventory to its "
     "address on the network of <host>",
-    "_link_check_and_settings": "cat /sys/class/net/<interface>/speed (on <host>; for WiFi: iw dev "
-    "<interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
+    "_link_check_and_settings": "find the cause: cat /sys/class/net/<interface>/speed (on <host>; for WiFi: "
+    "iw dev <interface> link), or ansible-playbook train.yml with -e sync=local (docs/how-to/slow-link.md)",
     "needs": " Here sync=exact needs <seconds> s of network in a step of <seconds> s.",
     "range_change": "give <interface> another range of addresses (on <host>)",
     "over": "<interface>",
@@ -76,7 +79,11 @@ class Message(NamedTuple):
 
 
 def shown_name(name: str) -> str:
-    """What stands for a variable: its EXAMPLES, or <WORDS>, or <NAME> with blanks instead of underscores."""
+    """The text that the page shows instead of the variable `name`.
+
+    That is its entry in EXAMPLES. Without one it is, in angle brackets, its entry in WORDS, or else the name
+    with blanks instead of underscores.
+    """
     if name in EXAMPLES:
         return EXAMPLES[name]
     name = name.strip("_")
@@ -252,9 +259,10 @@ def texts_in(value: Any) -> Iterator[str]:
 
 
 def shown_expression(found: re.Match[str]) -> str:
-    """What stands for an expression of Jinja: its texts and <NAME> of its variables; "" for a statement.
+    """The text that the page shows instead of an expression of Jinja: its texts, and <NAME> for a variable.
 
-    Of `A if B else C` it is A; filters are left out.
+    found: a match of EXPRESSION_IN_YAML. For a statement of Jinja the text is "". Of `A if B else C` only A
+    is shown; filters are left out.
     """
     if not found[1]:
         return ""
@@ -273,7 +281,7 @@ def shown_expression(found: re.Match[str]) -> str:
 
 
 def without_expressions(text: str) -> str:
-    """A text of Jinja with what stands for each of its expressions, and without its statements."""
+    """A template of Jinja as the page shows it: `shown_expression` for each expression, no statements."""
     return EXPRESSION_IN_YAML.sub(shown_expression, text)
 
 

@@ -43,7 +43,10 @@ def plain(text: str) -> str:
 
 
 def pairs(text: str, is_glossary: bool) -> Iterator[tuple[str, str]]:
-    """Questions and paragraphs of a page."""
+    """Yield (question, paragraph that answers it) for each match in a page.
+
+    text: the reStructuredText of the page. is_glossary: whether its terms become questions too.
+    """
     for name, synopsis in MODULE.findall(text):
         yield f"What is the module {name} for?", synopsis
     for _, kind, name, paragraph in OBJECT.findall(text):
@@ -54,7 +57,10 @@ def pairs(text: str, is_glossary: bool) -> Iterator[tuple[str, str]]:
 
 
 def conversations(folder: Path) -> Iterator[list[dict[str, str]]]:
-    """A question and its answer for each match in a folder, without repeated questions."""
+    """Yield a conversation for each question in the pages of a folder: the question and its answer.
+
+    Each question occurs once. Answers that are very short or very long are left out.
+    """
     known: set[str] = set()
     for path in sorted(folder.rglob("*.rst.txt")):
         for raw_question, paragraph in pairs(

@@ -11,7 +11,10 @@ from trainer.config import RunConfig
 
 
 def add_config_arguments(parser: argparse.ArgumentParser, left_out: Sequence[str] = ()) -> None:
-    """An option for each setting of a run but those `left_out`; None if it is not given."""
+    """Add an option for each setting of a run, except those in `left_out`.
+
+    The parsed value is a text, or None if the option is not given.
+    """
     group = parser.add_argument_group("settings of the run")
     for setting in dataclasses.fields(RunConfig):
         if setting.name not in left_out:

@@ -48,8 +48,8 @@ def apply_preset(
     """The settings of a run that is requested with the preset `name`; "" is no preset.
 
     given: settings of this command, which replace those of the preset; stored: settings of the inventory,
-    which the preset replaces. A setting of the length of a run replaces all others of LENGTHS. Raises
-    PresetError for an unknown preset.
+    which the preset replaces. The settings in LENGTHS replace each other: num_iterations of the preset also
+    removes target_flops of the inventory. Raises PresetError for an unknown preset.
     """
     if not name:
         return {**(stored or {}), **given}

@@ -38,9 +38,10 @@ SFT_SETTINGS: Mapping[str, Any] = {
 
 
 def sft_settings(meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that fine-tunes the model of a checkpoint. `given` replace the others.
+    """The settings of a run that fine-tunes the model of a checkpoint.
 
-    meta: the content of the checkpoint's meta.json.
+    meta: the content of the checkpoint's meta.json. The settings INHERITED are taken from it, the others of
+    stage sft from SFT_SETTINGS; settings in `given` replace both.
     """
     base = meta["config"]
     inherited = {name: base[name] for name in INHERITED if name in base}

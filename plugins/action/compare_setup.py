@@ -19,7 +19,7 @@ def digests(wheelhouses: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str,
 
 
 class ActionModule(ControllerAction):
-    """Reads what the role setup_state has registered on the hosts."""
+    """The action `compare_setup`. It reads what the role setup_state has registered on the hosts."""
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         hosts, hostvars, logins = asked["hosts"], variables["hostvars"], asked["logins"]

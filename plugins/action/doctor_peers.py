@@ -1,4 +1,4 @@
-"""Action plugin: in a round without a partner the module doctor_peers is not called."""
+"""Action plugin: call the module doctor_peers, except in a round in which the host has no partner."""
 
 from __future__ import annotations
 

@@ -14,6 +14,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.fine_tuning import
 
 
 class ActionModule(ControllerAction):
+    """The action `fine_tuning_plan`. It reads the manifest of the conversations on the controller."""
+
     _VALID_ARGS = frozenset({"config", "run_id", "from_checkpoint", "found", "data", "sandboxed", "refuse"})
 
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Action plugin: what the module installed_environment has to read is perhaps known."""
+"""Action plugin: call the module installed_environment, unless launch_state has read the same before."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.known_action impor
 
 
 class ActionModule(KnownAction):
-    """Calls the module installed_environment."""
+    """The action `installed_environment` (see KnownAction)."""

@@ -13,6 +13,8 @@ from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
 
 
 class ActionModule(ControllerAction):
+    """The action `run_plan`: decides from the states of all hosts, and compares what they have installed."""
+
     def decide(self, asked: Mapping[str, Any], variables: Mapping[str, Any]) -> dict[str, Any]:
         states: Mapping[str, Any] = asked["states"]
         manifests = {host: str(digest or "") for host, digest in asked["manifests"].items()}

@@ -1,4 +1,4 @@
-"""Action plugin: what the module run_state has to read is perhaps known."""
+"""Action plugin: call the module run_state, unless launch_state has read the same before."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.known_action impor
 
 
 class ActionModule(KnownAction):
-    """Calls the module run_state."""
+    """The action `run_state` (see KnownAction)."""

@@ -77,9 +77,9 @@ def default_cases(
     """Names of the default benchmark cases. tokens: tokens per step, of all ranks together.
 
     These are each host alone, the GPU of each GPU host, several processes on the first host (each number in
-    `processes`), all hosts with plain DDP and in every sync mode. The coordinator alone with
-    tokens / len(hosts) gives the least step time that the fleet can have. In sync=local every rank has
-    `tokens` per step.
+    `processes`), all hosts with plain DDP and in every sync mode. In sync=local every rank has `tokens`
+    tokens per step. With several hosts there is one more case, the coordinator alone with
+    tokens / len(hosts) tokens per step. Its step time is the least that the fleet can reach.
     """
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
@@ -160,7 +160,7 @@ def _covers(result: Mapping[str, Any], case: Case) -> bool:
 def summary(plan: Sequence[Case], left: Sequence[Case]) -> str:
     """A sentence about the cases of a benchmark: names those to measure, counts those with a result file.
 
-    plan: all cases. left: the names of the cases to measure.
+    plan: all cases. left: those of them to measure.
     """
     names = ", ".join(case["name"] for case in left) or "nothing"
     kept = len(plan) - len(left)

@@ -1,17 +1,19 @@
 # SPDX-License-Identifier: MIT
 """The boot entry of a transient unit: an enabled unit and a script that start it after a boot.
 
+Where the two are depends on the scope, which is whose systemd has the unit:
+
     system   /etc/nanofleet/NAME.sh and nanofleet@NAME.service, root's
     user     ~/.config/nanofleet/NAME.sh and nanofleet@NAME.service of the user's own systemd
 
 A unit that leaves its run while the host sleeps also has nanofleet.sleep@NAME.service, in the scope `system`
 only: systemd stops the unit before the host sleeps, and starts it again when the host has woken.
 
-NAME is the name of the transient unit without `nanofleet-`. The script runs the condition, a command, as the
-unit's user and appends one argument: `boot` after a boot or sleep, `end` when it has ended (ExecStopPost).
-Exit status 1 removes the entry. After a boot, 0 starts the unit and any other status keeps the entry for the
-next boot. Root executes no file that the unit's user can write. Standard library only. Used by transient_unit
-and run_state.
+NAME is the name of the transient unit without `nanofleet-`. The script runs a command, the condition, as the
+unit's user, and appends one argument: `boot` after the host has booted or woken, `end` after the unit has
+ended (ExecStopPost). If the condition exits with status 1, the script removes the boot entry. After a boot,
+status 0 starts the unit, and any other status keeps the entry for the next boot. Root executes no file that
+the unit's user can write. Standard library only. Used by transient_unit and run_state.
 """
 
 from __future__ import annotations

@@ -21,7 +21,10 @@ EXAMPLE = "ansible-playbook train.yml -e stage=sft -e from_run=RUN -e conversati
 
 
 class Source(NamedTuple):
-    """A file or folder of conversations, and its weight as text; "" for 1."""
+    """A file or folder of conversations.
+
+    weight: how many times an epoch has each of its conversations, as text; "" for 1.
+    """
 
     path: Path
     weight: str
@@ -37,10 +40,7 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
     if request["stage"] != SFT:
         if given:
             settings = " and ".join(given)
-            problem = (
-                f"The command has {settings}, which only fine-tuning (stage=sft) uses, and stage is "
-                f"{request['stage']}."
-            )
+            problem = f"stage is {request['stage']}, but only fine-tuning (stage=sft) uses {settings}."
             fix = f"to fine-tune, add -e stage=sft; else repeat the command without {settings}"
             yield finding("NF008", given[0], problem, fix)
         return

@@ -13,7 +13,11 @@ SCHEMA = 1
 
 
 def parse(text: str, path: str, host: str) -> dict[str, Any]:
-    """The claim in the text of a file; {} if the text is empty. Raises ValueError."""
+    """The claim in `text`, the content of a claim file; {} if the text is empty.
+
+    path, host: the file and its host, for messages. Raises ValueError if the text is no claim, or one of a
+    newer release of nanofleet.
+    """
     if not text:
         return {}
     try:
@@ -24,13 +28,13 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
     if isinstance(schema, int) and schema > SCHEMA:
         raise ValueError(
             f"{host} was set up by a newer release of nanofleet ({path} has schema {schema}, this "
-            f"release knows {SCHEMA}). Use that release."
+            f"release knows {SCHEMA}). Fix: use that release."
         )
     names = {"fleet_id", "hosts", "by", "at"}
     if not isinstance(schema, int) or not names <= set(claim) or not isinstance(claim["hosts"], dict):
         raise ValueError(
-            f"{path} on {host} names no fleet: it is damaged. Read it, and remove it if it is of no use: "
-            f"sudo rm {path}  (on {host})"
+            f"The file {path} on {host}, which names the fleet that {host} serves, is damaged. Fix: read it, "
+            f"and remove it if it is of no use: sudo rm {path}  (on {host})"
         )
     return dict(claim)
 
@@ -38,9 +42,10 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
 def refusal(
     claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
 ) -> str:
-    """Why this fleet may not change a host with this claim, as a message; "" if it may.
+    """Why this fleet may not change `host`, which has the claim `claim`, as a message; "" if it may.
 
-    hosts: address by name. partial: whether a claim with more or fewer of these hosts is of the same fleet.
+    fleet_id, hosts: the name of this fleet and its addresses by host. partial: whether the claim also counts
+    as this fleet's if one of the two lists of hosts contains the other.
     """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""
@@ -51,9 +56,8 @@ def refusal(
     return (
         f"{host} serves the fleet {claim['fleet_id']}: {others}; set up by {claim['by']} at {claim['at']}. "
         f"This fleet is {fleet_id}, and a host serves one fleet at a time. "
-        f"If both are the same fleet, put fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of the "
-        "inventory. "
-        f"If {host} is to leave the other fleet: "
+        f"Fix: if both are the same fleet, put fleet_id: {claim['fleet_id']} into group_vars/fleet.yml of "
+        f"the inventory; if {host} is to leave the other fleet: "
         f"ansible-playbook reset.yml -e fleet_id={claim['fleet_id']} -e reset_confirm=true --limit {host}"
     )
 
@@ -65,9 +69,10 @@ def routable(address: str) -> str:
 
 
 def merge(claim: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The new claim. `by` and `at` of the old claim are kept.
+    """The new claim of a host. claim: its old one, {} for none; `by` and `at` of the old one are kept.
 
-    The controller's address is added to the old controllers, or to those that params["controllers"] gives.
+    params: the options of the module fleet_claim. The option `controller` is added to the option
+    `controllers` or, if that is not given, to the controllers of the old claim.
     """
     known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
     found = [routable(address) for address in [*known, params["controller"]]]
@@ -87,14 +92,22 @@ def claim_text(claim: Mapping[str, Any], params: Mapping[str, Any]) -> str:
 
 
 def refusals(
-    texts: Mapping[str, str], fleet_id: str, hosts: Mapping[str, Any], partial: bool = False
+    texts: Mapping[str, str],
+    fleet_id: str,
+    hosts: Mapping[str, Any],
+    partial: bool = False,
+    path: str = "/opt/nanofleet/fleet.json",
 ) -> list[str]:
-    """The messages of `refusal` and `parse` about the claims of hosts. texts: of their files, by host."""
+    """Messages about the hosts whose claim is damaged or names another fleet; [] if there are none.
+
+    texts: the text of the claim file by host. fleet_id, hosts, partial: as for `refusal`. path: of the claim
+    file on the hosts.
+    """
     addresses = {name: str(address) for name, address in hosts.items()}
     found = []
     for host, text in texts.items():
         try:
-            found.append(refusal(parse(text, "The claim", host), fleet_id, addresses, host, partial))
+            found.append(refusal(parse(text, path, host), fleet_id, addresses, host, partial))
         except ValueError as error:
             found.append(str(error))
     return [each for each in found if each]

@@ -18,7 +18,7 @@ PUSHED = ("manifest.json", "shards", "tokenizer", "core")
 def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], check: bool = False) -> int:
     """Give a folder, its entries `names` and all below them to uid and gid. Returns the number of changes.
 
-    folder: its descriptor; shown: its path, for messages. No symbolic link is followed. check: only count.
+    folder: its descriptor. shown: its path, for messages. No symbolic link is followed. check: only count.
     Raises ValueError for a file with several hard links.
     """
     changed = 0
@@ -45,6 +45,12 @@ def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], c
 
 
 def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str, Any]:
+    """Make a data directory and set its owner and mode. Returns the result of the module data_owner.
+
+    user: the owner. reader: the user whose primary group the directory and the files get. mode: of the
+    directory itself. check: change nothing. Raises ValueError if a user is missing, or if `path` is a link or
+    no folder.
+    """
     try:
         uid, gid = pwd.getpwnam(user).pw_uid, pwd.getpwnam(reader).pw_gid
     except KeyError as missing:

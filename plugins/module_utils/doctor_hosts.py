@@ -19,8 +19,8 @@ LOOPBACK = ("127.", "::1")
 MIN_INODES = 1000
 FIELDS = {
     "torch": "version of torch",
-    "trainer": "training program (its digest)",
-    "environment": "set of installed packages (its digest)",
+    "trainer": "digest of the training program",
+    "environment": "digest of the installed packages",
 }
 STORE = "the rendezvous store of a run (TCPStore of torchrun)"
 
@@ -69,7 +69,7 @@ def _unchecked(host: str, why: str) -> Finding:
         return finding("NF501", host, problem, f"sudo apt install python3  (on {host})")
     reason = (why or "no reason was given")[:200]
     problem = f"The doctor could not check this host: {reason}"
-    return finding("NF502", host, problem, f"ansible {host} -m ping")
+    return finding("NF502", host, problem, f"see the whole error: ansible {host} -m ping -vvv")
 
 
 def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -182,8 +182,8 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
     digest = options["trainer"]
     if installed and digest and all(each.get("trainer") != digest for each in installed.values()):
         problem = (
-            "The training program on the hosts differs from the folder trainer/ here, so train.yml would "
-            "not start a run."
+            "The training program on the hosts differs from the folder trainer/ on the controller, so "
+            "train.yml would not start a run."
         )
         found.append(finding("NF510", ", ".join(installed), problem, SETUP))
     for field, title in FIELDS.items():
@@ -194,7 +194,7 @@ def _installed(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
             for host, value, usual in unlike_most(values):
                 others = ", ".join(other for other, its in values.items() if its == usual)
                 problem = (
-                    f"The {title} of this host is {value}, that of {others} is {usual}. All ranks need the "
+                    f"The {title} on this host is {value}, but on {others} it is {usual}. All ranks need the "
                     "same one."
                 )
                 found.append(finding("NF511", host, problem, SETUP))
@@ -209,5 +209,6 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
         problem = f"A short test of the all-reduce{f' with {others}' if others else ''} failed: {error}"
         is_old = "No module named" in error
-        remedy = f"sudo journalctl -b -p warning -n 30  (on {host})" if not is_old else SETUP
+        journal = f"read the warnings in the journal: sudo journalctl -b -p warning -n 30  (on {host})"
+        remedy = journal if not is_old else SETUP
         yield finding("NF512", host, problem, remedy)

@@ -20,9 +20,11 @@ SSH_PORT = "22"
 
 
 def interface_findings(measured: Measured, options: Mapping[str, Any]) -> list[Finding]:
-    """Findings about hosts without a usable network interface, or with one that is not on a path to a peer.
+    """Findings about the network interface of each host.
 
-    measured: host -> its measurements (see doctor_measured). options: store_port, port_low, port_high.
+    Either no interface of the host can be used, or the kernel sends the packets for a peer over another
+    interface than the chosen one. measured: host -> its measurements (see doctor_measured). options:
+    store_port, port_low, port_high.
     """
     found = []
     for host, of_host in measured.items():
@@ -158,7 +160,8 @@ def made_interfaces(of_host: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The interfaces of a host that programs such as Docker made: {"name", "program", "mtu", "on_path"} each.
 
     of_host: the measurements of the host (see doctor_measured). on_path: whether the host reaches a peer
-    over the interface. The ends of containers inside a bridge are left out.
+    over the interface. An interface that has no address and leads to no peer is left out, such as that of
+    a container in a bridge.
     """
     used = {used_interface(of_host, peer) for peer in of_host["paths"]} | {of_host["interface"]}
     found = []

@@ -31,8 +31,8 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 
     measured: host -> its measurements (see doctor_measured). options: slow_mbit, the rate in Mbit/s below
     which a path is slow. A slow path is not reported if the interface at one of its ends has a warning that
-    explains it. If a step of a run was predicted, each warning has the seconds of network that the step
-    needs.
+    explains it. If a step of a run was predicted, each warning has the seconds that a rank spends on the
+    network in that step.
     """
     predicted = prediction(measured)
     needs = network_needs(predicted) if predicted else ""
@@ -40,7 +40,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
     explained, least = {each["host"] for each in found}, options["slow_mbit"]
     directed = directed_rates(measured)
     slow = {path: mbit for path, mbit in directed.items() if mbit < least and not explained & {*path}}
-    for end, verb in ((0, "sends"), (1, "receives")):
+    for end, verb, every in ((0, "sends", "to every peer"), (1, "receives", "from every peer")):
         for host in measured:
             paths = [path for path in directed if path[end] == host]
             # With two hosts both ends are alike: the sender is named, and the peer with it.
@@ -48,7 +48,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
                 best = max(slow.pop(path) for path in paths)
                 over = shown_interface(measured[host], measured[host]["interface"])
                 problem = (
-                    f"This host {verb} at most {best:.0f} Mbit/s over {over}, with every peer. "
+                    f"This host {verb} at most {best:.0f} Mbit/s over {over} {every}. "
                     f"Below {least:g} Mbit/s a link can limit the speed of training.{needs}"
                 )
                 found.append(finding("NF540", host, problem, _link_check_and_settings(measured, host)))
@@ -73,7 +73,7 @@ def link_findings(measured: Measured, options: Mapping[str, Any]) -> list[Findin
 
 
 def network_needs(predicted: Mapping[str, Any]) -> str:
-    """A sentence, with a blank before it: the seconds of network that a step of the run needs, by sync mode.
+    """A sentence, with a blank before it: the seconds of a step and of its transfers, by sync mode.
 
     predicted: the prediction of trainer.bench.step_prediction, with total_batch_size, depth, sync, modes
     and advice.
@@ -106,11 +106,12 @@ def _link_check_and_settings(measured: Measured, host: str, peer: str = "") -> s
             see = f"set fleet_address of {peer} to {lan}, if that is the LAN of both; else {see}"
     elif link.get("wireless"):
         see = (
-            f"iw dev {interface} link  (on {host}; a cable is faster, and so is 5 GHz near the access point)"
+            f"find the cause: iw dev {interface} link  (on {host}; a cable is faster, and so is 5 GHz near "
+            "the access point)"
         )
     else:
-        see = f"cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
-        see += f"  (on {host}; then cable, port and switch)"
+        see = f"find the cause: cat /sys/class/net/{interface}/speed; tc qdisc show dev {interface}"
+        see += f"  (on {host}; then check cable, port and switch)"
     predicted = prediction(measured)
     advice = [f"-e {each}" for each in predicted["advice"]] if predicted else []
     return f"{see}, or ansible-playbook train.yml with {' or '.join(advice)} ({GUIDE})" if advice else see
@@ -181,7 +182,7 @@ def _link(measured: Measured, host: str, needs: str) -> Iterator[Finding]:
             "NF543",
             host,
             problem,
-            f"try another cable and switch port, then: sudo ethtool {name}  (on {host})",
+            f"try another cable and switch port, then check the speed: sudo ethtool {name}  (on {host})",
         )
     elif link["duplex"] == "half":
         problem = (

@@ -43,9 +43,9 @@ def pairs_in_rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
 def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]]:
     """The pairs of hosts between which rates are measured, in rounds: {host that connects: the other one}.
 
-    In a round each host is in at most one pair. Of a pair, a host connects that reaches an open port of the
-    other; without one, and if large packets between the two are lost, the pair is left out. measured: host
-    -> its measurements (see the top of this file).
+    In a round each host is in at most one pair. The host that connects is one that has reached an open port
+    of the other. A pair is left out if neither host has, or if large packets between the two are lost.
+    measured: host -> its measurements (see the top of this file).
     """
     rounds = []
     for pairs in pairs_in_rounds(hosts):

@@ -154,8 +154,8 @@ class Path:
         if outside and has and has != wanted:
             low, high = has
             because = (
-                f"The kernel of {peer} picks ports from {low} to {high}, which is not the range that is "
-                "opened."
+                f"The kernel of {peer} picks ports from {low} to {high} instead of those that setup.yml "
+                f"opens, {wanted[0]} to {wanted[1]}."
             )
             return finding("NF526", peer, f"{what} {because}", SETUP, host)
         where, cause, firewall_command = self._cause(ports)
@@ -308,8 +308,9 @@ class Path:
                 f"address of {host}. A firewall rule on {peer} that allows {own} does not match them."
             )
             remedy = (
-                f"set fleet_interface or fleet_address of {host} in the inventory to what this shows: "
-                f"ip route get {address}  (on {host})"
+                f"set fleet_interface of {host} in the inventory to the interface that follows dev in the "
+                "output of this command, or fleet_address to the address that follows src: ip route get "
+                f"{address}  (on {host})"
             )
             yield finding("NF533", host, problem, remedy, peer, "warning")
         # The shortest of all: a busy host answers late now and then, a distant one always.

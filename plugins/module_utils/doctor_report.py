@@ -1,4 +1,4 @@
-"""The doctor's report: matrix and findings as text, and as one JSON object (schema in the README).
+"""The doctor's report: matrix and findings as text, and as one JSON object (fields: roles/doctor/README.md).
 
 Pure functions of the measurements (see doctor_measured) and of findings (see doctor_hosts, doctor_links and
 doctor_paths).
@@ -42,7 +42,7 @@ def examined(
 
     measured: host -> its measurements (see doctor_measured). hostvars: variables by host. options: the
     limits that host_findings, path_findings and link_findings take. about: time, seconds (of the check),
-    quick (whether it left out the slow measurements), forks.
+    quick (whether it left out the slow measurements), forks (on how many hosts Ansible runs a task at once).
     """
     options = {**options, "trainer": code_digest()}
     findings = [

@@ -16,9 +16,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_
 
 
 class Digests:
-    """The sha256 of files by name, read from and saved to the file `path`.
+    """The sha256 of files, kept in the JSON file `path` as {name: [size, mtime, ctime, sha256]}.
 
-    {name: [size, mtime in ns, ctime in ns, sha256]}. hashed: number of files that were read.
+    Size is in bytes, both times are in ns. hashed: how many files had to be read, because they were new or
+    changed.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,6 +28,7 @@ class Digests:
         self.kept: dict[str, list[Any]] = {}
 
     def sha256(self, name: str, path: Path) -> str:
+        """The sha256 of the file `path`, read only if it has changed. name: its key. Raises OSError."""
         status = path.stat()
         key = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
         entry = self.known.get(name)
@@ -38,6 +40,7 @@ class Digests:
         return str(entry[3])
 
     def save(self) -> None:
+        """Write the sha256 of the files that `sha256` was called for; nothing if the user may not write."""
         if self.kept == self.known:
             return
         # Without the file the next comparison only takes longer.

@@ -50,10 +50,11 @@ def unlike_most(values: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def reported(findings: Sequence[Finding], state: str = UNCHANGED) -> dict[str, Any]:
-    """The result of an action plugin that has these findings: failed, with the table as msg, if one stops it.
+    """The result of an action plugin that has made these findings.
 
-    Else {"findings", "message"}, where message is the table. state: what was done to the hosts so far, for
-    the first line of the table.
+    If a finding stops the command, the result is failed and its msg is the table. Else it is
+    {"findings", "message"}, and message is the table. state: what was done to the hosts so far, for the first
+    line of the table.
     """
     shown = as_typed(table(findings, state))
     if refusals(findings):

@@ -17,6 +17,7 @@ from ansible_collections.nanofleet.fleet.trainer.stages import SFT, parent_of, s
 SHAPE = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "window_pattern")
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders that the unit of a run does not see (ProtectHome, PrivateTmp)."""
+IMPORTED = "/var/lib/nanofleet/imported"
 Found = Mapping[str, Any]
 
 
@@ -61,8 +62,8 @@ def plan(
         config = sft_settings(meta, settings)
         RunConfig.from_strings(config)
     except ConfigError as error:
-        problem = f"A fine-tuning run (stage=sft) cannot have these settings: {error}"
-        fix = "correct the setting that the message names, then repeat the command"
+        problem = f"The fine-tuning run (stage=sft) cannot start: {error}"
+        fix = "correct the setting or the checkpoint that the message names, then repeat the command"
         raise RefusedError(finding("NF426", "stage=sft", problem, fix)) from None
     return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
 
@@ -144,7 +145,7 @@ def _resumed(
             f"The run {name} has not saved a checkpoint yet, and the checkpoint that it starts from, {step} "
             f"of the run {base}, does not exist any more."
         )
-        fix = f"restore {step} of {base} on {host}, or start a new run: -e run_id=NAME"
+        fix = f"restore {step} of {base} on {host}, or repeat the command with a new name: -e run_id=NAME"
         raise RefusedError(finding("NF427", host, problem, fix))
     return {
         "config": {**given, "stage": SFT, "parent": parent},
@@ -157,9 +158,10 @@ def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     cast = RunConfig.from_strings({**meta["config"], **given})
     base = meta["config"]
     if names := [name for name in SHAPE if name in given and getattr(cast, name) != base[name]]:
-        differences = ", ".join(f"{name} is {base[name]}, not {getattr(cast, name)}" for name in names)
+        differences = ", ".join(f"{name}={getattr(cast, name)} instead of {base[name]}" for name in names)
         problem = (
-            f"The settings describe another model than that of the run {meta['run_id']}, where {differences}."
+            f"Fine-tuning cannot change the shape of the model of the run {meta['run_id']}, but the settings "
+            f"ask for another shape: {differences}."
         )
         fix = (
             f"repeat the command without {' and '.join(names)}; the checkpoint contains the shape of its "
@@ -182,19 +184,20 @@ def _is_hidden(path: str) -> bool:
 
 
 def _hidden(host: str, path: str) -> Finding:
-    copy = f"/var/lib/nanofleet/imported/{os.path.basename(path)}"
+    copy = f"{IMPORTED}/{os.path.basename(path)}"
     problem = (
         f"The systemd unit of a run cannot read {path}: it has no access to home directories and to /tmp."
     )
     fix = (
-        f"copy the folder to {copy} on {host}, let the service user nanofleet read it, and repeat the "
-        f"command with -e from_checkpoint={copy}"
+        f"copy the folder to where the unit can read it: sudo mkdir -p {IMPORTED} && sudo cp -r {path} "
+        f"{IMPORTED}/ && sudo chown -R nanofleet: {copy}  (on {host}), then repeat the command with -e "
+        f"from_checkpoint={copy}"
     )
     return finding("NF430", host, problem, fix)
 
 
 def _of_another(run_id: str, parent: str, asked: str) -> Finding:
-    problem = f"A run {run_id} exists already and fine-tunes {parent}, while the command names {asked}."
+    problem = f"The run {run_id} exists already. It fine-tunes {parent}, but the command names {asked}."
     fix = "repeat the command with another name for the new run: -e run_id=NAME"
     return finding("NF431", f"-e run_id={run_id}", problem, fix)
 
@@ -217,7 +220,10 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
         )
     if not found["checkpoints"]:
         problem = f"The run {run} has no checkpoint on its coordinator {host} yet."
-        fix = f"wait for its end, or stop the run, which saves one: ansible-playbook stop.yml -e run_id={run}"
+        fix = (
+            "wait until the run saves one (every save_minutes, and at its end), or stop the run, which also "
+            f"saves one: ansible-playbook stop.yml -e run_id={run}"
+        )
         return finding("NF434", "from_run", problem, fix)
     listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])
     problem = f"The run {run} has no checkpoint {from_checkpoint} on {host}. Its checkpoints are {listed}."

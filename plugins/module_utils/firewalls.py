@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """The known firewalls: how their rules are read, and the commands that admit connections.
 
-Connections that are tried show whether packets are lost; `matching` selects the rules for their port and
-address.
+Whether a firewall drops packets is found by connections that the hosts try. `matching` then selects the rules
+that may have dropped them, by address and port.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ def nft_permit(wanted: Wanted, place: str, _comment: str) -> list[str]:
 
 
 def grouped(wanted: Wanted) -> list[tuple[bool, list[str], list[str]]]:
-    """Connections grouped for nft and iptables: (is IPv6, sources, ports); sources share the ports."""
+    """The connections to admit in groups, for nft and iptables: (whether IPv6, sources, ports).
+
+    Each source of a group is admitted to each of its ports.
+    """
     ports: dict[str, list[str]] = {}
     for rule in wanted:
         ports.setdefault(rule["source"], []).append(rule["port"])

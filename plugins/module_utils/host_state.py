@@ -96,7 +96,11 @@ def claim_differences(asked: Options, host: str) -> Iterator[str]:
 
 
 def controllers(asked: Options, host: str) -> list[str]:
-    """The addresses of the controllers that the claim notes, with the one that is asked to be added."""
+    """The addresses of the controllers that the claim would have after setup.yml.
+
+    asked: options of fleet_claim. host: name of this host, for messages. Raises ValueError for a damaged
+    claim.
+    """
     claim = parse(read_text(asked["path"], strip=False), asked["path"], host)
     found: list[str] = merge(claim, asked)["controllers"]
     return found
@@ -115,7 +119,10 @@ def account_differences(user: str, wanted: Options, group_member: str) -> Iterat
 
 
 def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
-    """Phrases about folders with another owner or mode. folders: path, owner, mode ("": any), needed."""
+    """Phrases about folders that are missing, or have another owner or mode.
+
+    folders: dicts with path, owner, mode ("" for any) and needed (whether a missing folder is a difference).
+    """
     for each in folders:
         found = folder(each["path"])
         if found is None and not each["needed"]:
@@ -127,7 +134,11 @@ def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
 
 
 def data_differences(path: str, user: str, mode: str, manifest_sha256: str, remember: bool) -> Iterator[str]:
-    """Phrases about the data directory: its owner, and files that differ from the controller's manifest."""
+    """Phrases about the data directory: its owner, and files that differ from the controller's manifest.
+
+    user, mode: the owner and the mode that it has to have, the mode as text such as "0750". manifest_sha256:
+    of the controller's manifest. remember: whether each computed sha256 is stored beside the data.
+    """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"
         return
@@ -154,8 +165,9 @@ def machine() -> str:
 def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
     """The environment that `link` points to: what locked_venv compares.
 
-    linked: whether the link leads to a folder of `venvs`; name: of that folder; complete: whether all of its
-    files are as they were installed, on this Python; digest, installed, versions, project: of its marker.
+    linked: whether the link leads to a folder of `venvs`. name: of that folder. complete: whether the
+    environment was made with `python` and all of its files are as they were installed. digest, installed,
+    versions, project: what nanofleet-venv.json in it records.
     """
     venv = Path(os.path.realpath(link))
     marker = read_marker(venv)
@@ -187,9 +199,11 @@ def firewall(commands: Commands) -> dict[str, Any]:
 
 
 def tracker(asked: Options, address: str) -> dict[str, Any]:
-    """The tracker: unit (text, mode), folder, stamp, login (sha256), state in systemd, whether it answers.
+    """The tracker on this host: unit, unit_mode, folder, stamp, login, login_mode, enabled, active, answers.
 
-    asked: options of host_state. address: at which the tracker listens.
+    unit: text of its unit file. folder: owner and mode of its folder. stamp: name of the environment that
+    its database was made for. login: sha256 of the file with its login. asked: the option `tracker` of
+    host_state. address: at which the tracker listens.
     """
     path = f"{asked['folder']}/{asked['unit']}"
     shown = subprocess.run(

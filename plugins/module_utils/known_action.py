@@ -1,4 +1,4 @@
-"""The base of actions in front of modules that only read: what is known already is not read again."""
+"""The base of actions that call a module which only reads, unless launch_state has read the same before."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from ansible.plugins.action import ActionBase
 
 
 class KnownAction(ActionBase):
-    """Returns the option `known` of the module, a result of launch_state; without it calls the module."""
+    """The base class of these actions. An action has the name of its module.
+
+    If the option `known`, a part of the result of launch_state, is given, it is the result. Else the module
+    is called on the host.
+    """
 
     _supports_check_mode = True
 

@@ -110,8 +110,8 @@ def _findings(
         if kind in KINDS and cables:
             title, wired = KINDS[kind], cables[0]
             problem = (
-                f"This host sends to {peer} over {used} ({title}), because the route of its kernel does so. "
-                f"The wired interface {wired} is on the same network and usually faster."
+                f"The kernel of this host sends packets to {peer} over {used} ({title}), although the wired "
+                f"interface {wired} is on the same network. A wired interface is usually faster."
             )
             remedy = f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or "
             yield warning("NF201", host, problem, f"{remedy}give the route over {used} a higher metric")
@@ -122,7 +122,7 @@ def _findings(
             )
             remedy = (
                 f"remove fleet_interface of {host} from the inventory, or add a route to {target} over "
-                f"{interface}; the present one: ip route get {target}  (on {host})"
+                f"{interface}; to see the present route: ip route get {target}  (on {host})"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
@@ -132,7 +132,8 @@ def _findings(
             "When the kernel replaces the address, the firewall rules of the other hosts no longer match."
         )
         remedy = (
-            f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; in /etc/sysctl.d to keep it)"
+            f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; to keep the setting after a "
+            "boot, write it to a file in /etc/sysctl.d)"
         )
         yield warning("NF203", host, problem, f"{remedy}, or use IPv4 addresses")
     for name in seen.get("slow_names", []):
@@ -141,8 +142,9 @@ def _findings(
             "answer. The start of a run looks up this name several times."
         )
         remedy = (
-            f"in /etc/resolv.conf of {host}, delete the line of the name server that does not answer. A "
-            "server ADDRESS does not if this fails: timeout 3 bash -c '</dev/tcp/ADDRESS/53'"
+            f"in /etc/resolv.conf of {host}, delete the line of the name server that does not answer; to "
+            f"test a server: timeout 3 bash -c '</dev/tcp/ADDRESS/53'  (on {host}, with the server's "
+            "address; the command fails if the server does not answer)"
         )
         yield warning("NF204", host, problem, remedy)
 
@@ -171,8 +173,8 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
             "addresses cannot connect to each other, so the ranks would wait until they time out."
         )
         remedy = (
-            "give both interfaces a first address in one network; the present ones: ip address show  (on "
-            "both)"
+            "change the addresses so that the first ones of both interfaces are in one network; to list the "
+            "addresses: ip address show  (on both hosts)"
         )
         found.append(warning("NF205", host, problem, remedy))
     return found

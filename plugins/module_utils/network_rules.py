@@ -140,9 +140,9 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
         problem = (
-            f"The kernel of this host reserves ports of the range {span} of a run "
-            f"(net.ipv4.ip_local_reserved_ports is {ports['reserved']}). Of this range {ports['usable']} "
-            "ports are left, and a run needs about 100."
+            f"A run can use only {ports['usable']} ports of the range {span} on this host, and it needs "
+            "about 100. The kernel reserves the others (net.ipv4.ip_local_reserved_ports is "
+            f"{ports['reserved']})."
         )
         yield warning("NF212", host, problem, other_range + example)
     for held in ports["listeners"]:

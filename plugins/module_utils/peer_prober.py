@@ -119,10 +119,10 @@ class PeerPath:
         return {"min": round(min(took), 3), "median": round(statistics.median(took), 3)}
 
     def packet_passes(self, port: int, packet: int = 0) -> tuple[int, bool, int]:
-        """Send the largest packet that the connection allows: (its bytes, whether it arrived, path MTU).
+        """Send the largest packet that the connection allows; returns (its bytes, whether it arrived, MTU).
 
-        packet: the most bytes of the packet; 0 leaves the size to the interface and the path. The path MTU
-        is that after the packet.
+        packet: the most bytes of the packet; with 0, only the interface and the path limit it. MTU: the
+        path MTU in bytes that the kernel knows after the packet was sent.
         """
         connection, _answer = self.call(port, packet=packet, do="sink")
         with connection:

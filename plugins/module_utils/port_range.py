@@ -22,7 +22,10 @@ SETTING = re.compile(r"^\s*-?\s*net[./]ipv4[./]ip_local_port_range\s*=\s*(\d+)\s
 
 
 def content(low: int, high: int, before: str, fleet: str = "") -> str:
-    """The text of the fleet's sysctl file. before: the former range, as LOW HIGH."""
+    """The text of the fleet's sysctl file, which sets the range from low to high.
+
+    before: the former range, as LOW HIGH, which the file records. fleet: name of the fleet, for a comment.
+    """
     return (
         f"# The ports of nanofleet's ranks, open to the other hosts of {f'the fleet {fleet}'.strip()}.\n"
         "# setup.yml wrote this file; reset.yml removes it and restores the former range.\n"
@@ -75,9 +78,10 @@ def listeners(texts: list[str], low: int, high: int) -> list[tuple[int, int]]:
 
 
 class Change(NamedTuple):
-    """What a range needs: the text of its file and the range in force, now and then; the range before it.
+    """A change of this host's range of ephemeral ports. Ranges are texts LOW HIGH.
 
-    Ranges are LOW HIGH. text, wanted: of the fleet's sysctl file, "" for none.
+    text, wanted: the text of the fleet's sysctl file now and after the change, "" for no file. now, target:
+    the range in force now and after the change. before: the range that the host had before the fleet's.
     """
 
     text: str
@@ -114,9 +118,11 @@ def _present(path: str) -> tuple[str, str]:
 
 
 def hindrances(path: str, low: int, high: int, user: str) -> dict[str, Any]:
-    """What would hinder a run in a range of ports: usable, reserved, overriding, listeners.
+    """What would hinder a run in the range from low to high, as a dict.
 
-    listeners: [{"port", "user"}] of the users other than `user`.
+    usable: number of ports of the range that are not reserved. reserved: the value of
+    ip_local_reserved_ports. overriding: files that set the range and are read at boot after `path`, the
+    fleet's sysctl file. listeners: [{"port", "user"}] of the users other than `user`.
     """
     reserved = read_text(f"{PROC}/ip_local_reserved_ports")
     found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]

@@ -133,7 +133,7 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
             f"The systemd {version} of this host ({system}) is too old: nanofleet needs {MIN_SYSTEMD} or "
             "later."
         )
-        yield finding("NF104", host, problem, f"upgrade it to {upgrade}, or {remove}")
+        yield finding("NF104", host, problem, f"upgrade {host} to {upgrade}, or {remove}")
     machine = facts.get("machine")
     if machine not in limits["architectures"]:
         available = " and ".join(limits["architectures"])

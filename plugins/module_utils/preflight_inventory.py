@@ -24,7 +24,8 @@ SAMPLE = (
 SSH_ERRORS = {
     "host key verification failed": (
         "the controller does not know the host's SSH key, or the key has changed",
-        "{ssh}  (answer yes if the key that it shows is the host's; for a changed key it shows what to do)",
+        "{ssh}  (type yes if the key that ssh shows is the host's; if the key has changed, ssh names the "
+        "line of known_hosts to delete)",
     ),
     "permission denied": ("its SSH server refuses the user or the key", "ssh-copy-id{options} {target}"),
     "could not resolve hostname": (
@@ -66,8 +67,10 @@ def inventory_findings(
         return
     for host in hosts:
         if not HOST_NAME.fullmatch(host):
-            takes = "letters, digits, dots, dashes, underscores and colons, and starts with a letter or digit"
-            problem = f"The host name {host!r} cannot be used: a name has {takes}."
+            problem = (
+                f"The host name {host!r} is not valid: it may contain only letters, digits, dots, dashes, "
+                "underscores and colons, and must start with a letter or digit."
+            )
             yield finding("NF015", "inventory", problem, f"rename {host} in the inventory")
     yield from _member_findings(hosts, members)
     if len(coordinators) != 1:
@@ -119,8 +122,8 @@ def _member_findings(hosts: list[str], members: list[str]) -> Iterator[Finding]:
                 "This host is in the group fleet, but neither in coordinator nor in workers: no run uses it."
             )
             fix = (
-                f"add {host} to workers in the inventory, or uninstall nanofleet there and remove it: "
-                f"{reset_command(host)}"
+                f"add {host} to workers in the inventory; or delete {host} from the inventory after this "
+                f"command, which uninstalls nanofleet there: {reset_command(host)}"
             )
             yield finding("NF018", host, problem, fix)
 

@@ -229,8 +229,8 @@ def _disk(host: str, facts: Facts, need: Need) -> Iterator[Finding]:
         return
     problem = (
         f"{path} has {free:.1f} GiB free for checkpoints, and a run of depth {need.config.depth} needs "
-        f"{needed:.1f} GiB: {keep + 2} of {size:.1f} GiB each (the newest {keep}, the best one, and the one "
-        "being written)."
+        f"{needed:.1f} GiB: {keep + 2} checkpoints of {size:.1f} GiB each (the newest {keep}, the best one, "
+        "and the one being written)."
     )
     fix = (
         f"delete large files; they are listed by: sudo du -xh --max-depth=2 {disk['mount']} | sort -h | "

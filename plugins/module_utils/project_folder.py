@@ -66,9 +66,11 @@ def cache_folder(path: str) -> tuple[str, bool]:
 
 
 def fleet_id(inventory_file: Any) -> str:
-    """The default name of a fleet: the stem of its inventory file or the nearest folder with an unusual name.
+    """The default name of a fleet: that of its inventory file, without extension, or of a folder above it.
 
-    inventory/home/hosts.yml and inventory/home.yml both give `home`; without such a name it is `fleet`.
+    Names that many inventories have, such as hosts or inventory (USUAL), are skipped.
+    inventory/home/hosts.yml and inventory/home.yml both give `home`. If every name is skipped, the fleet is
+    called `fleet`.
     """
     path = Path(str(inventory_file or ""))
     stem = path.name.split(".")[0] if path.suffix else path.name

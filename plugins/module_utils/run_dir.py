@@ -124,7 +124,10 @@ def links(run_dir: str) -> dict[str, str]:
 
 
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
-    """The runs of this host, the last written first; at most 20. A user who may not read them gets none."""
+    """The runs of this host, the last written first; at most 20. [] for a user who may not read them.
+
+    runs_dir: the folder of the run directories. active: names of the active units of runs.
+    """
     found = []
     for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
         run_dir = os.path.join(runs_dir, name)

@@ -36,7 +36,11 @@ def prepare_folder(path: str, check: bool) -> bool:
 
 
 def make(params: Mapping[str, Any], check: bool) -> dict[str, Any]:
-    """Make the run directory and its files. Returns changed, changed_files and a diff."""
+    """Make the run directory and its files. Returns changed, changed_files and a diff.
+
+    params: options of the module run_directory. check: change nothing. Raises ValueError for a run directory
+    that is a link.
+    """
     run_dir = params["path"]
     changed = [prepare_folder(path, check) for path in (os.path.dirname(run_dir), run_dir)]
     names, diff = [], []

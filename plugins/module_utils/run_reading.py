@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Reads the state of a run on this host from its unit and its run directory, once or until it is awaited."""
+"""Reads the state of a run on this host from its unit and its run directory, at once or after an event.
+
+Used by the modules run_state, launch_state and end_run.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ SERVERS = (PREFIX + "tracker.service", PREFIX + "serve.service")
 
 
 def read_state(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The result of the module for one reading."""
+    """Read the state of a run once. Returns the result of the module run_state. params: its options."""
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = known_units(PREFIX + "*.service")
@@ -76,7 +79,10 @@ def sha256_of(path: str) -> str:
 
 
 def await_state(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The first reading of what is awaited, or the last one within `wait_seconds`. params: of run_state."""
+    """Read the state of a run until `wait_for` has happened, or for `wait_seconds`; returns the last state.
+
+    params: options of the module run_state. It also returns when the attempt is over.
+    """
     began = time.monotonic()
     while True:
         state = read_state(params)

@@ -54,7 +54,8 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
         for host, digest, usual in unlike_most(digests):
             problem = (
                 f"The installed packages of this host (digest {digest[:12]}) differ from those of the other "
-                f"{kind} hosts ({usual[:12]}). All of them need the same."
+                f"hosts of the kind {kind} (digest {usual[:12]}). Hosts with the same Python, processor and "
+                "build of torch need the same packages."
             )
             prefix = hostvars[host].get("nanofleet_prefix", "/opt/nanofleet")
             typed = f"sudo rm -r $(readlink -f {prefix}/venv)  (on {host}), then: ansible-playbook setup.yml"
@@ -67,14 +68,14 @@ def runtime_findings(hosts: list[str], hostvars: Mapping[str, Any]) -> Iterator[
             yield finding(
                 "NF302",
                 host,
-                f"This host has {name} {version}, most hosts have {usual}. All need the same.",
+                f"This host has {name} {version}, but most hosts have {usual}. All need the same version.",
                 SETUP,
             )
     trainers = {host: each["project"] for host, each in environments.items() if each.get("project")}
     for host, digest, usual in unlike_most(trainers):
         problem = (
-            f"The training program on this host (digest {digest[:12]}) differs from that on the others "
-            f"({usual[:12]}). All need the same."
+            f"The training program on this host (digest {digest[:12]}) differs from that on most hosts "
+            f"(digest {usual[:12]}). All hosts need the same one."
         )
         yield finding("NF303", host, problem, SETUP)
 
@@ -138,8 +139,8 @@ def skew(installed: Mapping[str, Mapping[str, str]], digest: str) -> str:
         )
     if any(facts.get("trainer") != digest for facts in installed.values()):
         return (
-            "The training program on the hosts differs from the folder trainer/ here. Update the hosts: "
-            "ansible-playbook setup.yml"
+            "The training program on the hosts differs from the folder trainer/ on the controller. Update "
+            "the hosts: ansible-playbook setup.yml"
         )
     return ""
 

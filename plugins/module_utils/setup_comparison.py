@@ -64,7 +64,13 @@ class Wanted:
 
 
 class Fleet:
-    """The hosts of a fleet in rank order, their states, and what they have to be."""
+    """The hosts of a fleet, and how they differ from the state that setup.yml would create.
+
+    states: host -> result of host_state in rank order, with `tried`: the connections that the host tried.
+    wanted: the state that setup.yml would create. read: whether all hosts were read and listen for their
+    peers. choices: host -> its interface and addresses (see network_interfaces.choose); {} if `read` is
+    False.
+    """
 
     def __init__(self, states: Mapping[str, State], wanted: Wanted) -> None:
         self.states, self.wanted = states, wanted
@@ -77,7 +83,7 @@ class Fleet:
                 self.choices[host] = network_interfaces.choose(host, seen["peers"], seen, seen["override"])
 
     def variables(self) -> dict[str, dict[str, Any]]:
-        """The variables of each host that functions of other roles take, as these roles would set them."""
+        """The variables of each host that the roles of setup.yml would set, for functions that take them."""
         found = {}
         for host, state in self.states.items():
             choice = self.choices[host]

@@ -174,7 +174,7 @@ def booted(now: float) -> float | None:
 
 
 def unit_of(pid: int) -> str:
-    """The systemd service a process belongs to, or an empty string; a user's whole session is none."""
+    """The systemd service to which a process belongs; "" for none. A user's own systemd does not count."""
     groups = read_text(f"/proc/{pid}/cgroup").splitlines()
     return next(filter(None, map(_service_in, groups)), "")
 

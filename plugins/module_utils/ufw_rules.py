@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The rules of ufw that belong to a list: which are there, which are missing, which go. Pure functions."""
+"""Compares the rules of ufw on a host with the rules that it should have. Pure functions."""
 
 from __future__ import annotations
 
@@ -30,10 +30,11 @@ def as_rule(source: str, port: str) -> str:
 
 
 def plan(present: dict[str, str], wanted: list[str], comment: str) -> tuple[list[str], list[str]]:
-    """(rules to add, rules to delete), in a stable order. present: {rule: comment}.
+    """(rules to add, rules to delete) so that a host has the rules `wanted`, with the comment `comment`.
 
-    A rule with the same first word in another comment is added again, which changes its comment. The rule for
-    SSH is kept.
+    present: {rule: comment} of the host. Rules whose comment begins with another word than `comment` are not
+    changed. A wanted rule with the same first word in a different comment is added again, because this
+    changes its comment. The rule for SSH is not deleted.
     """
     mark = mark_of(comment)
 

@@ -21,14 +21,15 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.systemd_unit impor
 
 
 class UnitError(Exception):
-    """A unit that could not be stopped. args: (message, {fields of the result})."""
+    """Raised if a unit cannot be started or stopped. args: (message, {fields of the result})."""
 
 
 def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
     """Stop the unit and remove its boot entry; returns changed, unit, ended (its processes) and diff.
 
-    params: state, scope, grace, ports and timeout, as of transient_unit. check: only find out. Raises
-    UnitError.
+    params: the options state, scope, grace, ports and timeout of transient_unit. unit: its present state.
+    check: stop nothing, only return what would change. Raises UnitError if a process or listener of the unit
+    is left.
     """
     name = unit["name"]
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
@@ -68,7 +69,10 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`."""
+    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`.
+
+    control: the command systemctl for `scope`.
+    """
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds
     while processes_of(name, scope):

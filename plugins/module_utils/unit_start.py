@@ -58,9 +58,11 @@ def command_line(params: Mapping[str, Any]) -> list[str]:
 
 
 def start(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
-    """Start the unit unless it is active; returns changed, unit and left_out, and command and diff if it did.
+    """Start the unit unless it is active; returns the fields of the result of transient_unit.
 
-    params: as of transient_unit. check: only find out. Raises UnitError.
+    These are changed, unit and left_out, and command and diff unless the unit was active. params: options of
+    transient_unit. unit: its present state. check: start nothing. Raises UnitError if the unit cannot be
+    started.
     """
     name = unit["name"]
     if not params["argv"]:

@@ -50,6 +50,7 @@ def damaged(venv: Path) -> list[str]:
 
 
 def read_marker(venv: Path) -> dict[str, Any]:
+    """The content of nanofleet-venv.json, which locked_venv writes last in an environment; {} without it."""
     return load_json(str(venv / MARKER)) or {}
 
 

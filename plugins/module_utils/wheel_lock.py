@@ -76,7 +76,7 @@ def parse_lock(text: str, source: str) -> list[Wheel]:
 def faults(folder: Path, wheels: list[Wheel], sha256: Callable[[Path], str] = sha256_of) -> list[str]:
     """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name.
 
-    sha256: of a file.
+    sha256: the function that computes the sha256 of a file.
     """
     found = []
     for wheel in wheels:

@@ -47,7 +47,10 @@ def write(state: Mapping[str, Any], user: str, name: str, text: str, replace: bo
 
 
 def record(state: Mapping[str, Any], p: Mapping[str, Any]) -> None:
-    """Write outcome.json, except over the outcome of a rank that was asked to stop or cannot continue."""
+    """Write the outcome of the run to outcome.json. p: options of the module.
+
+    The outcome of a rank is kept if it is settled (no attempt follows), or if the new outcome is `retryable`.
+    """
     text = json.dumps(outcome_of(state, p["outcome"], p["reason"]), indent=2) + "\n"
     # The outcome of a rank that systemd ended without a request, as at a shutdown, is not settled.
     replace = p["outcome"] == "stopped" and not (state.get("outcome") or {}).get("settled")
@@ -57,8 +60,8 @@ def record(state: Mapping[str, Any], p: Mapping[str, Any]) -> None:
 def end(p: Mapping[str, Any], check: bool) -> dict[str, Any]:
     """The result of the module: the state before and after, and the processes that were ended.
 
-    done: whether the run is over; if it still saves, nothing was ended and the call is to be repeated.
-    Raises UnitError, OSError, RuntimeError.
+    p: options of the module. In the result, `done` is whether the run is over; if the run still saves,
+    nothing was ended and the call is to be repeated. Raises UnitError, OSError, RuntimeError.
     """
     reading = {**p, "wait_for": "none", "ports": []}
     state = read_state(reading)

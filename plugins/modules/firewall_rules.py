@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the rules of this host's firewalls that drop or admit connections."""
+"""Ansible module: read the rules of this host's firewalls that drop or admit connections."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the claim, a file on a host that names the fleet which the host serves."""
+"""Ansible module: write, check or remove the claim, the file that names the fleet which a host serves."""
 
 from __future__ import annotations
 

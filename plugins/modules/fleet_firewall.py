@@ -1,4 +1,4 @@
-"""Ansible module: make the ufw rules whose comment has one first word equal to a list; keep all others."""
+"""Ansible module: make a fleet's ufw rules, known by their comment, equal to a list; keep all others."""
 
 from __future__ import annotations
 

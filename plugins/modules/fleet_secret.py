@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # SPDX-License-Identifier: MIT
-"""Ansible module: the file with the secret of the fleet."""
+"""Ansible module: keep, make or write the file with the secret of the fleet."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.secret_file import
 
 
 def write(path: str, secret: str, group: str) -> None:
-    """Write the file whole. At no time may another group read it."""
+    """Write the secret to the file `path`, in one step.
+
+    group: the group that may read the file, "" for none. No other group can read it at any time.
+    """
     folder = os.path.dirname(path)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, prefix=".nanofleet-")

@@ -26,7 +26,10 @@ def listen(p: dict[str, Any], address: str) -> dict[str, Any]:
 
 
 def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
-    """The result of the module. What differs is in `differences`; with another claim nothing else is read."""
+    """The result of the module, with what differs as `differences`. p: options of the module.
+
+    If the claim differs, nothing else is read.
+    """
     differences = list(host_state.claim_differences(p["claim"], p["host"]))
     if differences:
         return {"differences": differences}

@@ -18,7 +18,11 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.shard_digests impo
 
 
 def read(p: dict[str, Any], check_mode: bool) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(module, its result) for each module that need not be called. Of a reading that fails there is none."""
+    """Yield (module, its result) for each module whose result could be read.
+
+    p: options of launch_state. A reading that fails yields nothing: its module is called later and reports
+    the error.
+    """
     failures = (OSError, RuntimeError, ValueError)
     with contextlib.suppress(*failures):
         yield "network_links", read_network(p["targets"])

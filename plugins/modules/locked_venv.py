@@ -4,8 +4,8 @@
     VENVS/<first 12 of the lock's sha256>/     with nanofleet-venv.json inside, written last
     LINK -> the current one
 
-uv installs offline from the wheelhouse. An environment without that file is unfinished, and one whose
-packages differ from those recorded in the file was changed by hand: both are made again.
+uv installs offline from the wheelhouse. An environment without nanofleet-venv.json is unfinished. One whose
+packages differ from those that this file records was changed by hand. Both are made again.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def in_use(venv: Path) -> bool:
 def command(arguments: list[str], what: str, folder: Path | str, **environment: str) -> None:
     """Run a command in `folder`. Raises ValueError with `what` and the last lines of its output.
 
-    The default folder could be the home of the login user.
+    environment: more variables for the command. There is no default for `folder`, because the present folder
+    may be the home of the login user.
     """
     merged = {**os.environ, **environment}
     result = subprocess.run(arguments, capture_output=True, text=True, env=merged, cwd=folder)

@@ -60,7 +60,10 @@ def since_words(given: Any) -> str:
 
 
 def line_of(text: str, moment: float | None = None) -> Line:
-    """{"time", "rank", "text"} of a line. rank: of the [rank N] prefix that the trainer writes, or None."""
+    """{"time", "rank", "text"} of a line. moment: its Unix time, None if unknown.
+
+    rank: that of the [rank N] prefix that the trainer writes, None without one. `text` lacks the prefix.
+    """
     found = RANK.match(text)
     rank = int(found.group(1)) if found else None
     return {"time": moment, "rank": rank, "text": text[found.end() :] if found else text}

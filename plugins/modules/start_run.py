@@ -20,7 +20,7 @@ SCRIPT_MODE = 0o755
 
 
 def write_script(path: str, text: str, check: bool) -> bool:
-    """Write the script of the unit, root's; returns whether it was, or would be, written."""
+    """Write the script of a unit. Returns whether it was written, or with `check` would be."""
     mode = os.stat(path).st_mode & 0o7777 if os.path.isfile(path) else None
     if mode == SCRIPT_MODE and read_text(path, strip=False) == text:
         return False

@@ -94,4 +94,5 @@ def test_what_cannot_be_evaluated_is_refused(fleet: Fleet, trained: str, tmp_pat
         said = " ".join(fleet.play("eval.yml", fails=True, run_id=RUN).stdout.split())
     finally:
         fleet.on(HOSTS[1], f"mv /tmp/core {STATE}/data/core")
-    assert f"NF452: The hosts have different CORE bundles in {STATE}/data/core; {HOSTS[1]} has none." in said
+    assert f"NF452: The CORE bundle in {STATE}/data/core" in said
+    assert f"not the same on all hosts; it is missing on {HOSTS[1]}." in said

@@ -187,9 +187,9 @@ def test_a_bundle_that_a_host_lacks_is_named(site: Site, base: str) -> None:
         seconds = time.monotonic() - started
     finally:
         site.inside(COORDINATOR, f"rm -r {own}")
-    words = f"NF452: The hosts have different CORE bundles in {own}; {site.names[1]} has none."
+    words = f"is not the same on all hosts; it is missing on {site.names[1]}."
     assert words in " ".join(said.split())
-    site.note("a CORE bundle missing on a host", seconds, message(said, "different CORE bundles"), "refused")
+    site.note("a CORE bundle missing on a host", seconds, message(said, "The CORE bundle in"), "refused")
     site.nothing_is_left()
 
 

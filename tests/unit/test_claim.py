@@ -134,9 +134,9 @@ def test_a_removal_leaves_no_empty_folder(host: Host) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("{", "it is damaged"),
-        ("[]", "it is damaged"),
-        ('{"schema": 1}', "it is damaged"),
+        ("{", "is damaged. Fix: read it"),
+        ("[]", "is damaged. Fix: read it"),
+        ('{"schema": 1}', "is damaged. Fix: read it"),
         ('{"schema": 2}', "set up by a newer release"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_differing_torch_is_reported_once_and_the_tag_of_the_build_is_ignored(
     measured["tower"]["installed"].update(torch="2.11.0+cpu", environment="e9")
     found = only(measured)
     assert (found["code"], found["host"]) == ("NF511", "tower")
-    assert "version of torch of this host is 2.11.0, that of laptop, attic is 2.13.0" in found["problem"]
+    assert "version of torch on this host is 2.11.0, but on laptop, attic it is 2.13.0" in found["problem"]
 
 
 def test_environments_are_compared_among_hosts_of_a_kind() -> None:

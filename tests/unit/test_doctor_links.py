@@ -74,7 +74,7 @@ def test_a_slow_path_is_reported_with_its_sender_and_what_a_step_needs_of_it() -
         "This host sends 95 Mbit/s to tower (940 Mbit/s in the other direction) over eth0. "
         "Below 300 Mbit/s a link can limit the speed of training."
     )
-    assert found["remedy"].endswith("tc qdisc show dev eth0  (on laptop; then cable, port and switch)")
+    assert found["remedy"].endswith("tc qdisc show dev eth0  (on laptop; then check cable, port and switch)")
     predict(measured)
     found = only(measured)
     assert found["problem"].endswith(f"the speed of training. {NEEDS}")
@@ -123,7 +123,7 @@ def test_a_host_that_is_slow_to_everybody_is_named_once() -> None:
     measured["laptop"]["rates"]["attic"]["sent_mbit"] = 80.0
     found = only(measured)
     assert found["host"] == "laptop"
-    assert "sends at most 90 Mbit/s over eth0, with every peer" in found["problem"]
+    assert "sends at most 90 Mbit/s over eth0 to every peer" in found["problem"]
     predict(measured)
     assert NEEDS in only(measured)["problem"]
 

@@ -115,7 +115,7 @@ def test_claims_that_were_read_elsewhere_are_refused_alike() -> None:
     [message] = claim_file.refusals(texts, "den", {"tower": "10.0.0.1"})
     assert "tower serves the fleet home" in message
     [damaged] = claim_file.refusals({"tower": "{"}, "home", hosts)
-    assert "it is damaged" in damaged
+    assert "sudo rm /opt/nanofleet/fleet.json  (on tower)" in damaged
 
 
 def test_a_listener_ends_when_all_its_callers_are_done() -> None:

@@ -134,7 +134,7 @@ def test_what_cannot_start_is_refused_with_a_sentence() -> None:
     assert "has no checkpoint" in refused("NF434", found(), GIVEN, "")
     assert "step_000040" in refused("NF435", found(one), GIVEN, "", "first/step_000010")
     refused("NF432", found(run="", known=False), GIVEN, "", "/srv/step_000010")
-    assert "depth is 3, not 4" in refused("NF428", found(one), {**GIVEN, "depth": "4"}, "")
+    assert "depth=4 instead of 3" in refused("NF428", found(one), {**GIVEN, "depth": "4"}, "")
     assert "another tokenizer" in refused("NF429", found(one), GIVEN, "", tokenizer_sha256="cd" * 32)
     assert decided(found(one), GIVEN, "", tokenizer_sha256="ab" * 32)["arguments"]
     home = {**one, "path": "/home/me/step_000040"}

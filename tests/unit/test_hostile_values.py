@@ -91,7 +91,7 @@ def test_a_host_s_own_name_is_checked(name: str, monkeypatch: pytest.MonkeyPatch
     found = list(
         preflight.inventory_findings({"t": "10.0.0.1", name: "10.0.0.2"}, ["t"], [name], ["t", name])
     )
-    assert [f["problem"].split(" cannot")[0] for f in found] == [f"The host name {name!r}"]
+    assert [f["problem"].split(" is not valid")[0] for f in found] == [f"The host name {name!r}"]
 
 
 def play(

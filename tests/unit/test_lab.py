@@ -213,13 +213,13 @@ def render(template: str, tmp_path: Path, **values: object) -> str:
     ("knob", "sentence"),
     [
         ("lab_hosts=two", "lab_hosts is 'two': it takes a whole number"),
-        ("lab_hosts=0", "lab_hosts=0 is not a number of hosts"),
-        ("lab_cores=0", "lab_cores=0 is not a number of cores"),
-        ("lab_link=fast", "lab_link=fast is not a rate"),
+        ("lab_hosts=0", "lab_hosts=0 must be a whole number from 1 to 200"),
+        ("lab_cores=0", "lab_cores=0 must be a whole number of at least 1"),
+        ("lab_link=fast", "lab_link=fast must be the rate of the links"),
         ("lab_distribution=sid", "it takes bookworm or trixie or noble"),
-        ("lab_name=My_Lab", "lab_name=My_Lab cannot begin the names of hosts"),
+        ("lab_name=My_Lab", "lab_name=My_Lab cannot be part of a host name"),
         ("lab_state=sideways", "it takes up or down"),
-        ("lab_memory=lots", "lab_memory=lots is not an amount of memory"),
+        ("lab_memory=lots", "lab_memory=lots must be the memory of each host"),
     ],
 )
 def test_a_bad_knob_gets_a_sentence(knob, sentence):

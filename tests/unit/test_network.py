@@ -151,7 +151,7 @@ def test_an_interface_beside_a_cable_on_the_same_network_is_used_with_a_warning(
     assert chosen["interface"] == way
     (found,) = chosen["findings"]
     assert f"over {way} ({word}" in found["problem"]
-    assert "The wired interface enp3s0 is on the same network" in found["problem"]
+    assert "the wired interface enp3s0 is on the same network" in found["problem"]
 
 
 def test_a_tunnel_that_is_the_only_path_is_no_finding() -> None:

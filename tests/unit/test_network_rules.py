@@ -226,7 +226,7 @@ def test_problems_of_the_port_range_are_reported() -> None:
     words = [
         "The file /etc/sysctl.d/99-c.conf (1024 65535) sets another",
         "was 40000-50000",
-        "Of this range 7 ports are left",
+        "A run can use only 7 ports of the range",
         f"postgres listens on port {LOW + 1}. This port is in the range {DASHED}",
     ]
     assert len(said) == len(words)

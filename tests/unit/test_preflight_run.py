@@ -88,7 +88,7 @@ def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     small = put(GOOD, memory_kb="5000000")
     memory, disk = reported(small, config={"depth": "8", "sync": "local"})
     assert "outer parameters with momentum and error feedback 1.4" in memory["problem"]
-    assert "4 of 2.7 GiB each (the newest 2, " in disk["problem"]
+    assert "4 checkpoints of 2.7 GiB each (the newest 2, " in disk["problem"]
 
 
 def test_exact_divides_the_optimizer_state_and_fast_all_but_that_of_lm_head() -> None:

@@ -34,7 +34,7 @@ SET_HERE = ("num_iterations", "total_batch_size", "depth", "stage", "parent")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of bench, and one option per setting of the run except SET_HERE."""
+    """Add the options of bench, and one for each setting of the run that bench does not set itself."""
     for name, default, text in (
         ("--depth", 8, "depth of the model; several give a table (8)"),
         ("--rows", 2, "rows per step and rank; several give a table (2)"),

@@ -30,9 +30,10 @@ from trainer.sync.mode import SyncMode
 
 
 class PlainDDP(SyncMode):
-    """DistributedDataParallel around `model`, with the methods of a sync mode. `module`: the wrapped model.
+    """DistributedDataParallel around `model`, with the methods of a sync mode.
 
-    DDP makes gradients the mean over the ranks, so the loss of a rank has the factor `loss_scale`.
+    module: the DDP module, which is called instead of `model`. DDP makes each gradient the mean over the
+    ranks, so the summed loss of a rank needs the factor `loss_scale` before backward.
     """
 
     def __init__(
@@ -50,7 +51,10 @@ class PlainDDP(SyncMode):
             parameter.register_post_accumulate_grad_hook(self._on_gradient)
 
     def loss_scale(self, tokens: int) -> float:
-        """The factor for a rank's summed loss, so that DDP's mean over ranks is that over `tokens` tokens."""
+        """The factor of a rank's summed loss: DDP then computes the gradient of the mean loss of all tokens.
+
+        tokens: of the step, over all ranks.
+        """
         return self._group.world_size / tokens
 
     def begin_step(self, active: Tensor, by_rank: Sequence[Tensor] = ()) -> None:
@@ -60,7 +64,7 @@ class PlainDDP(SyncMode):
     def last_backward(self) -> Iterator[None]:
         """Context of the last backward of a step, in which DDP reduces the gradients. Raises PeerLost.
 
-        It also counts the bytes that the step sends.
+        At its end, the bytes that this rank sends in a step are added to `bytes_sent` of the group.
         """
         self._unfinished = len(self._parameters)
         try:
@@ -123,7 +127,11 @@ class DDPTrainer(BenchTrainer):
         return DDP
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """As in Trainer, through DDP: micro-batches before the last one only accumulate (`no_sync`)."""
+        """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats.
+
+        As in Trainer, but DDP reduces the gradients in the last micro-batch. In the micro-batches before it,
+        gradients are only accumulated (`no_sync`).
+        """
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
         size = self.setup.micro_batches[self.env.rank]
         scale = self.sync.loss_scale(self.plan.total_batch_size)

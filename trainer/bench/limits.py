@@ -44,8 +44,8 @@ class Rates:
 class StepOperations:
     """The operations of one rank in a step: FLOPs of the model and of Muon, bytes of AdamW.
 
-    `muon_flops` counts five iterations over each matrix, as the optimizer is defined. Fewer are computed for
-    long matrices in float32, which use the Gram matrix.
+    `muon_flops` counts the five Polar Express iterations of each matrix, as the optimizer is defined. For
+    long matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
     """
 
     model_flops: int
@@ -60,7 +60,7 @@ class StepOperations:
 def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
     """Count the operations of a rank in a step.
 
-    owned: the matrices that Muon steps on this rank. tokens: of the rank's part of the step.
+    owned: the names of the matrices that Muon steps on this rank. tokens: those of this rank in a step.
     """
     matrices = optimizer.muon_parameters()
     of_muon = {id(matrix.parameter) for matrix in matrices}
@@ -81,7 +81,7 @@ def iterated_flops(rows: int, cols: int) -> int:
 def measure(dtype: torch.dtype, device: torch.device) -> Rates:
     """Measure GEMM rate and copy bandwidth with all threads of this process: the best of several trials.
 
-    It takes about a second.
+    dtype: of the GEMM; the copy is of float32. Takes about a second.
     """
     gemm = gemm_rate(GEMM_SHAPES[device.type], dtype, device)
     source, target = _copy_buffer(device).fill_(1.0), _copy_buffer(device)

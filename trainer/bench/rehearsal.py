@@ -38,7 +38,7 @@ SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would
 
 
 class Ranks(Collectives):
-    """The ranks that all-reduce together: all of the rehearsal, or those of one process group."""
+    """The ranks that all-reduce together: those of the process group `group`; None: all of the rehearsal."""
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.world_size, self._group = world_size, group
@@ -53,7 +53,7 @@ class Ranks(Collectives):
             dist.all_reduce(tensor, group=self._group)
 
     def link(self) -> Link:
-        """Measure an all-reduce: its effective bandwidth, the mean over the ranks, and its latency."""
+        """Measure all-reduces: bandwidth in bytes/s, the mean over the ranks; latency in s, of this rank."""
         link = measure_link(self, CPU)
         assert link is not None, "measured with two ranks at least"
         return link

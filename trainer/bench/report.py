@@ -91,11 +91,12 @@ def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """A row for each benchmark case, with what it is compared with if that was measured too.
+    """A row for each benchmark case: its figures, and its comparison with other cases.
 
+    A comparison is left out if the other case was not measured: the ratio to one host and the bound of this
+    ratio need the single-host baseline, the factor over plain DDP needs the case `ddp`.
     results: {case: its result file}. link_mbit: rate of the link in Mbit/s; 0: as the network cards report
-    it. The ratio to one host and its bound need the single-host baseline, the factor over plain DDP needs
-    the case `ddp`.
+    it.
     """
     rows = []
     for name, result in results.items():

@@ -33,7 +33,10 @@ LEAST_TOKENS = 64  # of a sampled row
 
 @dataclass(frozen=True)
 class Operations:
-    """The operations that a measured Speed is of: row: FLOPs of one row; muon: FLOPs; adamw: parameters."""
+    """How much is computed in the times of a Speed, by which they are scaled to another model.
+
+    row: FLOPs of forward and backward of one row. muon: FLOPs of Muon's step. adamw: parameters of AdamW.
+    """
 
     row: int
     muon: int
@@ -91,11 +94,17 @@ def predict(
 ) -> dict[str, Any]:
     """The predicted step of a run, as JSON values.
 
-    plan: of the run. speeds: by rank. link: between the ranks. hosts: names by rank. The result has depth,
-    total_batch_size (tokens); modes: by sync mode the `network_s` that a rank spends on the network in a
-    step, hidden by computation or not, and the `step_s`; sync: the mode that the run would use; alone: the
-    single-host baseline; advice: settings that make a step faster, the least change first. Bytes are those
-    of rows in which every token differs, the most that a step may send.
+    plan: of the run. speeds: by rank. link: between the ranks. hosts: names by rank. The result has
+
+    depth, total_batch_size: of the run, the latter in tokens
+    sync: the mode that the run would use
+    modes: for each sync mode `step_s`, seconds of a step, and `network_s`, the seconds of transfers in it,
+        including those that computation hides
+    alone: the single-host baseline
+    speeds: the argument
+    advice: settings that make a step faster, the least change first
+
+    Transfers are predicted as if all tokens of a step were different: the most that a step can send.
     """
     model, optimizer = _build(plan.model, "meta")
     length, tokens = plan.model.sequence_len, plan.model.vocab_size

@@ -65,9 +65,9 @@ class Mark:
 
 
 class BenchTrainer(Trainer):
-    """A trainer that measures its steps. After `run`, `result` is set on rank 0.
+    """A trainer that measures its steps. After `run`, `result` on rank 0 has the figures that bench reports.
 
-    `data_dir` None: synthetic rows.
+    data_dir: None for synthetic rows.
     """
 
     def __init__(
@@ -258,10 +258,10 @@ class BenchTrainer(Trainer):
 def share_of_limit(limits: Sequence[Sequence[float]], steps: Sequence[float]) -> float:
     """The roofline limit divided by the measured seconds of a step: 1 would be the fastest possible step.
 
-    limits: for each measurement, the limit in seconds by rank. steps: seconds of the steps. The limit of a
-    step is the mean of the two measured before and after it, each that of the slowest rank, and the result
-    is the median over the steps. Without a measurement between all steps, it is the mean limit divided by
-    the median step.
+    limits: by rank, the limits in seconds, one for each measurement. steps: measured seconds of each step.
+    The limit of a measurement is that of its slowest rank. If there is a measurement before and after each
+    step, a step is compared with the mean of these two limits, and the result is the median over the steps.
+    If there are fewer measurements, the result is the mean limit divided by the median step.
     """
     longest = [max(ranks) for ranks in zip(*limits, strict=True)]
     if len(longest) != len(steps) + 1:

@@ -44,7 +44,11 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Tools:
-    """What the engine needs of a tokenizer: its special tokens, and the tokens of a calculation's result."""
+    """What the engine needs of a tokenizer: its special tokens, and the tokens of a calculation's result.
+
+    stop: ids of the tokens that end an answer. python: ids of the tokens before and after a call of the
+    calculator. output: ids of the tokens before and after its result. None: the tokenizer lacks them.
+    """
 
     tokenizer: Tokenizer
     stop: frozenset[int]
@@ -53,7 +57,7 @@ class Tools:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> Tools:
-        """The tokens of `tokenizer`. One without tokens for Python has no calculator."""
+        """The tools for `tokenizer`. They have no calculator if its tokens for Python calls are missing."""
         ids = tokenizer.specials
         stop = frozenset(ids[name] for name in (BOS, "<|assistant_end|>") if name in ids)
 
@@ -64,7 +68,10 @@ class Tools:
         return cls(tokenizer, stop, pair("python"), pair("output"))
 
     def output_of(self, expression: Sequence[int]) -> list[int]:
-        """The token ids that follow a call of the calculator with `expression`; none if it has no result."""
+        """The token ids that follow a call of the calculator: its result between the tokens `output`.
+
+        expression: token ids of the call. Empty if the calculator refuses the expression.
+        """
         result = calculate(self.tokenizer.decode(expression))
         if result is None or self.output is None:
             return []
@@ -101,7 +108,10 @@ class SequenceState:
         return len(self.ids) - self.prompt_tokens
 
     def draw(self, logits_V: Tensor) -> int:
-        """Draw a token. On the CPU, so that a seed gives the same draws on every device."""
+        """Draw the id of the next token from the logits (V,), as `sampling` defines.
+
+        It is drawn on the CPU, so that a seed gives the same draws on every device.
+        """
         logits_V, sampling = logits_V.cpu(), self.sampling
         if sampling.temperature == 0:
             return int(logits_V.argmax())
@@ -150,10 +160,11 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, sequences: Sequence[SequenceState]) -> list[list[int]]:
-        """Advance each sequence by one model call; returns its new tokens, which may be none.
+        """Advance each sequence by one model call; returns a list of new token ids for each sequence.
 
-        A sequence whose prompt is not computed yet advances by a piece of it alone. All others decode
-        together.
+        A sequence whose prompt is not computed yet has a model call of its own for the next piece of the
+        prompt. All others share one call, which gives each of them a token. The list of a sequence is empty
+        while its prompt is not complete, and when the sequence ends.
         """
         logits: dict[int, Tensor] = {}
         decoding: list[int] = []

@@ -62,7 +62,7 @@ def newest_in(run_dir: Path) -> Path:
 
 
 def load(checkpoint: Path, dtype: str) -> Loaded:
-    """Load and verify a checkpoint. Raises ConfigError or DataError."""
+    """Load and verify a checkpoint. dtype: as for `set_format`. Raises ConfigError or DataError."""
     meta = read_meta(checkpoint, files=())
     model, tokenizer = load_model(checkpoint)
     for name in ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"):

@@ -41,7 +41,10 @@ class Int8Linear(nn.Module):
 
 @torch.no_grad()
 def set_format(model: GPT, name: str) -> str:
-    """Convert the large matrices of a model to the format `name`; returns the format that auto has chosen."""
+    """Convert the large matrices of a model to the format `name`; returns the format.
+
+    name: float32, bfloat16 or int8; auto: the result of `fastest`.
+    """
     chosen = fastest(model) if name == "auto" else name
     if chosen == "bfloat16":
         model.compute_dtype = torch.bfloat16

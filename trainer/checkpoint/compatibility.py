@@ -70,9 +70,11 @@ def check_continues(state: State, config: RunConfig, hashes: Mapping[str, str], 
 
 
 def planned_steps(meta: Mapping[str, Any], config: RunConfig, num_iterations: int) -> int:
-    """The number of steps of a run: from its checkpoint, or `num_iterations` if the horizon has changed.
+    """The number of steps of a run that resumes from a checkpoint.
 
-    The checkpoint has priority because a release may derive another number of steps from the same target.
+    It is the number in `meta`, the content of the checkpoint's meta.json, because this release may derive
+    another number from the same settings. If a setting of section `horizon` has changed, it is
+    `num_iterations`, the number derived now.
     """
     if "num_iterations" not in meta or config.differences(RunConfig.from_strings(meta["config"]), HORIZON):
         return num_iterations

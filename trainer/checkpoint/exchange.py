@@ -45,8 +45,9 @@ def gather_optimizer(
 ) -> dict[str, ParameterState]:
     """Gather the optimizer state of all owner ranks on rank 0: {parameter: {state name: tensor}}.
 
-    The other ranks get a part of it. All ranks call it. sync: the sync mode, whose own state is included
-    with the prefix COMMON. room: provides the tensors for parameters that are sharded by rows.
+    The result is complete on rank 0 only. All ranks call it. sync: the sync mode, whose own state is included
+    with the prefix COMMON. room: returns the tensor into which the state of a parameter that is sharded by
+    rows is gathered (`CheckpointWriter.room`).
     """
     state = optimizer.state_dict()
     gathered: dict[str, ParameterState] = {}

@@ -31,10 +31,12 @@ def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
 
 
 def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes: Mapping[str, str]) -> State:
-    """The state at step 0: weights and optimizer state of the checkpoint at `path`; of its run nothing else.
+    """The state at step 0 of a run of stage sft: weights and optimizer state of the checkpoint at `path`.
 
-    A checkpoint without optimizer state (of nanochat) gives none. The context length may differ. Raises
-    ConfigError or DataError if the checkpoint is not the run's parent, or of another model or tokenizer.
+    Step, losses and sync state of the other run are not taken. The optimizer state is empty if the checkpoint
+    has none, as one imported from nanochat. config, model, hashes: settings, model and data hashes of this
+    run. Raises ConfigError or DataError if `path` is None, if the checkpoint is not that of the setting
+    parent, or if its model (apart from sequence_len) or its tokenizer is not that of the run.
     """
     if path is None:
         raise ConfigError(

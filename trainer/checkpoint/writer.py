@@ -65,7 +65,7 @@ class CheckpointWriter:
 
     @property
     def wants_retry(self) -> bool:
-        """Whether to save again: the last checkpoint had no room, RETRY_SECONDS ago or earlier."""
+        """Whether to save again: the disk had no room for the previous save, RETRY_SECONDS ago or more."""
         return self.shortage is not None and time.monotonic() - self._short_at >= RETRY_SECONDS
 
     def save(self, state: State, last: bool = False) -> None:
@@ -88,16 +88,17 @@ class CheckpointWriter:
         self._writer.start()
 
     def room(self, path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-        """A CPU tensor into which the caller copies PARAMETER/STATE, so that `save` need not copy it.
+        """A CPU tensor for a state of the optimizer. If the caller fills it, `save` does not copy it again.
 
-        It waits for the current write, which may still read this tensor. path: PARAMETER/STATE.
+        path: PARAMETER/STATE, the name of this state. shape, dtype: of the tensor. Waits for the current
+        write, which may still read the tensor.
         """
         return self._room(path, shape, dtype) if self.wait() else torch.empty(shape, dtype=dtype)
 
     def wait(self, seconds: float = math.inf) -> bool:
         """Wait at most `seconds` for the current write; returns whether no write is running.
 
-        A write that takes longer than it does on a slow disk sets `problem` and is not waited for.
+        If it takes longer than on a disk with SLOWEST_BYTES_A_SECOND, sets `problem` and returns False.
         """
         if self._writer is None:
             return True

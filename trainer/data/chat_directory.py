@@ -53,8 +53,11 @@ def prepare_conversations(
 ) -> Prepared:
     """Make the data directory `out`; `tokenizer` is the folder of the tokenizer of the model to fine-tune.
 
-    The conversations of `validation` are for validation alone; without any, `val_fraction` of all, at least
-    one. Bad lines raise DataError, or are left out and counted with `skip_bad`. Raises DataError.
+    validation: files or folders whose conversations are used for validation only. If it is empty, a random
+    part `val_fraction` of all conversations, at least one, is used for validation and not for training.
+    seed: of this part and of the order. skip_bad: leave bad lines out and count them; otherwise they raise
+    DataError. shard_bytes: about the size of a shard. Also raises DataError if a file cannot be read, or if
+    no conversation is left for training or validation.
     """
     clock = Clock()
     out = out.resolve()

@@ -30,10 +30,11 @@ COUNTED = ("conversations", "cut", "left_out", "targets", "padding")
 def encode(
     texts: Iterable[str], tokenizer: Tokenizer, max_tokens: int, counts: MutableMapping[str, int]
 ) -> Iterator[NDArray[np.uint32]]:
-    """Yield the token ids of each conversation, cut to `max_tokens`, with TRAINED where the mask is 1.
+    """Yield the token ids of each conversation, cut to `max_tokens`; trained tokens have the bit TRAINED.
 
     Conversations without a trained token are left out, so that each row has a target. texts: lists of
-    messages as JSON. Raises DataError if the tokenizer has no tokens for conversations.
+    messages as JSON. counts: gets the numbers COUNTED, except padding. Raises DataError if the tokenizer has
+    no tokens for conversations.
     """
     counts.update(dict.fromkeys(COUNTED, 0))
     for text in texts:
@@ -52,9 +53,9 @@ def encode(
 def chat_rows(
     texts: Iterable[str], tokenizer: Tokenizer, sequence_len: int, counts: MutableMapping[str, int]
 ) -> Iterator[NDArray[Any]]:
-    """Yield the rows of the conversations `texts`, uint32 of shape (sequence_len + 1,); fills `counts`.
+    """Yield the rows of the conversations `texts`, uint32 of shape (sequence_len + 1,).
 
-    A conversation has at most MAX_TOKENS tokens, and as many as a row.
+    A conversation is cut to the tokens of a row, and to MAX_TOKENS. counts: gets the numbers COUNTED.
     """
     row_tokens = sequence_len + 1
     tokens = n_rows = 0

@@ -183,10 +183,10 @@ def _add_part(
 
 
 def render_for_completion(messages: Conversation, tokenizer: Tokenizer) -> list[int]:
-    """Token ids of a prompt: the conversation without its last message of the assistant, if it ends with one.
+    """Token ids of a prompt that a model completes with the next message of the assistant.
 
-    It ends with <|assistant_start|>, so that the model continues as the assistant. Raises ConversationError
-    or DataError.
+    If the last message is the assistant's, it is left out. The ids end with <|assistant_start|>. Raises
+    ConversationError or DataError.
     """
     messages = check(messages)
     if messages[-1]["role"] == "assistant":

@@ -59,7 +59,10 @@ def row_sums(rows: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 class Sequences(NamedTuple):
-    """Token ids of rows, (n, T), and their targets: the next token, or IGNORED_TARGET without a loss."""
+    """Rows of token ids, without the bit TRAINED, and a target for each of their first T positions.
+
+    The target of a position is the next token, or IGNORED_TARGET if that token has no loss.
+    """
 
     tokens: NDArray[Any]  # (rows, T+1)
     targets: NDArray[np.int64]  # (rows, T)

@@ -69,7 +69,12 @@ def make_record(
     problem: str = "",
     endpoint: str = "",
 ) -> Record:
-    """The record of this rank: settings, versions, hashes of code and data, and facts of the host."""
+    """The record of this rank: settings, versions, hashes of code and data, and facts of the host.
+
+    options: what this rank can compute on. rows: its packed rows. hashes: of its data, by name. These are
+    None on a rank that could not determine them. problem: why this rank cannot train, or "". endpoint: the
+    address of its health endpoint.
+    """
     compared = {
         "run_id": run_file.run_id,
         **{f"config.{name}": str(value) for name, value in run_file.config.to_dict().items()},
@@ -170,7 +175,7 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
 
 
 def name_differences(differences: dict[str, list[str]], records: list[Record]) -> str:
-    """The fields that differ, with their values and hosts. Parameters as of `explain`."""
+    """A clause for each field that differs, with its values and hosts. Arguments: those of `explain`."""
     clauses = []
     for name, row in differences.items():
         usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0

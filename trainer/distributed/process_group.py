@@ -95,8 +95,10 @@ class Collectives:
     ) -> Collectives:
         """Start the process group of torch.distributed; returns when all ranks are connected.
 
-        name: the prefix of its keys in `store`, new for each group. timeout: Gloo gives up connecting after
-        five times that. Raises PeerLost then. On a GPU, NCCL has a minute more.
+        peers: all ranks, in rank order. store: the rendezvous store; None with one rank. device: that of the
+        tensors to reduce; on a GPU, NCCL also connects, with a time-out of a minute. name: the prefix of the
+        group's keys in `store`; each group needs another one. timeout: Gloo gives up connecting after five
+        times this time. Raises PeerLost if a rank cannot be connected.
         NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME name the network interface.
         """
         group = cls(env, peers)
@@ -134,8 +136,9 @@ class Collectives:
     def abandon(self) -> None:
         """End the process group although collectives may be in flight, so that another one can be opened.
 
-        Waits in other threads end with PeerLost. The destructors of process groups would wait for the
-        collectives, and these may still write into their tensors: a thread drops all of them later.
+        If another thread waits for a collective, its wait ends with PeerLost. Collectives in flight may still
+        write into their tensors, and the destructor of a process group would wait for them. So a background
+        thread holds groups and tensors until these collectives have completed.
         """
         self._is_abandoned = True
         if dist.is_initialized():
@@ -175,10 +178,11 @@ class Collectives:
         )
 
     def start_reduce(self, tensor: Tensor, owner: int, dtype: torch.dtype | None = None) -> Pending:
-        """Start to add the flat tensors of all other ranks, sent as `dtype`, to that of `owner`, in place.
+        """Start to add the flat tensors of all other ranks to that of `owner`, in place.
 
-        The owner receives and adds, in rank order: in Gloo's own reduce the owner sends data too, and its
-        gather takes as much memory again as it receives.
+        dtype: the number format in which they are sent; None: that of the tensor. `wait` completes the sum,
+        which the owner adds in rank order. Gloo's reduce is not used because the owner would send data too,
+        and Gloo's gather because it takes as much memory again as it receives.
         """
         if self.world_size == 1 or not tensor.numel():
             return lambda: None
@@ -201,8 +205,9 @@ class Collectives:
     ) -> tuple[Tensor, Pending]:
         """Start to send a piece of the flat `tensor` to each rank, and to receive one from each rank.
 
-        sends, receives: the lengths of the pieces by rank, in order; 0 for this rank itself. Returns the flat
-        tensor of the pieces received and the collective whose wait completes it.
+        sends, receives: by rank, the number of values sent to that rank and received from it; 0 for this rank
+        itself. `tensor` and the tensor received have the pieces one after another, in rank order. Returns
+        (the flat tensor received, the Pending whose `wait` fills it).
         """
         received = tensor.new_empty(sum(receives))
         if self.world_size == 1:
@@ -217,7 +222,7 @@ class Collectives:
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         """Start to gather flat tensors of equal length on every rank.
 
-        Returns the table, shape (world_size, n), and the collective whose wait completes it.
+        Returns (the table, shape (world_size, n), the Pending whose `wait` fills it).
         """
         table = tensor.expand(self.world_size, -1).clone()
         rows = list(table.unbind())
@@ -258,9 +263,10 @@ class Collectives:
         return finish
 
     def finish(self, work: Any, tensors: Any) -> None:
-        """Wait for a started work, which uses `tensors`.
+        """Wait for `work`, torch's handle of a started collective that reads or writes `tensors`.
 
-        Raises PeerLost if `interruption` gives a reason; the work continues then, and keeps its tensors.
+        Raises PeerLost as soon as `interruption` returns a reason. The collective then continues, and
+        `tensors` are kept for it.
         """
         self._in_flight[id(work)] = work, tensors
         if self.interruption is None:
@@ -346,7 +352,7 @@ class Collectives:
         return received
 
     def open_channel(self, name: str) -> Channel:
-        """Connections of their own between the ranks, for another thread. All ranks call it."""
+        """Connect the ranks a second time, for use by another thread. All ranks call it. Raises PeerLost."""
         if self.world_size == 1:
             return Channel(self, None)
         with self._peer_errors():
@@ -414,7 +420,7 @@ def _drop(groups: list[Any], in_flight: dict[int, tuple[Any, Any]]) -> None:
 def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     """The number of ranks to which a rank sends in Gloo's binomial broadcast.
 
-    `virtual_rank` is the rank, counted from the source, which is 0.
+    virtual_rank: (rank - source rank) % world_size, so that the source has 0.
     """
     return sum(
         1
@@ -430,7 +436,11 @@ def formats_of(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def tensors_of(formats: bytes, data: Tensor) -> dict[str, Tensor]:
-    """The tensors of `formats_of` in `data`, their bytes one after another (uint8); they share its memory."""
+    """The named tensors whose bytes are in `data`.
+
+    formats: the result of `formats_of` for these tensors. data: uint8, flat, the bytes of one tensor after
+    another. The tensors are views of `data`, except those that are not aligned there, which are copies.
+    """
     tensors, start = {}, 0
     for name, dtype, shape in json.loads(formats):
         kind = getattr(torch, dtype)

@@ -23,13 +23,15 @@ FLAGS = 6  # stop, save, failed_save, change, snapshot, copy
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one rank on a step: sum of its losses, compute seconds, rows; on rank 0 also requests.
+    """The report of one rank on a step: loss_sum in nats, seconds of computation, rows.
 
-    `stop`: end the run; `save`: write a checkpoint; `failed_save`: a checkpoint could not be written.
+    Rank 0 also sends requests to all ranks. `stop`: end the run; `save`: write a checkpoint; `failed_save`: a
+    checkpoint could not be written; `copy`: send the newest checkpoint to the hosts that keep copies;
+    `shares`: split the batch in another way.
     In an elastic run, `change` (from any rank): ranks leave or join after this step; `snapshot`: copy the
     state to rank 0.
-    `copy`: send the newest checkpoint to the hosts that keep copies.
-    `next_batch` belongs to the following step: the active rows of a batch set the shapes of its collectives.
+    `next_batch` is compared one step ahead, because the active rows of a batch determine the shapes of the
+    collectives of its step: they can only complete if all ranks have the same batch.
     """
 
     loss_sum: float
@@ -80,7 +82,7 @@ class StepSync:
         return shared, self._group.start_all_reduce(shared)
 
     def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
-        """Wait for the all-reduce; returns its summary. Raises Final if rows do not add up to the step."""
+        """Wait for the all-reduce; returns its summary. Raises Final if the ranks' rows are not a step."""
         shared, pending = started
         self._group.wait([pending])
         loss_sum, rows, *rest = shared.tolist()

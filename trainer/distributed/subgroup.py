@@ -46,7 +46,7 @@ class Subgroup:
         self._finish(lambda: dist.broadcast(tensor, self.source, self._process_group, async_op=True), tensor)
 
     def gather(self, values: Tensor) -> list[Tensor]:
-        """The `values` of every member, which have one length, in the order of `members`."""
+        """The `values` of every member, on every member, in the order of `members`. All have equal shapes."""
         rows = [torch.empty_like(values) for _ in self.members]
         self._finish(lambda: dist.all_gather(rows, values, self._process_group, async_op=True), rows)
         return rows

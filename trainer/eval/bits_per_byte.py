@@ -33,11 +33,12 @@ def evaluate(
     group: Collectives,
     shares: Sequence[int] = (1,),
 ) -> Evaluation:
-    """Evaluate on the first rows that hold `eval_tokens` targets, rounded up, at most all. A collective call.
+    """Compute bits per byte and loss on the first rows of a split. A collective call, equal on all ranks.
 
     rows: (n, T+1) token ids; of conversations, only trained tokens are targets. token_bytes: (V,) bytes of
-    text of each token, 0 for special tokens, which val_bpb leaves out. Each rank evaluates a part of the rows
-    in proportion to its rows per step in `shares`.
+    text of each token, 0 for special tokens, which val_bpb leaves out. eval_tokens: number of positions to
+    evaluate, rounded up to whole rows of T; at most all rows. device_batch_size: rows of a forward pass.
+    shares: rows of a step by rank, in proportion to which the ranks divide the evaluated rows.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)

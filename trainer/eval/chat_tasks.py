@@ -77,7 +77,7 @@ class ChatTask:
 
     @property
     def baseline(self) -> float:
-        """The accuracy of guessing."""
+        """The accuracy of guessing, from 0 to 1; 0 for a generative task."""
         if not self.is_categorical:
             return 0.0
         return sum(1 / len(question.choices) for question in self.questions) / len(self.questions)
@@ -85,7 +85,7 @@ class ChatTask:
 
 @dataclass(frozen=True)
 class ChatResult:
-    """Questions answered right, all questions, and the accuracy of guessing."""
+    """The result of a task: questions answered right, all questions, accuracy of guessing (0 to 1)."""
 
     correct: int
     items: int
@@ -168,9 +168,10 @@ def evaluate_task(
 ) -> ChatResult:
     """Count the right answers of all ranks. A collective call with the same result on any number of ranks.
 
-    samples: generated answers to a question, one of which must be right; with temperature 0, one. on_block
-    is called before each block of questions with the number of those that are done. Raises DataError if a
-    letter is not one token.
+    sampling, samples: of a generative task. `samples` answers to each question are generated; the question
+    counts as right if one of them is. With temperature 0, one answer is generated. on_block: called before
+    each block of questions, with the number of questions that are done. Raises DataError if a letter is not
+    one token.
     """
     correct = 0
     with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):

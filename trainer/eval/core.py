@@ -33,7 +33,7 @@ LONGEST_CONTEXT = 10
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a task: items answered right, all items, and the accuracy centered by the baseline."""
+    """The result of a task: items answered right, all items, and the centered accuracy (`Task.centered`)."""
 
     correct: int
     items: int
@@ -93,9 +93,11 @@ class CoreResult:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an evaluation is. part: the share of its work that is done, about; seconds: so far.
+    """How far an evaluation of CORE is when a block of items begins.
 
-    block_tokens: those of the rank that has the most in the block that begins.
+    task: the label of the current task. done, items: its finished items, and all of its items. part: about
+    the share of the whole evaluation that is done, from 0 to 1. seconds: since the evaluation began.
+    block_tokens: tokens of the block, padding included, on the rank that has the most.
     """
 
     task: str

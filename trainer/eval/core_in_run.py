@@ -1,4 +1,4 @@
-"""CORE between two steps of a run: the watchdog learns how long each block may take, and a stop ends it."""
+"""An evaluation of CORE between two steps of a run, which the watchdog times and which a stop ends."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def evaluate(
 ) -> CoreResult | None:
     """Evaluate CORE on all ranks. A collective call. Returns None if `should_stop` of a rank became true.
 
-    shares: the rows of a step by rank. The watchdog compares a block with steps of as many tokens.
+    shares: the rows of a step by rank. The watchdog times each block of items separately: a block is late if
+    it takes longer than training steps with as many tokens.
     """
     before = watchdog.evaluation_steps
     slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank

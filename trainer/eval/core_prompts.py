@@ -49,7 +49,10 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
 
 
 def prompt_cost(task: Task, number: int) -> int:
-    """About how long item `number` takes compared to others: the characters of its prompts, padded."""
+    """About how long item `number` takes compared to others: its prompts times the characters of the longest.
+
+    The shorter prompts are padded to the longest one.
+    """
     texts = _texts(task, number)
     prompts = 1 if task.kind == LANGUAGE else len(texts)
     return prompts * max(map(len, texts))

@@ -45,7 +45,8 @@ class Results:
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
         """The finished tasks of an interrupted CORE evaluation: {label: [right answers, items]}.
 
-        Raises ConfigError if the folder has results of another bundle.
+        max_per_task: the limit of items of a task; 0: none. Raises ConfigError if core.json in the folder has
+        results of another bundle or limit, or is damaged.
         """
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}

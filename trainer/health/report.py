@@ -137,9 +137,10 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 
 
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
-    """The reason why an attempt ends: the lost ranks and a remedy, or `fallback`; and impaired traffic.
+    """The reason why an attempt ends, as sentences: the lost ranks and a remedy, then impaired traffic.
 
-    `stood_still` is the number of seconds for which this process did not run; 0 is not mentioned.
+    fallback: the sentence if no rank is lost, or "". stood_still: the seconds for which this process did not
+    run, as after a suspend; 0 is not mentioned.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]

@@ -196,9 +196,10 @@ class CpuUsage:
         self.share(0.0)
 
     def share(self, since: float) -> float | None:
-        """The share of a core (1.0: all of it) over the last seconds since `since`, of time.monotonic().
+        """The share of a core that the thread has used in the last seconds, at most since `since`; 1.0: all.
 
-        None without an earlier measurement, and if the system does not measure the CPU time of a thread.
+        since: a time of time.monotonic(). None without a measurement between `since` and now, and if the
+        system does not measure the CPU time of a thread.
         """
         if self._clock is None:
             return None

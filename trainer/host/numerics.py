@@ -71,7 +71,7 @@ class Binding:
         return {"cpus": self.cpus, **(self.host() if self.cpus else {})}
 
     def host(self) -> dict[str, Any]:
-        """The usable processors and cores as JSON values: a host with others chooses again."""
+        """The usable processors and cores as JSON values. If they change, the processors are chosen again."""
         return {"usable_cpus": self.usable, "cores": self.cores}
 
     def changes(self, saved: Mapping[str, Any]) -> str:
@@ -234,7 +234,7 @@ def thread_count(asked: int, local_world_size: int) -> int:
 
 
 def threads_set(asked: int) -> int:
-    """The threads that are set: `asked`, else OMP_NUM_THREADS up to the CPU quota; 0 if neither is set."""
+    """The number of threads that is set: `asked`, else OMP_NUM_THREADS, at most the CPU quota; 0: neither."""
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not asked and threads.isdigit() and int(threads):
         return at_most_quota(int(threads))
@@ -314,9 +314,11 @@ def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[s
 def restore_numerics(numerics: Numerics, saved: Mapping[str, Any], threads: int = 0) -> Numerics:
     """`numerics` with the compute format and threads of a checkpoint, so that a run resumes bitwise.
 
-    Sets torch's threads and binds them as before. `saved` is the result of `Numerics.saved`.
-    It is ignored for another device; its bfloat16 if this host emulates bfloat16; its threads if a person
-    sets them now (`threads`, OMP_NUM_THREADS) or did so then alone, or if the processors have changed.
+    Sets torch's number of threads and binds the threads to the same processors. saved: the result of
+    `Numerics.saved` in the checkpoint. threads: the setting threads; 0: not set.
+    Nothing is restored if the device is another one. The format bfloat16 is not restored if this host
+    emulates it. The threads are not restored if `threads` or OMP_NUM_THREADS sets them now, if they were set
+    at the checkpoint and are not now, or if the usable processors have changed.
     """
     if saved.get("device") != numerics.device.type or saved.get("compute_dtype") not in FORMATS:
         return numerics

@@ -47,9 +47,9 @@ class Pair:
 def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: str = BASE) -> Pair:
     """Find the checkpoint at `path`: a model_*.pt, a folder of them, or a base directory.
 
-    In a base directory, `stage` selects the base models or the fine-tuned ones.
-
-    Of several, it chooses as nanochat does: the deepest d<number>, the last step. Raises ConfigError.
+    In a base directory, `stage` selects the base models or the fine-tuned ones, and `model_tag` one of them
+    by the name of its folder; without a tag, it is the deepest d<number>, as in nanochat. step: the step of
+    the checkpoint; None: the last one. Raises ConfigError.
     """
     if path.is_file():
         match = MODEL_FILE.fullmatch(path.name)

@@ -80,10 +80,10 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
 
 
 def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> RunConfig:
-    """The settings of a run that trains `model`; settings that `meta` lacks have their defaults.
+    """The settings of a run of `stage` that trains `model`.
 
-    These are the ones of `stage`. `meta` is the content of a meta file. Raises ConfigError if no aspect_ratio
-    gives the width of the model.
+    meta: the content of a meta file of nanochat. A setting that it lacks, or that is not valid, gets its
+    default in `stage`. Raises ConfigError if no aspect_ratio gives the width of the model.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}

@@ -19,7 +19,7 @@ class GPTConfig:
     n_head: int = 4
     n_kv_head: int = 4
     n_embd: int = 512
-    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is L whatever it says
+    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is always L
 
     def __post_init__(self) -> None:
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head"):

@@ -300,7 +300,10 @@ class GPT(nn.Module):
         return y
 
     def param_counts(self) -> dict[str, int]:
-        """Number of parameters by group, including the padded vocabulary; the smear gate is a scalar."""
+        """Number of parameters by group, and `total`. Rows that pad the vocabulary count.
+
+        The group `scalars` includes the smear gate.
+        """
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "transformer_matrices", "scalars"), 0)
         for name, p in self.named_parameters():
             part = name.removeprefix("transformer.").partition(".")[0]
@@ -316,7 +319,10 @@ class GPT(nn.Module):
 
 
 def scaling_params(config: GPTConfig) -> int:
-    """The number of parameters that scaling rules count: transformer matrices and lm_head. Allocates none."""
+    """The number of parameters of the transformer matrices and lm_head, without allocating them.
+
+    Batch size, steps and rates of a run are derived from it (trainer.optim.lr_schedule).
+    """
     with torch.device("meta"):
         counts = GPT(config).param_counts()
     return counts["transformer_matrices"] + counts["lm_head"]

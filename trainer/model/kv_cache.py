@@ -54,7 +54,8 @@ class KVCache:
     def advance(self, last_B1D: Tensor, count: int) -> None:
         """Count new tokens as part of the cache, after all layers have attended to them.
 
-        last_B1D: the embedding of the last of them. count: their number.
+        count: the number of new tokens of each row. last_B1D: the embedding of the last one, (B, 1, D), which
+        the model adds to that of the next token (smear).
         """
         self.last_B1D = last_B1D
         self.length += count

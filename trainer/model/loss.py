@@ -25,7 +25,11 @@ BLOCK = {"cpu": (1024, 1024), "cuda": (4096, 1 << 20)}
 
 
 def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
-    """Cross-entropy of each target in nats, (N,), in float32 or better; no gradients."""
+    """Cross-entropy of each target in nats, (N,), in float32 or better; 0 for target -1. No gradients.
+
+    x_ND: the input of lm_head. weight_VD: the weight of lm_head. vocab_size: the number of rows of the weight
+    that are tokens; the rows after them only pad it.
+    """
     with torch.no_grad():
         weight = weight_VD[:vocab_size].to(x_ND.dtype)
         losses = []
@@ -38,7 +42,10 @@ def token_losses(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size:
 
 
 def summed_loss(x_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, vocab_size: int) -> Tensor:
-    """The sum of the losses of all tokens in nats, a scalar. `backward` may run only once."""
+    """The sum of the losses of all targets in nats, a scalar. Arguments: those of `token_losses`.
+
+    It has gradients for x_ND and weight_VD. `backward` may run only once.
+    """
     if not (torch.is_grad_enabled() and (x_ND.requires_grad or weight_VD.requires_grad)):
         return token_losses(x_ND, weight_VD, targets_N, vocab_size).sum()
     loss: Tensor = _SummedLoss.apply(x_ND, weight_VD, targets_N, vocab_size)

@@ -26,9 +26,10 @@ def rms(x: Tensor) -> Tensor:
 
 
 def rotate_rms(x_BTHE: Tensor, cos: Tensor, sin: Tensor, scale: float) -> Tensor:
-    """Rotate the pairs (i, i + E / 2) of each head by the angles of the position, then multiply rms by scale.
+    """Rotate the pairs (i, i + E / 2) of each head by the angles of the position; then scale * rms(rotated).
 
-    cos and sin have the shape (T, 1, E / 2), or (B, T, 1, E / 2) for rows at different positions.
+    The result has x's shape. cos and sin have the shape (T, 1, E / 2), or (B, T, 1, E / 2) for rows at
+    different positions.
     """
     y: Tensor = _RotateRMS.apply(x_BTHE, cos, sin, scale)
     return y

@@ -29,8 +29,9 @@ class BatchScales(NamedTuple):
 def batch_scales(total_batch_size: int, scaling_params: int, reference_params: int) -> BatchScales:
     """The multipliers for a batch of `total_batch_size` tokens: learning rates grow with its square root.
 
-    Muon's weight decay also falls as the horizon in tokens grows. The horizon is taken as proportional to the
-    scaling parameters: arXiv 2405.13698.
+    Muon's weight decay has the same factor, and falls with the number of tokens of the whole run (arXiv
+    2405.13698), which is taken as proportional to the scaling parameters. scaling_params: of this model.
+    reference_params: the scaling parameters of the reference model.
     """
     lr = sqrt(total_batch_size / REFERENCE_BATCH_SIZE)
     return BatchScales(lr=lr, weight_decay=lr * reference_params / scaling_params)
@@ -39,8 +40,9 @@ def batch_scales(total_batch_size: int, scaling_params: int, reference_params: i
 def auto_batch_size(scaling_params: int, reference_params: int) -> int:
     """Tokens per step if total_batch_size is auto: the power of two nearest to the best batch of the model.
 
-    The best batch grows with the horizon in tokens. The horizons of this model and of the reference model are
-    the same multiple of their scaling parameters, so the multiple cancels.
+    The best batch grows with the number of tokens of the whole run (arXiv 2505.13738). Runs of this model and
+    of the reference model are taken to have equally many tokens per scaling parameter, so only the ratio of
+    their scaling parameters matters.
     """
     best = REFERENCE_BATCH_SIZE * (scaling_params / reference_params) ** BATCH_EXPONENT
     return int(2 ** round(log2(best)))
@@ -60,7 +62,9 @@ def lr_multiplier(
 ) -> float:
     """The factor of every learning rate at `step`, counted from 0: linear warm-up, 1, linear warm-down.
 
-    In a run so short that warm-up and warm-down overlap, the warm-up takes precedence.
+    num_iterations: steps of the run. warmup_steps: steps of the warm-up. warmdown_ratio: the part of the run
+    that is warm-down, in which the factor falls to final_lr_frac. In a run so short that warm-up and
+    warm-down overlap, the warm-up takes precedence.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -75,7 +79,10 @@ def describe_extension(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> str:
-    """The sentence about the rates of a run of `before` steps that resumes after `step` to make `now`."""
+    """The sentence on the learning rates of a run that is extended from `before` to `now` steps.
+
+    step: the number of completed steps. The other arguments are those of `lr_multiplier`.
+    """
 
     def rate(step: int, num_iterations: int) -> float:
         return lr_multiplier(step, num_iterations, warmup_steps, warmdown_ratio, final_lr_frac)
@@ -96,14 +103,17 @@ def describe_extension(
 
 
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
-    """Muon's momentum at `step`: it rises for 400 steps, is flat, and falls during the rates' warm-down."""
+    """Muon's momentum at `step`, counted from 0, of a run of `num_iterations` steps.
+
+    It rises from 0.85 to 0.97 in 400 steps, is constant, and falls to 0.90 during the warm-down of the rates.
+    """
     if step < MOMENTUM_WARMUP_STEPS:
         return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS
     return MOMENTUM_PEAK - (MOMENTUM_PEAK - MOMENTUM_END) * _warmdown(step, num_iterations, warmdown_ratio)
 
 
 def sft_muon_momentum(step: int) -> float:
-    """Muon's momentum at `step` of a run of stage sft: it rises for 300 steps and stays."""
+    """Muon's momentum at `step` of a run of stage sft: it rises from 0.85 to 0.95 in 300 steps and stays."""
     done = min(1.0, step / SFT_MOMENTUM_WARMUP_STEPS)
     return MOMENTUM_START + (SFT_MOMENTUM_PEAK - MOMENTUM_START) * done
 

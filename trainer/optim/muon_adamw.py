@@ -54,7 +54,10 @@ def width_scale(n_embd: int) -> float:
 
 
 def polar_express(X: Tensor) -> Tensor:
-    """Approximate the orthogonal polar factor of X (rows, cols), whose spectral norm must be below 1."""
+    """Approximate the orthogonal polar factor of X (rows, cols) by five iterations; returns it.
+
+    The spectral norm of X must be below 1. The Polar Express, arXiv 2505.16932.
+    """
     tall = X.size(0) > X.size(1)
     if goes_by_gram(X.size(0), X.size(1), X.dtype):
         P = _polar_express_of_gram(X.mT @ X if tall else X @ X.mT)
@@ -180,9 +183,10 @@ class MuonAdamW:
         self._rows[p] = RowAdamW(p, group, pieces)
 
     def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
-        """Update the rows of p given to `shard_rows`. gradients: (rows, D), of these rows in order.
+        """Update the rows of p that `shard_rows` was given, the own rows. gradients: (own rows, D), in order.
 
-        With `active` (n,), numbers among these rows, gradients (n, D) are of those; the others have 0.
+        active: (n,), numbers from 0 among the own rows, each once, ascending. With it, `gradients` is (n, D)
+        and has those of the active rows; the gradients of the other own rows are 0.
         """
         if active is None:
             self._rows[p].step(gradients)
@@ -198,7 +202,10 @@ class MuonAdamW:
 
     @torch.no_grad()
     def muon_update(self, p: Parameter) -> Tensor:
-        """The update to subtract from matrix p. Advances p's state, but does not change p or its gradient."""
+        """The update to subtract from matrix p, in p's shape: learning rate and weight decay are applied.
+
+        Advances p's state, but does not change p or its gradient. Raises ValueError without a gradient.
+        """
         if p.grad is None:
             raise ValueError("a Muon matrix was stepped without a gradient")
         group, state = self._muon_group_of[p], self.muon_state(p)
@@ -280,7 +287,9 @@ def build_optimizer(
 ) -> MuonAdamW:
     """Create the optimizer of a GPT. The caller has scaled rates and Muon's weight decay for the batch.
 
-    The rates of embeddings and lm_head are scaled here for the width of the model.
+    unembedding_lr: of lm_head. embedding_lr: of the embeddings. matrix_lr, weight_decay: of Muon. scalar_lr:
+    of the per-layer scalars. The rates of embeddings and lm_head are scaled here for the width of the model.
+    Raises ValueError for a parameter that is not of a GPT.
     """
     names = dict(model.named_parameters())
     width = width_scale(names["transformer.wte.weight"].size(1))

@@ -104,7 +104,12 @@ class Balancer:
         self._steps = 0  # since the last change
 
     def update(self, applied: Sequence[int], seconds: Sequence[float], step_seconds: float) -> None:
-        """After a step: apply the new split of the ranks, if any; else record the step, then propose one."""
+        """Call this after each step: records the step and, if another split is faster, sets `proposed`.
+
+        applied: the rows per rank to which the ranks have changed, as all of them got the proposal; empty:
+        unchanged. After a change, measuring starts from the beginning. While a proposal is not applied,
+        nothing is recorded. For the other arguments see `record`.
+        """
         if applied:
             self.apply(applied)
         elif self.proposed is None:
@@ -112,7 +117,7 @@ class Balancer:
             self.proposed = self.propose()
 
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
-        """Record a step. seconds: what each rank computed, by rank; step_seconds: the whole step."""
+        """Record a step. seconds: of each rank's computation, by rank. step_seconds: of the whole step."""
         self._steps += 1
         if self._steps > WARMING_STEPS:
             self._whole.append(step_seconds)

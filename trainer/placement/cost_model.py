@@ -55,9 +55,10 @@ def _check(mode: str) -> None:
 
 
 def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
-    """Bytes that a rank sends in a step of `rows` rows over all ranks; for local, the mean over its steps.
+    """Bytes that a rank sends in a step. For local, which sends in sync rounds, the mean over the steps.
 
-    Per rank, reduce and broadcast each send (n-1)/n of the values.
+    rows: of the step, over all ranks. outer: the settings of local; None: the defaults. Per rank, reduce and
+    broadcast each send (n-1)/n of the values, with n = world_size. Raises ValueError for an unknown mode.
     """
     _check(mode)
     copies = 2 * (world_size - 1) / world_size
@@ -134,9 +135,9 @@ class CostModel:
         return compute + max(0.0, wire - hidden) + muon + adamw / len(self.speeds)
 
     def network(self, mode: str, rows: int) -> float:
-        """Seconds of network of a rank in a step of `rows` rows in the sync mode `mode`; 0 with one rank.
+        """Predicted seconds of a rank's transfers in a step of `rows` rows in the sync mode `mode`.
 
-        Computation may hide a part of them.
+        The result is 0 with one rank. It includes the seconds that computation hides.
         """
         _check(mode)
         if self.link is None:
@@ -163,7 +164,10 @@ class CostModel:
 
 
 def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
-    """The fastest of `modes`. A mode must be faster by BETTER than those before it in the list."""
+    """The sync mode of `modes` with the shortest predicted step of `rows` rows.
+
+    A mode is preferred to those before it in the list only if its step is shorter by the part BETTER.
+    """
     best = modes[0]
     for mode in modes[1:]:
         if model.step(mode, rows) < (1 - BETTER) * model.step(best, rows):

@@ -114,9 +114,11 @@ def measure_all(
     gpu: Numerics | None,
     batch_size: int,
 ) -> list[Measured]:
-    """Measure on all ranks at the same time, as ranks of one host share it; returns the results by rank.
+    """Measure speed and link of every rank; returns the results by rank, on every rank. A collective call.
 
-    gpu: the numerics of an idle GPU of this rank; batch_size: rows of a micro-batch.
+    All ranks measure at the same time, because ranks of one host share its processors and do so in a step
+    too. Overwrites weights and optimizer state. numerics: of this rank. gpu: the numerics of an idle GPU of
+    this rank; None without one. batch_size: rows of a micro-batch.
     """
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
@@ -174,11 +176,12 @@ def decide(
     by_speed: bool,
     obstacles: Mapping[int, str],
 ) -> tuple[Placement, list[str]]:
-    """Decide the placement from the measurements of all ranks; returns (placement, lines to log). Pure.
+    """Decide the placement from the measurements of all ranks; returns (placement, lines to log).
 
-    by_speed: split the rows by speed. Owner ranks are weighted by speed if shares or sync is auto. If the GPU
-    of one host is faster than all hosts together, `alone` names that host. obstacles: by rank, why the run
-    cannot move there.
+    A pure function. measured, names: by rank. work: the sizes of a step. by_speed: whether the rows are split
+    by speed. obstacles: {rank: why the run cannot move to its host}, without the ranks to which it can move.
+    Muon's matrices are divided by the speed of the owner ranks if `by_speed`, or if sync is auto. If the GPU
+    of one host is faster than all hosts together and has no obstacle, `alone` names that host.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -230,9 +233,10 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
 
 
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
-    """Restore the placement that a checkpoint of the same hosts has in `meta`.
+    """`placement` with the values that a checkpoint of the same hosts has.
 
-    Rows per rank are restored only if `by_speed`, the sync mode only if it is automatic (`auto`).
+    meta: the content of the checkpoint's meta.json. Speeds of owner ranks and prediction are taken from it;
+    the rows per rank only if `by_speed`, and the sync mode only if `auto` (the setting sync is auto).
     """
     before = meta.get("arrangement") or {}
     return replace(

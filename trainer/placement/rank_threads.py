@@ -147,8 +147,9 @@ def _choose(numerics: Numerics, topology: Topology, config: RunConfig, log: RunL
 def work_maker(
     config: RunConfig, compute_dtype: torch.dtype, cores: int, rates: Mapping[torch.dtype, float]
 ) -> Callable[[], Callable[[], object]]:
-    """A function that makes the work of a layer of the run, of about WORK_SECONDS on `cores` cores.
+    """A function that returns the work to time: a function that computes one layer of the run's width.
 
+    The work takes about WORK_SECONDS on `cores` cores; see `layer_work`. compute_dtype: of the GEMMs.
     rates: GEMM rates of a core in FLOP/s by format; measured if compute_dtype is missing.
     """
     rate = rates.get(compute_dtype) or gemm_rates([compute_dtype])[compute_dtype]
@@ -160,7 +161,10 @@ def work_maker(
 
 
 def propose_ranks(topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]) -> str:
-    """The sentence that proposes one rank on each NUMA node where that is faster; "" where it is not."""
+    """The sentence that proposes one rank on each NUMA node, if this is faster; "" if it is not.
+
+    Arguments: those of `ranks_per_node`.
+    """
     ranks, speed = ranks_per_node(topology, best, make_work)
     if ranks == 1:
         return ""

@@ -47,7 +47,10 @@ class FasterHost:
         return f"sync is auto: {self.sentence(names)} That host should train alone."
 
     def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
-        """The exception that ends all ranks so that the run starts on one host: a group cannot shrink."""
+        """The exception that ends the attempt on all ranks, so that the run is started on that host alone.
+
+        The process group of an attempt cannot shrink. peers, names: by rank. table: lines for the log.
+        """
         host = peers[self.rank].host
         sentence = (
             f"{self.sentence(names)} Train on {host} alone. To train on all of them, set sync to "

@@ -123,10 +123,11 @@ def _seconds_of(work: Callable[[], object], hopeless: float) -> float:
 def layer_work(
     model: GPT, compute_dtype: torch.dtype, rows: int, flops: float = math.inf
 ) -> Callable[[], object]:
-    """Forward and backward of the first layer on `rows` rows, then Muon's GEMMs for each of its matrices.
+    """A function that computes a layer: forward and backward, then Muon's GEMMs for each of its matrices.
 
-    At most MOST_TOKENS tokens, and about `flops` FLOPs: with fewer tokens, and Muon on a part of the rows of
-    each matrix. compute_dtype: that of the GEMMs. The weights of the layer are overwritten.
+    It is the first layer of `model`, whose weights are overwritten. compute_dtype: of the GEMMs. rows: of
+    sequence_len tokens, but at most MOST_TOKENS tokens in all. flops: about the most FLOPs of a call; for
+    fewer FLOPs, there are fewer tokens, and Muon gets a part of each matrix.
     """
     config, layer = model.config, next(model.transformer["h"].children())
     matrices = list(layer.parameters())
@@ -168,9 +169,9 @@ def ranks_per_node(
 ) -> tuple[int, float]:
     """(number of NUMA nodes, gain) if a rank on each is faster than one rank on `best`, else (1, 1.0).
 
-    best: the fastest set of processors for one rank. make_work: makes the work that is timed. gain: how
-    many times as fast, measured while all nodes work at the same time. The nodes must have as many usable
-    physical cores each, and the CPU quota must allow all of them.
+    best: the fastest set of processors for one rank. make_work: as for `seconds_at_once`. gain: how many
+    times as fast, measured while all nodes work at the same time. The nodes must have equally many usable
+    physical cores, and the CPU quota must allow all of them.
     """
     cores = first_siblings(topology.cpus)
     sets = [frozenset(cpu.number for cpu in cores if cpu.node == node) for node in topology.nodes]
@@ -181,10 +182,11 @@ def ranks_per_node(
 
 
 def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Callable[[], object]]) -> float:
-    """The seconds of the slowest of several equal works that run at the same time.
+    """Time the same work on several sets of processors at the same time; returns the slowest one's seconds.
 
-    sets: for each work, the processors that it runs on; all have the same number. make_work: makes a work.
-    Each work has a thread that calls torch, which has a team of threads of its own.
+    sets: sets of processors, equally large. make_work: returns the function to time, such as that of
+    `layer_work`; called once for each set, so that its tensors are in the memory of that NUMA node. Each set
+    has a thread that calls torch, and with it a team of torch's threads.
     """
     seconds = [0.0] * len(sets)
     ready = threading.Barrier(len(sets))

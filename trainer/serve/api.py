@@ -99,7 +99,11 @@ class Shape:
         return {**self.fixed, "object": name, "choices": [choice], "usage": usage}
 
     def event(self, text: str | None, reason: str | None, first: bool = False) -> str:
-        """One server-sent event with new text."""
+        """One server-sent event of a streamed answer, as text.
+
+        text: new text; None: none. reason: why the answer has ended; None: it has not. first: whether this is
+        the first event of the answer, which in a chat names the role.
+        """
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         if self.kind == "chat":
             delta: dict[str, str] = {"role": "assistant"} if first else {}

@@ -67,9 +67,11 @@ class Scheduler:
             self.loaded = loaded
 
     def submit(self, loaded: Loaded, prompt: Sequence[int], sampling: Sampling, deliver: Deliver) -> Request:
-        """Queue a request. Raises QueueFullError or ContextOverflowError.
+        """Queue a request for an answer of the model `loaded` to `prompt`, token ids; returns the request.
 
-        deliver gets new tokens and None, and at the end the reason: stop, length, stopped, MEMORY or error.
+        deliver: called as deliver(new token ids, reason) from the scheduler's thread. reason is None until
+        the answer ends; then it is stop, length, stopped, MEMORY or error. Raises QueueFullError, or
+        ContextOverflowError if the prompt is too long.
         """
         request = Request(loaded, loaded.engine.start(prompt, sampling), deliver)
         with self._changed:

@@ -47,7 +47,10 @@ def make_compressor(bits: int, topk: int = 0, sizes: Sequence[int] = ()) -> Comp
 
 
 class ExceptSmall:
-    """Packs tensors of SMALL values and more with a compressor, and copies smaller ones behind them."""
+    """Packs tensors of at least SMALL values with `compressor`; smaller ones follow, copied unchanged.
+
+    sizes: the number of values of each tensor, in the order in which they follow each other in a flat tensor.
+    """
 
     def __init__(self, compressor: Compressor, sizes: Sequence[int]) -> None:
         self._compressor, self._sizes = compressor, list(sizes)

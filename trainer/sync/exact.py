@@ -155,7 +155,11 @@ class Exact(OwnerMode):
 
     @contextmanager
     def shared_parameters(self) -> Iterator[None]:
-        """Context in which no row of an embedding is stale. The first one after a step sends all rows."""
+        """Context in which every rank has the current values of all embedding rows.
+
+        Steps leave old values in rows that a rank has not fetched. The first context after a step broadcasts
+        all rows from their owner ranks.
+        """
         if not self._is_fresh:
             self._rows.refresh()
             self._is_fresh = True

@@ -12,17 +12,19 @@ leaves a sync round in flight alone. A checkpoint waits for the bytes of the rou
 run takes the outer step at the same step.
 
 Pseudo-gradients are sent with 8, 4 or 2 bits; error feedback adds the residual of rounding to the next round.
-With top-k (trainer/sync/topk.py) a value waits for many rounds until it is among the largest. The residual
-then stays in the parameters of the rank, which the outer step changes by what the rank has sent: the next
-pseudo-gradient contains it. Error feedback in a buffer would add the difference of every round in which a
-rank, reset to the outer parameters, has learned the same again.
+With top-k (trainer/sync/topk.py) a value waits for many rounds until it is among the largest, and there is no
+buffer for error feedback. In the parameters of a rank, the outer step then replaces only what the rank has
+sent. The rest stays in them, so the next pseudo-gradient contains it. With a buffer, each round would reset
+the rank to the outer parameters. The rank would learn the same difference again, and the buffer would add it
+each time.
 
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
 
-The second moments of AdamW cover as many tokens as in a step of all ranks: beta2 is raised to the power of a
-rank's part of the tokens (arXiv 2507.07101). Otherwise lm_head learns worse, however often ranks synchronize:
-rows of rare tokens, forgotten before they occur again, are divided by too little.
+The second moments of AdamW are averages over as many tokens as if all ranks stepped together: beta2 is raised
+to the power of a rank's part of the tokens (arXiv 2507.07101). With an unchanged beta2, lm_head learns worse,
+however often ranks synchronize: the second moment of a rare token's row decays before the token occurs again,
+and its update is then divided by too small a number.
 """
 
 from __future__ import annotations
@@ -52,7 +54,11 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 
 @dataclass(frozen=True)
 class Outer:
-    """The settings of local: local_steps, local_lr, local_momentum, local_bits, local_topk, local_delay."""
+    """The settings of `sync=local`: those of RunConfig that start with local_, without this prefix.
+
+    steps: from one sync round of a fragment to the next. lr, momentum: of the outer step. bits: of a value
+    that is sent. topk: values sent of each 4,096; 0: all. delay: steps that overlap with a sync round.
+    """
 
     steps: int = 30
     lr: float = 0.7
@@ -142,7 +148,11 @@ class Fragment:
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
     def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:
-        """Outer parameters less the flat pseudo-gradients `sent`; other rows than `rows` have decayed."""
+        """The outer parameters minus `sent`, the flat pseudo-gradients, as new tensors.
+
+        rows: of an embedding, the rows that `sent` has; the other rows get the weight decay since the last
+        round. None: `sent` has all values.
+        """
         values = [outer.clone() for outer in self.outer]
         if rows is not None:
             values[0].mul_(self.decay)

@@ -62,9 +62,10 @@ class SyncMode(Protocol):
         return None
 
     def owned_rows(self, name: str, rank: int) -> Tensor | None:
-        """The rows of the parameter `name` whose optimizer state only `rank` has, as the state has them.
+        """The numbers of the rows of the parameter `name` whose optimizer state only `rank` has.
 
-        None if the parameter is not sharded by rows.
+        They are int64, (rows,), in the order of the rows in that state. None if the parameter is not sharded
+        by rows.
         """
         return None
 

@@ -35,7 +35,7 @@ class TopK:
 
     @property
     def bytes_per_value(self) -> float:
-        """Bytes per value of a whole chunk, sent or not."""
+        """Bytes sent for a chunk, divided by the number of all its values, sent or not."""
         return (self._position_bytes + self._k * self._quantizer.bytes_per_value) / CHUNK
 
     def pack(self, values: Tensor) -> Tensor:
