@@ -161,7 +161,7 @@ def train(args: argparse.Namespace) -> int:
         from trainer.train import Trainer
 
         kind = ElasticTrainer if run_file.config.elastic and env.world_size > 1 else Trainer
-        trainer = kind(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
+        trainer = kind.create(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
         return trainer.run(args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)

@@ -42,6 +42,7 @@ BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 AUTO_IS_0 = ("total_batch_size", "threads")  # settings that take auto for 0
 RECOMPUTE = ("none", "layers")
+FAILOVER = ("auto", "true", "false")
 
 
 class ConfigError(ValueError):
@@ -127,6 +128,12 @@ class RunConfig:
     local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
     elastic: bool = setting(False, "whether hosts may leave and join while the run trains", RUNTIME)
     min_hosts: int = setting(1, "with elastic, the least number of hosts; with fewer the run waits", RUNTIME)
+    coordinator_failover: str = setting(
+        "auto",
+        "with elastic, whether the hosts elect another coordinator when it is lost; auto: with three or more "
+        "hosts; true: also with two, of which the one that is left continues alone",
+        RUNTIME,
+    )
     snapshot_seconds: float = setting(60.0, "with elastic, seconds between copies of the state", RUNTIME)
     tracker: str = setting("mlflow", f"tracker besides metrics.jsonl: {' or '.join(TRACKERS)}", RUNTIME)
     tracker_experiment: str = setting(
@@ -188,6 +195,17 @@ class RunConfig:
     @property
     def n_head(self) -> int:
         return self.n_embd // self.head_dim
+
+    def has_failover(self, hosts: int, ranks_per_host: int = 1) -> bool:
+        """Whether another host of so many becomes the coordinator of the run when the coordinator is lost."""
+        possible = self.elastic and hosts > 1 and ranks_per_host == 1
+        return possible and (
+            self.coordinator_failover == "true" or (self.coordinator_failover == "auto" and hosts > 2)
+        )
+
+    def quorum(self, hosts: int) -> int:
+        """The least number of hosts that train a run with failover: a majority, of two hosts one."""
+        return max(self.min_hosts, hosts // 2 + 1 if hosts > 2 else 1)
 
     @property
     def experiment(self) -> str:
@@ -278,6 +296,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
     (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),
     (lambda v: v in ("base", "sft"), "must be base or sft", "stage"),
+    (lambda v: v in FAILOVER, f"must be {', '.join(FAILOVER[:2])} or {FAILOVER[2]}", "coordinator_failover"),
     (lambda v: v in RECOMPUTE, f"must be {' or '.join(RECOMPUTE)}", "recompute"),
     (lambda v: v in TRACKERS, f"must be {' or '.join(TRACKERS)}", "tracker"),
     (
@@ -298,6 +317,8 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
     if kind == "bool" and text.lower() in BOOLS:
         return BOOLS[text.lower()]
+    if name == "coordinator_failover" and text.lower() in BOOLS:  # as YAML has it
+        return str(BOOLS[text.lower()]).lower()
     if kind == "str" and value is not None and not isinstance(value, bool):
         return text
     if name in AUTO_IS_0 and text.lower() == "auto":

@@ -68,6 +68,7 @@ class RunSetup:
     predicts = False
     trains = True
     evaluates_core = True
+    tracks_on_all_hosts = False  # each host keeps the figures, because it may become the coordinator
     from_checkpoint: Path | None = None  # what a run of stage sft begins with; rank 0 reads it
 
     plan: Plan  # its batch split is that at the first step
@@ -425,8 +426,11 @@ class RunSetup:
         return StepCost(self.model.flops_per_token(), self.gemm_rate, self.data.info.train_rows)
 
     def open_tracker(self, uri: str) -> Tracker:
-        """The tracker of this attempt; without a `uri`, or with tracker=none, it writes only files."""
-        if self.config.tracker == "none":
+        """The tracker of this attempt on this rank.
+
+        Without a `uri`, with tracker=none, and on other ranks than rank 0 it writes only files.
+        """
+        if self.config.tracker == "none" or not self.env.is_coordinator:
             uri = ""
         elif not uri:
             self.log.info(
@@ -443,4 +447,5 @@ class RunSetup:
             self.facts_by_rank,
             self.placement.tags(),
         )
-        return Tracker(self.run_dir, self.train_state.step, facts, uri, self.log.info)
+        is_main = self.env.is_coordinator
+        return Tracker(self.run_dir, self.train_state.step, facts, uri, self.log.info, is_main)

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -79,6 +80,20 @@ class Trainer:
         )
         attempt.before_end = self._complete
 
+    @classmethod
+    def create(
+        cls,
+        run_file: RunFile,
+        data_dir: Path,
+        run_dir: Path,
+        env: RankEnv,
+        attempt: Attempt,
+        log: RunLogger,
+        from_checkpoint: Path | None = None,
+    ) -> Self:
+        """The trainer of this rank. In an elastic run, the hosts may elect a coordinator first."""
+        return cls(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
+
     def _run(self, tracker_uri: str) -> str:
         """Set up this rank, train, close; returns the closing sentence. Raises RunEnd."""
         self.attempt.update(run_id=self.run_file.run_id)
@@ -95,6 +110,8 @@ class Trainer:
             self.log.info(self.setup.describe(), extra=fields("plan"))
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
+            self.reporter.is_main = True
+        if self.env.is_coordinator or self.setup.tracks_on_all_hosts:
             self.reporter.tracker = self.setup.open_tracker(tracker_uri)
             self.attempt.at_end(self.reporter.tracker.close)
 

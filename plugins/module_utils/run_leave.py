@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import State, answered, is_over
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import has_failover
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
+    State,
+    answered,
+    coordinator,
+    is_over,
+)
 
 
 def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
@@ -27,9 +33,11 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
             f"The run {run_id} ends on all hosts when one of them ends: it was started without elastic=true. "
             f"End it: ansible-playbook stop.yml -e run_id={run_id}"
         )
-    if (coordinator := run_file["hosts"][0]) in leaving:
+    first = coordinator(states)
+    ranks = max((len(state.get("heartbeats", [])) for state in reached.values()), default=1)
+    if first in leaving and not has_failover(run_file, max(ranks, 1)):
         return (
-            f"{coordinator} is the coordinator, and the run {run_id} does not continue without it. End it: "
+            f"{first} is the coordinator, and the run {run_id} does not continue without it. End it: "
             f"ansible-playbook stop.yml -e run_id={run_id}"
         )
     if silent := [host for host in leaving if host not in reached]:
@@ -47,7 +55,7 @@ def is_elastic(run_file: Mapping[str, Any]) -> bool:
 
 
 def report(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
-    """The report after the hosts `leaving` have left. states: from before that."""
+    """The report after the hosts `leaving` have left the run. states: as they were before the hosts left."""
     rest = [host for host, state in answered(states).items() if host not in leaving and not is_over(state)]
     return (
         f"{', '.join(leaving)} left the run {run_id}, which continues on {', '.join(rest)}.\n"

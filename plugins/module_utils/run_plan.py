@@ -10,7 +10,11 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventory import holder
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import checkpoint_step, run_of_unit
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
+    checkpoint_step,
+    coordinator,
+    run_of_unit,
+)
 from ansible_collections.nanofleet.fleet.trainer import config as trainer
 from ansible_collections.nanofleet.fleet.trainer.code_digest import code_digest
 from ansible_collections.nanofleet.fleet.trainer.optim import lr_schedule as schedule
@@ -93,7 +97,7 @@ def plan_run(
         )
         fleet = dict(zip(hosts, states, strict=True))
         action, message, ends = _decide(run_file, stored, fleet)
-        file, first = run_file.to_dict(), fleet[run_file.hosts[0]]
+        file, first = run_file.to_dict(), fleet[coordinator(fleet, run_file.hosts)]
         joins = _absent(before, fleet, f"nanofleet-{name}.service") if action == "join" else []
         if joins:  # the run file that its members have
             file = dict(before)
@@ -101,7 +105,15 @@ def plan_run(
     except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
     plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
-    return {**plan, "saves": saves, "joins": joins}
+    return {**plan, "saves": saves, "joins": joins, "failover": has_failover(file, int(nproc_per_node))}
+
+
+def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
+    """Whether the hosts of a run file elect another coordinator when theirs is lost."""
+    if not file:
+        return False
+    config = trainer.RunConfig.load(file["config"])[0]
+    return bool(config.has_failover(len(file["hosts"]), nproc_per_node))
 
 
 def _absent(stored: Mapping[str, Any], fleet: Mapping[str, State], unit: str) -> list[str]:
@@ -135,7 +147,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         # After a boot, a host that is no longer part of the run waits for the earlier hosts.
         members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
         absent = _absent(stored or {}, fleet, unit)
-        if before.elastic and absent and run_file.hosts[0] in active:
+        if before.elastic and absent and coordinator(fleet, run_file.hosts) in active:
             where = ", ".join(active)
             joining = f"The run {name} trains on {where}; {', '.join(absent)} will join it."
             return "join", " ".join([joining, *notes]), {}
@@ -153,7 +165,8 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
     own = {host: fleet[host] for host in run_file.hosts}
     if problem := other_holder(own, unit, ends):
         raise RefusedError(problem)
-    outcome = next((s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name), None)
+    outcomes = [s["outcome"] for s in own.values() if s.get("outcome") and s.get("run_id") == name]
+    outcome = max(outcomes, key=lambda end: float(end.get("time") or 0.0), default=None)
     steps_before = before.num_iterations or int((outcome or {}).get("num_iterations") or 0)
     steps = run_file.config.num_iterations
     if 0 < steps < steps_before:  # its learning rates follow the longer length
@@ -168,7 +181,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         return "none", _finished_message(name, outcome), {}
     if note := refuse_lost_checkpoint(name, own, run_file.config.checkpoint_copies):
         messages.append(note)
-    messages += _changes(run_file.config, before, steps_before, own[run_file.hosts[0]])
+    messages += _changes(run_file.config, before, steps_before, own[coordinator(own, run_file.hosts)])
     return ("resume" if stored else "start"), " ".join(messages + notes), ends
 
 

@@ -5,7 +5,7 @@ Pure functions of results of the module run_state, by host in rank order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 State = Mapping[str, Any]
@@ -17,7 +17,8 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
 
     states: host -> result of run_state, or of a task that failed. run_id: the requested run, "" for none.
     Among them are lost (hosts that did not answer), several (a message if several runs are active, else
-    ""), transfer (result of `transferred`) and speaker (the host from whose log the steps are shown).
+    ""), transfer (result of `transferred`), speaker (the host from whose log the steps are shown) and
+    coordinator (the host that saves).
     """
     reached = answered(states)
     return {
@@ -30,6 +31,7 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
         "can_save": can_save(states),
         "not_met": not_met(states),
         "transfer": transferred(states),
+        "coordinator": coordinator(states),
         "speaker": next((host for host, state in reached.items() if state["found"]), ""),
     }
 
@@ -55,10 +57,30 @@ def is_over(state: State) -> bool:
 def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
     """The run status that rank 0 published, else that of any rank, else {}.
 
-    states: host -> result of run_state.
+    states: host -> result of run_state. Of several, as after an election of another coordinator, the newest.
     """
     known = [status for state in answered(states).values() for status in state["heartbeats"]]
-    return min(known, key=lambda status: status.get("rank") != 0, default={})
+    newest_first = sorted(known, key=lambda status: -float(status.get("time") or 0.0))
+    return min(newest_first, key=lambda status: status.get("rank") != 0, default={})
+
+
+def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
+    """The host of rank 0: the one that published it last, else the first host of the run file; "" if unknown.
+
+    hosts: those of the run in rank order, if they are known. The hosts of an elastic run may have elected
+    another one than the first.
+    """
+    found = answered(states)
+    published = [
+        (float(status.get("time") or 0.0), host)
+        for host, state in found.items()
+        for status in state.get("heartbeats", [])
+        if status.get("rank") == 0
+    ]
+    files = [state["run_file"] for state in found.values() if state.get("run_file")]
+    named = list(hosts) or (list(files[0].get("hosts") or []) if files else [])
+    known = [each for each in published if not named or each[1] in named]
+    return max(known)[1] if known else (named or [""])[0]
 
 
 def transferred_to(found: Mapping[str, State]) -> str:
@@ -112,12 +134,8 @@ def several_active(states: Mapping[str, State]) -> str:
 
 def can_save(states: Mapping[str, State]) -> bool:
     """Whether a run can save on request: its coordinator answers and has made a step in this attempt."""
-    return any(
-        ((state["run_file"] or {}).get("hosts") or [""])[0] == host
-        and state["stepped"]
-        and not is_over(state)
-        for host, state in answered(states).items()
-    )
+    state = answered(states).get(coordinator(states))
+    return bool(state and state["stepped"] and not is_over(state))
 
 
 def not_met(states: Mapping[str, State]) -> bool:

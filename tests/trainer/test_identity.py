@@ -22,6 +22,7 @@ OTHERS = {
     "elastic": True,
     "min_hosts": 2,
     "snapshot_seconds": 30.0,
+    "coordinator_failover": "true",
     "eval_every": 3,
     "eval_tokens": 64,
     "core_metric_every": 0,

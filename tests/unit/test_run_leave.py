@@ -21,6 +21,7 @@ def state(run_file: dict[str, Any] | None = None, **values: Any) -> dict[str, An
 
 
 OVER, PLAIN = state(ended=True), state({**RUN, "config": {}})
+FIXED = state({**RUN, "config": {"elastic": "True", "coordinator_failover": "false"}})
 STATES = {"tower": state(), "laptop": state(), "attic": state()}
 
 
@@ -31,11 +32,21 @@ def test_workers_of_an_elastic_run_may_leave() -> None:
     )
 
 
+def test_the_coordinator_of_three_hosts_may_leave() -> None:
+    assert run_leave.refusal(STATES, "a", ["tower"]) == ""
+    several = state(heartbeats=[{"rank": 0}, {"rank": 1}])
+    assert "does not continue without it" in run_leave.refusal({**STATES, "tower": several}, "a", ["tower"])
+
+
 @pytest.mark.parametrize(
     ("states", "leaving", "expected"),
     [
         (STATES, ["cellar"], "cellar is no host of the inventory. Its hosts are tower, laptop, attic."),
-        (STATES, ["tower"], "tower is the coordinator, and the run a does not continue without it"),
+        (
+            dict.fromkeys(STATES, FIXED),
+            ["tower"],
+            "tower is the coordinator, and the run a does not continue",
+        ),
         ({**STATES, "attic": {"unreachable": True}}, ["attic"], "attic did not answer. If it is off,"),
         (
             {**STATES, "attic": OVER},

@@ -83,7 +83,26 @@ def test_hosts_join_an_active_elastic_run_and_leave_it_unchanged() -> None:
     assert (made["action"], made["joins"], made["ends"]) == ("join", ["laptop"], {})
     assert made["file"] == elastic
     assert plan({}, up, up)["action"] == "none"
-    assert plan({}, away, up)["action"] == "resume", "without the coordinator nobody trains"
+    worker = {**up, "heartbeats": [{**beat(), "rank": 1}]}
+    assert plan({}, away, worker)["action"] == "resume", "without the coordinator nobody trains"
+    elected = plan({}, away, up)
+    assert (elected["action"], elected["joins"]) == ("join", ["tower"]), "laptop was elected"
+
+
+def test_the_newest_outcome_of_the_hosts_counts() -> None:
+    """The first host was lost; the others have finished without it."""
+    lost = state(**stored(), outcome={"outcome": "retryable", "time": 10.0})
+    done = state(**stored(), outcome={"outcome": "finished", "time": 20.0, "step": 20, "num_iterations": 20})
+    assert plan({}, lost, done)["action"] == "none"
+
+
+def test_three_hosts_of_an_elastic_run_elect_a_coordinator() -> None:
+    assert not plan({"elastic": True}, run_id="b")["failover"]
+    assert plan({"elastic": True, "coordinator_failover": True}, run_id="b")["failover"]
+    three = {"hosts": [*HOSTS, "attic"], "config": {"elastic": True}}
+    assert launch.has_failover(three, 1)
+    assert not launch.has_failover(three, 2)
+    assert not launch.has_failover({**three, "config": {"elastic": True, "coordinator_failover": "false"}}, 1)
 
 
 def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:

@@ -6,7 +6,7 @@
     copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
 The hosts that keep copies are the coordinator and the next ones in rank order; the first rank of each
-receives. A copy that fails costs a warning, and never the run.
+receives. If a copy fails, a warning is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def first_ranks(peers: Sequence[Peer]) -> list[int]:
 
 
 class CheckpointCopies:
-    """The copies of one attempt. With one copy, or one host, nothing is sent."""
+    """Copies the checkpoints of one attempt. Nothing is sent with one host, or if checkpoint_copies is 1."""
 
     def __init__(
         self,
@@ -63,7 +63,10 @@ class CheckpointCopies:
         self._skipped: str | None = None
 
     def is_due(self, newest: str | None) -> bool:
-        """On rank 0, whether to start a copy of its newest checkpoint, a path in the run directory."""
+        """On rank 0, whether to start a copy of its newest checkpoint; False on the other ranks.
+
+        newest: the path of this checkpoint, relative to the run directory; None without a checkpoint.
+        """
         if self._link is None or self._group.rank or newest in (None, self._last):
             return False
         if self._transfer is not None and self._transfer.busy:
@@ -76,6 +79,12 @@ class CheckpointCopies:
             return False
         self._report()
         return self._link is not None
+
+    def has_copy(self, newest: str) -> bool:
+        """On rank 0, whether the copy of the checkpoint `newest` is complete; also if no copies are made."""
+        if self._link is None:
+            return True
+        return self._last == newest and (self._transfer is None or not self._transfer.busy)
 
     def start(self, newest: str | None) -> None:
         """Start to copy the checkpoint `newest` of rank 0. All ranks call it after the same step."""
@@ -98,9 +107,9 @@ class CheckpointCopies:
                 self._report()
 
     def finish(self, newest: str | None) -> None:
-        """Complete a copy in progress, and copy the last checkpoint. All ranks call it at the end.
+        """Complete a copy in progress, then copy the checkpoint `newest`. All ranks call it at the end.
 
-        It waits as long as a slow link takes, then warns and returns.
+        Waits as long as a slow link takes for the copy. If it is not complete then, logs a warning.
         """
         if not self._has_copies:
             return

@@ -27,7 +27,12 @@ def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECO
     Keys of the returned store have the prefix of this attempt. Raises RuntimeError or ValueError if the store
     does not answer within `seconds`.
     """
-    store = dist.TCPStore(
+    return dist.PrefixStore(prefix_of(env), open_tcp_store(env, is_master, seconds))
+
+
+def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.TCPStore:
+    """The same without the prefix. With port 0 the master lets the kernel pick one, its attribute `port`."""
+    return dist.TCPStore(
         env.master_addr,
         env.master_port,
         world_size=None,
@@ -35,7 +40,6 @@ def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECO
         timeout=timedelta(seconds=seconds),
         wait_for_workers=False,
     )
-    return dist.PrefixStore(prefix_of(env), store)
 
 
 def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:

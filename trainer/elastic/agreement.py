@@ -1,7 +1,8 @@
 """How the ranks of a run agree on its members: the coordinator proposes, the others accept.
 
-Only one rank decides, so that two histories of a run cannot exist. That is the coordinator, the rank 0 of the
-launch. A run without its coordinator does not continue; its units restart it (docs/explanation/elastic.md).
+Only one rank decides, so that two histories of a run cannot exist. That is the coordinator, rank 0. When it
+is lost, the units of the other hosts restart the run, and with coordinator_failover the hosts elect another
+coordinator (election.py). A coordinator that was elected needs a majority of the hosts in each view.
 
 The coordinator proposes a view. Each member accepts it, and the coordinator commits it when all have. A
 member that does not accept in time is left out of the next proposal. Nothing here starts a collective.
@@ -23,6 +24,7 @@ ACCEPT_SECONDS = 3.0  # for a member to accept a proposed view
 READY_SECONDS = 10.0  # after a loss, for a member that answers and still computes; longer if steps are
 FIRST_SECONDS = 45.0  # at the start of a run, for all hosts to arrive
 VIEW_SECONDS = 60.0  # for a member to be in a view after it is ready
+QUORUM_SECONDS = 40.0  # after a loss, for a majority to be there again; members that are left wait as long
 CALM_SECONDS = 60.0  # a member that is lost again sooner waits before it may join again
 SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
 
@@ -38,22 +40,30 @@ class Coordinator:
         min_hosts: int,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
+        is_elected: bool = False,
     ) -> None:
+        """min_hosts: in each view. is_elected: then this is a majority, for which a change waits."""
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._sleep, self._is_elected = clock, sleep, is_elected
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
-    def first_view(self, is_loading: Callable[[int], bool] = lambda number: False) -> View:
+    def first_view(
+        self,
+        is_loading: Callable[[int], bool] = lambda number: False,
+        expected: Iterable[int] | None = None,
+    ) -> View:
         """Wait for all hosts, at most FIRST_SECONDS; longer for those that load. Returns the first view.
 
-        With at least min_hosts members the run starts without those that have not arrived. Raises Final if
-        the records of the members differ; Retryable if too few arrive.
+        expected: the ranks that come, if others are lost; None: all. With at least min_hosts members the run
+        starts without those that have not arrived. Raises Final if the records of the members differ;
+        Retryable if too few arrive.
         """
-        began = self._clock()
+        began, everyone = self._clock(), set(range(self._world_size))
+        awaited = everyone if expected is None else everyone & set(expected)
         while True:
             members = [self.me, *self._applicants(range(1, self._world_size))]
-            missing = set(range(self._world_size)) - {member.number for member in members}
+            missing = awaited - {member.number for member in members}
             late = self._clock() - began > FIRST_SECONDS
             if not missing or (late and not any(map(is_loading, missing))):
                 break
@@ -72,7 +82,8 @@ class Coordinator:
         """Agree on the view that follows `view`: the members that are ready, and applicants.
 
         The other members set their key `ready` when they stop. Waits at most `seconds` for those for which
-        `is_dead` is false. Raises Retryable if fewer than min_hosts are left.
+        `is_dead` is false. Raises Retryable if fewer than min_hosts are left; a coordinator that was elected
+        first waits QUORUM_SECONDS for hosts that come back.
         """
         generation, began = view.generation, self._clock()
         leaving = {member.number for member in view.members if self._leaves(member)}
@@ -87,8 +98,16 @@ class Coordinator:
         for member in view.members:
             if member not in present:
                 self._drop(member, is_lost=member.number not in leaving)
-        joining = self.applicants(present)
+        joining, left = self.applicants(present), self._clock()
+        while self._is_elected and self._too_few([*present, *joining]):
+            if self._clock() - left > QUORUM_SECONDS:
+                break
+            self._sleep(POLL_SECONDS)
+            joining = self.applicants(present)
         return self._agree([*present, *joining], generation, view.kind, is_dead)
+
+    def _too_few(self, members: Iterable[Member]) -> bool:
+        return len({member.record.host for member in members}) < self._min_hosts
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
         """The ranks that ask to join and may. One whose record differs from the coordinator's is refused."""
@@ -126,11 +145,13 @@ class Coordinator:
     ) -> View:
         members = sorted(candidates, key=lambda member: member.number)
         while True:
-            if len({member.record.host for member in members}) < self._min_hosts:
+            if self._too_few(members):
                 hosts = ", ".join(sorted({member.record.host for member in members}))
+                needed = f"min_hosts is {self._min_hosts}"
+                if self._is_elected:
+                    needed = f"{self._min_hosts} of {self._world_size} hosts are needed"
                 raise Retryable(
-                    f"Only {hosts} can train, and min_hosts is {self._min_hosts}. The run continues when "
-                    "more hosts are back."
+                    f"Only {hosts} can train, and {needed}. The run continues when more hosts are back."
                 )
             generation += 1
             view = View(generation, tuple(members), kind)

@@ -15,9 +15,12 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch.distributed as dist
+
 from trainer.distributed.consistency import Record
-from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store
+from trainer.distributed.rendezvous import JOIN_SECONDS, no_store, open_store, prefix_of
 from trainer.elastic.agreement import READY_SECONDS, VIEW_SECONDS, Coordinator, Follower
+from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import Member, StoreKeys, View
 from trainer.elastic.signed import SignedKeys, read_secret
 from trainer.health.diagnosis import EndpointResult
@@ -32,6 +35,11 @@ SILENT_SECONDS = 5.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
 LOST_STORE_SECONDS = 8.0  # without an answer of the store, a member gives up
+LOST_STORE = (
+    f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
+    "Its host is off, asleep or cut off, or its rank is frozen."
+)
+SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
 
 
 class Membership:
@@ -39,11 +47,26 @@ class Membership:
 
     view: View
 
-    def __init__(self, env: RankEnv, run_id: str, log: RunLogger) -> None:
-        self.env, self._log = env, log
+    def __init__(
+        self,
+        env: RankEnv,
+        run_id: str,
+        log: RunLogger,
+        end_process: Callable[[Retryable], None],
+        candidacy: Candidacy | None = None,
+    ) -> None:
+        """Connect to the store, which the coordinator opens.
+
+        end_process: ends this process from another thread. candidacy: of a run with failover, whose
+        coordinator was elected and has opened its store.
+        """
+        self.env, self._log, self._candidacy = env, log, candidacy
         secret = read_secret()
         try:
-            self.store = open_store(env, is_master=env.is_coordinator)
+            if candidacy and candidacy.store:
+                self.store: dist.Store = dist.PrefixStore(prefix_of(env), candidacy.store)
+            else:
+                self.store = open_store(env, is_master=env.is_coordinator)
         except (RuntimeError, ValueError) as error:
             raise no_store(env, JOIN_SECONDS, error) from None
         self._keys = self._open_keys(secret, run_id)
@@ -57,14 +80,18 @@ class Membership:
         self._leaving = threading.Event()
         self.left = threading.Event()  # set when this member may end
         self._stopped = threading.Event()
+        if not env.is_coordinator:
+            threading.Thread(
+                target=self._watch_store, args=(end_process,), name="membership", daemon=True
+            ).start()
 
     def _open_keys(self, secret: bytes, run_id: str) -> SignedKeys:
         """The signed keys of this rank. Raises RunEnd if it may not take part."""
-        keys = StoreKeys(self.store)
+        keys, term = StoreKeys(self.store), str(self._candidacy.election.term) if self._candidacy else ""
         try:
             if self.env.is_coordinator:
-                return SignedKeys.announce(keys, secret, run_id, self._warn)
-            return SignedKeys.meet(keys, secret, run_id, self.env.rank, self._warn)
+                return SignedKeys.announce(keys, secret, run_id, self._warn, term)
+            return SignedKeys.meet(keys, secret, run_id, self.env.rank, self._warn, term=term)
         except RuntimeError as error:
             raise no_store(self.env, JOIN_SECONDS, error) from None
 
@@ -78,8 +105,13 @@ class Membership:
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
         if self.env.is_coordinator:
-            self._coordinator = Coordinator(self._keys, me, self.env.world_size, min_hosts)
-            self.view = self._coordinator.first_view(is_loading)
+            candidacy = self._candidacy
+            needed = candidacy.quorum if candidacy else min_hosts
+            self._coordinator = Coordinator(
+                self._keys, me, self.env.world_size, needed, is_elected=candidacy is not None
+            )
+            expected = candidacy.expected() if candidacy else None
+            self.view = self._coordinator.first_view(is_loading, expected)
         else:
             self._follower = Follower(self._keys, me)
             self._follower.ask()
@@ -95,6 +127,8 @@ class Membership:
         before = self.view
         if self._coordinator:
             view = replace(before, kind=self._kind)
+            if self._is_superseded:
+                raise Retryable(SUPERSEDED)
             self.view = self._coordinator.next_view(view, self._is_dead, seconds)
         else:
             self._guard(lambda follower: follower.ready(before.generation))
@@ -104,6 +138,11 @@ class Membership:
         self._wanted = False
         self._report(before)
         return self.view
+
+    @property
+    def _is_superseded(self) -> bool:
+        """On the coordinator, whether other hosts have elected another one."""
+        return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
 
     def break_off(self, reason: str) -> None:
         """Tell the other members that this one no longer waits for them, and why."""
@@ -166,8 +205,8 @@ class Membership:
 
     @property
     def wants_change(self) -> bool:
-        """Whether members should change after this step: on the coordinator a rank asks to join or leave."""
-        return self._wanted or self._leaving.is_set()
+        """Whether members should change after this step: a rank asks to join or leave, or this one ends."""
+        return self._wanted or self._leaving.is_set() or self._is_superseded
 
     @property
     def is_leaving(self) -> bool:
@@ -196,7 +235,7 @@ class Membership:
         self._stopped.set()
 
     def _watch(self) -> None:
-        answered, keys = time.monotonic(), None
+        keys = None
         while not self._stopped.wait(WATCH_SECONDS):
             view = self.view
             try:
@@ -204,13 +243,36 @@ class Membership:
                     keys = self._keys.over(StoreKeys(open_store(self.env, seconds=LOST_STORE_SECONDS / 2)))
                 if broken := keys.get(f"broken/{view.generation}"):
                     self._break(view, broken)
-                answered = time.monotonic()
                 if self._coordinator:
                     self._look(view, self._coordinator)
+                    if self._is_superseded:
+                        self._break(view, SUPERSEDED)
             except RuntimeError:
                 keys = None
+
+    def _watch_store(self, end_process: Callable[[Retryable], None]) -> None:
+        """End this process when the store does not answer: the other threads may then wait for it for ever.
+
+        A connection to a frozen host stays open, and one to a host without power too.
+        """
+        answered = time.monotonic()
+
+        def ask() -> None:
+            nonlocal answered
+            store = None
+            while not self._stopped.wait(1.0):
+                try:
+                    store = store or open_store(self.env, seconds=LOST_STORE_SECONDS / 2)
+                    store.check(["any"])
+                    answered = time.monotonic()
+                except RuntimeError:
+                    store = None
+
+        threading.Thread(target=ask, name="store", daemon=True).start()
+        while not self._stopped.wait(WATCH_SECONDS):
             if time.monotonic() - answered > LOST_STORE_SECONDS:
-                self._break(view, "The rendezvous store on the coordinator does not answer.")
+                end_process(Retryable(LOST_STORE))
+                return
 
     def _look(self, view: View, coordinator: Coordinator) -> None:
         """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 
-from trainer.checkpoint import compatibility, exchange
-from trainer.checkpoint.storage import State
+from trainer.checkpoint import compatibility, exchange, storage
+from trainer.checkpoint.storage import State, TrainState
+from trainer.config import ConfigError
 from trainer.data.loader import equal_split
 from trainer.distributed.consistency import Record
 from trainer.distributed.process_group import CPU, Collectives, Peer
+from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership
 from trainer.host.numerics import Numerics
+from trainer.outcome import Retryable
 from trainer.placement import decide
 from trainer.placement.batch_split import split_rows
 from trainer.placement.decide import Placement
+from trainer.run_plan import Plan
 from trainer.setup import RunSetup
 
 CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five times that
@@ -27,9 +34,14 @@ class ElasticSetup(RunSetup):
     """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect."""
 
     membership: Membership | None = None
+    end_process: Callable[[Retryable], None]  # from another thread than the training one
+    candidacy: Candidacy | None = None  # with coordinator_failover
+    terms: list[list[int]]  # the terms of the run, each with the step after which it began
 
     def _open_store(self) -> dist.Store:
-        self.membership = Membership(self.env, self.run_file.run_id, self.log)
+        self.membership = Membership(
+            self.env, self.run_file.run_id, self.log, self.end_process, self.candidacy
+        )
         return self.membership.store
 
     def _find_ranks(self, record: Record) -> list[Record]:
@@ -51,6 +63,31 @@ class ElasticSetup(RunSetup):
             super()._begin(records, gpu)
         else:  # this rank joins a run that trains
             self.connect_members(self.joined.view, None)
+
+    def _resume(self, state: State) -> None:
+        super()._resume(state)
+        if self.candidacy:
+            term, terms = self.candidacy.election.term, list(state.meta.get("terms", []))
+            self.terms = terms if terms and terms[-1][0] == term else [*terms, [term, state.step]]
+            self._set_aside_replaced()
+
+    def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
+        meta = super().checkpoint_meta(plan, state)
+        return meta | ({"terms": self.terms} if self.candidacy else {})
+
+    def _set_aside_replaced(self) -> None:
+        """Rename the checkpoints of this host whose steps were trained again after a later election."""
+        for path in storage.checkpoints(self.checkpoints):
+            with contextlib.suppress(ConfigError):
+                terms = storage.read_meta(path, files=()).get("terms") or [[0, 0]]
+                began = [step for term, step in self.terms if term > terms[-1][0]]
+                aside = path.with_name(f"replaced_{path.name}")
+                if began and int(path.name[5:]) > began[0] and not aside.exists():
+                    path.rename(aside)
+                    self.log.warning(
+                        f"{path.name} of this host is not continued: after an election the hosts have "
+                        f"continued from step {began[0]}. It is kept as {aside.name}."
+                    )
 
     def _connect(self, records: list[Record]) -> None:
         self._connect_view(self.joined.view)
@@ -97,4 +134,5 @@ class ElasticSetup(RunSetup):
         fixed, rows = self.run_file.fixed_shares, self.plan.rows_per_step
         if not fixed:
             return equal_split(rows, len(view.members))
-        return split_rows([1 / fixed[number] for number in view.numbers], rows)
+        launched = [(number + self.env.first_host) % len(fixed) for number in view.numbers]
+        return split_rows([1 / fixed[rank] for rank in launched], rows)

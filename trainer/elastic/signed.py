@@ -1,7 +1,7 @@
 """Membership messages with signatures: only hosts with the fleet's secret change the members of a run.
 
     NONCE SIGNATURE VALUE    what SignedKeys writes to a key of the rendezvous store
-    nonce                    the first of them: of the coordinator; its value is the run id
+    nonce                    the first of them: of the coordinator; its value is the run id, and its term
 
 The nonce is random and belongs to one attempt of the coordinator. A signature covers nonce, key and value, so
 a message has no effect in another attempt or under another key. Within an attempt a message names an
@@ -86,11 +86,14 @@ class SignedKeys:
 
     @classmethod
     def announce(
-        cls, keys: Keys, secret: bytes, run_id: str, report: Callable[[str, str], None]
+        cls, keys: Keys, secret: bytes, run_id: str, report: Callable[[str, str], None], term: str = ""
     ) -> SignedKeys:
-        """The keys of the coordinator, which has just opened the store: they have a new nonce."""
+        """The keys of the coordinator, which has just opened the store: they have a new nonce.
+
+        term: the one in which it was elected.
+        """
         signed = cls(keys, secret, secrets.token_hex(16), report)
-        signed.set("nonce", run_id)
+        signed.set("nonce", f"{run_id} {term}".rstrip())
         return signed
 
     @classmethod
@@ -102,10 +105,12 @@ class SignedKeys:
         number: int,
         report: Callable[[str, str], None],
         seconds: float = NONCE_SECONDS,
+        term: str = "",
     ) -> SignedKeys:
         """The keys of another rank, with the nonce of the coordinator.
 
-        Raises Final if the coordinator has another secret or another run; Retryable if it writes no nonce.
+        term: the one in which this host takes part. Raises Final if the coordinator has another secret or
+        another run; Retryable if it writes no nonce, or is in another term.
         """
         began = time.monotonic()
         while not (text := keys.get("nonce")):
@@ -124,10 +129,16 @@ class SignedKeys:
                 "another fleet, or one of the two was set up again. Give all hosts the same secret: "
                 "ansible-playbook setup.yml"
             )
-        if message[2] != run_id:
+        theirs, _, its_term = message[2].partition(" ")
+        if theirs != run_id:
             raise Final(
-                f"The coordinator trains the run {message[2]}, not {run_id}. To train that one instead: "
+                f"The coordinator trains the run {theirs}, not {run_id}. To train that one instead: "
                 f"ansible-playbook train.yml -e run_id={run_id}"
+            )
+        if its_term != term:
+            raise Retryable(
+                f"The coordinator is in term {its_term or '-'} and this host in term {term or '-'}: another "
+                "coordinator was elected meanwhile."
             )
         return signed
 

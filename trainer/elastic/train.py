@@ -10,19 +10,26 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import NoReturn
+from pathlib import Path
+from typing import NoReturn, Self
 
+import torch
+
+from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
+from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.setup import ElasticSetup
 from trainer.elastic.snapshot import Snapshots, state_of
-from trainer.health.attempt import PARENT_SECONDS
-from trainer.host.logger import fields
+from trainer.health.attempt import PARENT_SECONDS, Attempt
+from trainer.host.logger import RunLogger, fields
+from trainer.host.rank_env import RankEnv
 from trainer.outcome import RunEnd, Stopped, conclude
 from trainer.train import Trainer
 
 # After a loss, the others may still compute the step, and notice the loss when they wait for its sums.
 PATIENCE_STEPS = 2
+POLL_SECONDS = 0.05
 
 
 class ElasticTrainer(Trainer):
@@ -31,7 +38,33 @@ class ElasticTrainer(Trainer):
     setup_class = ElasticSetup
     setup: ElasticSetup
     copies: Snapshots
+    candidacy: Candidacy | None = None
+    _asks_to_save = False
     _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
+
+    @classmethod
+    def create(
+        cls,
+        run_file: RunFile,
+        data_dir: Path,
+        run_dir: Path,
+        env: RankEnv,
+        attempt: Attempt,
+        log: RunLogger,
+        from_checkpoint: Path | None = None,
+    ) -> Self:
+        """The trainer of this rank. With coordinator_failover, the hosts elect a coordinator first."""
+        candidacy = None
+        if env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size):
+            candidacy = Candidacy(env, run_file, run_dir, log)
+            env = candidacy.elect()
+            log.begin(env)
+            attempt.begin_as(env)
+        trainer = super().create(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
+        trainer.setup.end_process = lambda end: attempt.end_process(end, log)
+        trainer.candidacy = trainer.setup.candidacy = candidacy
+        trainer.setup.tracks_on_all_hosts = candidacy is not None
+        return trainer
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -69,11 +102,22 @@ class ElasticTrainer(Trainer):
         except PeerLost as error:
             self._recover(str(error))
 
+    def _read_first_batch(self, step: int) -> None:
+        """As in every run; with coordinator_failover the hosts first complete their metrics.jsonl."""
+        tracker = self.reporter.tracker
+        if self.candidacy and tracker:
+            last = self.group.gather_int64(torch.tensor([tracker.last_step])).flatten().tolist()
+            source = last.index(max(last))
+            lines = tracker.lines_after(min(last)) if source == self.group.rank else b""
+            tracker.add_lines(self.group.gather_bytes(lines)[source], step)
+        super()._read_first_batch(step)
+
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
         due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
-        return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
+        save, self._asks_to_save = report.save or self._asks_to_save, False
+        return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due, save=save)
 
     def _start_copy(self) -> None:
         """Start to copy the state after this step to the coordinator."""
@@ -144,9 +188,25 @@ class ElasticTrainer(Trainer):
         end = super()._complete(end, seconds)
         membership = self.setup.membership
         is_asked = isinstance(end, Stopped) and not self.stopping and math.isfinite(seconds)
-        if membership and is_asked and membership.leave(seconds):
+        if membership and is_asked and (membership.leave(seconds) or self._hand_over(seconds)):
             self.attempt.left = "The other hosts continue the run without this one."
         return end
+
+    def _hand_over(self, seconds: float) -> bool:
+        """On the coordinator of a run with failover: save and copy a checkpoint, from which others continue.
+
+        Called on the thread that received SIGTERM. Returns whether that was done within `seconds`.
+        """
+        if self.candidacy is None or not self.env.is_coordinator or self.group.world_size == 1:
+            return False
+        began, step = time.monotonic(), self.reporter.train_state.step
+        self._asks_to_save = True
+        while time.monotonic() - began < seconds:
+            newest = self.reporter.train_state.checkpoint
+            if newest and int(newest.rpartition("_")[2]) > step and self.checkpoint_copies.has_copy(newest):
+                return True
+            time.sleep(POLL_SECONDS)
+        return False
 
     def run(self, tracker_uri: str = "") -> str:
         outcome = "finished"

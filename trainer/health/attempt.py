@@ -88,6 +88,10 @@ class Attempt:
                 "permissions and disk, or give another --run-dir."
             ) from None
 
+    def begin_as(self, env: RankEnv) -> None:
+        """Record the rank that this process has since the hosts elected a coordinator."""
+        self._env = env
+
     def update(self, **figures: Any) -> None:
         """Set fields of the outcome, such as step, loss and checkpoint, for the file that `end` writes."""
         self._figures = dataclasses.replace(self._figures, **figures)
@@ -111,7 +115,8 @@ class Attempt:
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
         """Write the outcome file and call the functions of `at_end`. False if the attempt has ended already.
 
-        `settled` is whether no attempt follows (None: it depends on `outcome`).
+        outcome: finished, stopped, retryable or final. reason: a sentence. hurry: for the functions of
+        `at_end`. settled: whether no attempt follows; None: it depends on `outcome`.
         """
         with self._lock:
             if self._ended:

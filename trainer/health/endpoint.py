@@ -123,7 +123,7 @@ class _Query(socketserver.BaseRequestHandler):
         server, connection = cast(HealthEndpoint, self.server), self.request
         secret = server.address.secret
         deadline = time.monotonic() + QUERY_SECONDS
-        request = json.loads(_read_line(connection, LONGEST_LINE, deadline))
+        request = json.loads(read_line(connection, LONGEST_LINE, deadline))
         if not secrets.compare_digest(str(request["secret"]).encode(), secret.encode()):
             return
         server.proven(connection)
@@ -131,9 +131,9 @@ class _Query(socketserver.BaseRequestHandler):
             answer = server.answer(bool(request["stacks"])).message()
         except Exception as error:  # this is an answer too: the process runs
             answer = {"error": f"{type(error).__name__}: {error}"}
-        _send(connection, {"secret": secret[::-1]}, deadline)
-        _read_line(connection, LONGEST_LINE, deadline)
-        _send(connection, answer | {"padding": PADDING}, deadline)
+        send_line(connection, {"secret": secret[::-1]}, deadline)
+        read_line(connection, LONGEST_LINE, deadline)
+        send_line(connection, answer | {"padding": PADDING}, deadline)
 
 
 def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
@@ -156,13 +156,13 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
         with socket.create_connection((address.address, address.port), timeout=seconds) as connection:
             result = EndpointResult.SILENT
             deadline = time.monotonic() + seconds
-            _send(connection, {"secret": address.secret, "stacks": stacks}, deadline)
-            proof = json.loads(_read_line(connection, LONGEST_LINE, deadline))
+            send_line(connection, {"secret": address.secret, "stacks": stacks}, deadline)
+            proof = json.loads(read_line(connection, LONGEST_LINE, deadline))
             if proof["secret"] != address.secret[::-1]:
                 return None
             result = EndpointResult.CUT_SHORT
-            _send(connection, {"padding": PADDING}, deadline)
-            values = json.loads(_read_line(connection, LONGEST_ANSWER, deadline))
+            send_line(connection, {"padding": PADDING}, deadline)
+            values = json.loads(read_line(connection, LONGEST_ANSWER, deadline))
             return Answer(EndpointResult.ANSWERS, RunStatusRecord.load(values))
     except ConnectionRefusedError:
         return Answer(EndpointResult.REFUSES)
@@ -172,13 +172,13 @@ def _query_once(address: EndpointAddress, stacks: bool, seconds: float) -> Answe
         return Answer(result) if result == EndpointResult.UNREACHABLE else None
 
 
-def _send(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
+def send_line(connection: socket.socket, message: dict[str, Any], deadline: float) -> None:
     """Send `message` as a line of JSON. Raises TimeoutError at `deadline`, a time of time.monotonic()."""
     connection.settimeout(_seconds_left(deadline))
     connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
+def read_line(connection: socket.socket, limit: int, deadline: float) -> bytes:
     """Read a line of about `limit` bytes at most. Raises TimeoutError, or ValueError without a line end."""
     line = bytearray()
     while len(line) <= limit and not line.endswith(b"\n"):

@@ -31,7 +31,11 @@ class RunLogger(logging.Logger):
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
         super().__init__("trainer", logging.INFO)
         self._as_json = as_json
-        self.addHandler(StdoutHandler(env, as_json))
+        self.begin(env)
+
+    def begin(self, env: RankEnv) -> None:
+        """Name the rank of `env` in the lines that follow."""
+        self.handlers = [StdoutHandler(env, self._as_json)]
 
     def failure(self, error: BaseException) -> None:
         """Log the traceback of an unexpected error: to standard error, or as one line of JSON."""

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from trainer.config import ConfigError
 
-FLEET = "NANOFLEET_RANKS"  # of an elastic run: "FIRST_RANK WORLD_SIZE ADDRESS:PORT"
+# Of an elastic run: "FIRST_RANK WORLD_SIZE ADDRESS:PORT", then the addresses of all hosts in rank order.
+FLEET = "NANOFLEET_RANKS"
 MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than the others, or more
 
 
@@ -20,7 +21,8 @@ class RankEnv:
     """Rank, world size, host name and rendezvous address of this process.
 
     `attempt` is torchrun's restart count. `agent_store`: the agent of torchrun, not rank 0, owns the
-    rendezvous store.
+    rendezvous store. `addresses`: of all hosts of an elastic run, in rank order of the launch. `first_host`:
+    the index in it of the host of rank 0, which another host becomes when the coordinator is lost.
     """
 
     rank: int = 0
@@ -32,6 +34,8 @@ class RankEnv:
     master_port: int = 0
     attempt: int = 0
     agent_store: bool = False
+    addresses: tuple[str, ...] = ()
+    first_host: int = 0
 
     @classmethod
     def from_environment(cls) -> RankEnv:
@@ -64,12 +68,12 @@ class RankEnv:
     @classmethod
     def _of_fleet(cls, host: str) -> RankEnv:
         """Read FLEET, where torchrun starts the ranks of one host only and does not know the others."""
-        first, world_size, address = [*os.environ[FLEET].split(), "", "", ""][:3]
+        first, world_size, address, *addresses = [*os.environ[FLEET].split(), *3 * [""]]
         name, _, port = address.rpartition(":")
         if not (first.isdecimal() and world_size.isdecimal() and name and port.isdecimal()):
             raise ConfigError(
                 f"{FLEET} is {os.environ[FLEET]!r} in the environment: it takes the first rank of this host, "
-                "the number of ranks, and ADDRESS:PORT of the coordinator."
+                "the number of ranks, ADDRESS:PORT of the coordinator, and the addresses of all hosts."
             )
         local_rank = _number("LOCAL_RANK", 0)
         return cls(
@@ -80,6 +84,25 @@ class RankEnv:
             host=host,
             master_addr=name.strip("[]"),
             master_port=int(port),
+            addresses=tuple(filter(None, addresses)),
+        )
+
+    @property
+    def launch_rank(self) -> int:
+        """The rank at launch, whichever host is the coordinator now."""
+        return (self.rank + self.first_host) % self.world_size
+
+    def coordinated_by(self, host: int, port: int) -> RankEnv:
+        """The same process with rank 0 on the host with this index, whose store is at `port`; 0: it opens it.
+
+        Ranks are counted on from that host. Each host has one rank.
+        """
+        return replace(
+            self,
+            rank=(self.launch_rank - host) % self.world_size,
+            master_addr=self.addresses[host],
+            master_port=port,
+            first_host=host,
         )
 
     @staticmethod

@@ -122,7 +122,12 @@ class JsonLines:
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Append a line with step, `values` and time. A value that is not finite becomes null."""
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        self._unwritten += json.dumps({"step": step, **figures, "time": time}).encode() + b"\n"
+        self.append(json.dumps({"step": step, **figures, "time": time}).encode() + b"\n", step)
+
+    def append(self, raw: bytes, step: int) -> None:
+        """Append a line that ends in a newline, of `step`."""
+        self._unwritten += raw
+        self.last_step = step
         try:
             while self._unwritten:
                 del self._unwritten[: self._file.write(self._unwritten)]

@@ -25,7 +25,10 @@ SMOOTHING = 0.1  # weight of the newest step in the average share of sync, and i
 
 
 class StepCost(NamedTuple):
-    """Figures of the run from which its speed is computed. gemm_rate: of all ranks in FLOP/s, or None."""
+    """Constants of a run from which its FLOPs, their rate and passes over the dataset are computed.
+
+    gemm_rate: the sum of the GEMM rates of all ranks in FLOP/s; None if one was not measured.
+    """
 
     flops_per_token: int
     gemm_rate: float | None
@@ -33,7 +36,10 @@ class StepCost(NamedTuple):
 
 
 class Reporter:
-    """Reports the figures of an attempt on this rank. `begin` sets plan and cost; rank 0 has a tracker."""
+    """Reports the figures of an attempt on this rank. `begin` sets plan and cost.
+
+    Rank 0 has a tracker and logs evaluations (`is_main`). With coordinator_failover all ranks have a tracker.
+    """
 
     plan: Plan
     cost: StepCost
@@ -42,6 +48,7 @@ class Reporter:
         """routine: whether this rank logs steps; one rank per host does so."""
         self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
         self.tracker: Tracker | None = None
+        self.is_main = False
         self.train_state = TrainState()
         self.durations: list[float] = []  # seconds of this attempt's steps
         self.sync_share: float | None = None  # of a step's seconds, smoothed
@@ -56,7 +63,7 @@ class Reporter:
 
     @property
     def typical(self) -> float:
-        """Mean seconds of the last RECENT_STEPS steps, without the attempt's first unless it is alone."""
+        """Mean seconds of the last RECENT_STEPS steps; without the attempt's first, if there are others."""
         return sum(self._recent) / len(self._recent)
 
     @property
@@ -204,9 +211,10 @@ class Reporter:
         if is_best:
             train_state.best_val_bpb = bpb
         self.update(val_bpb=bpb)
+        figures = {"val_bpb": bpb, "val_loss": loss}
         if self.tracker is not None:
-            figures = {"val_bpb": bpb, "val_loss": loss}
             self.tracker.step(train_state.step, figures)
+        if self.is_main:
             self.log.info(
                 f"step {train_state.step}: {bpb:.4f} bits per byte, validation loss {loss:.4f}",
                 extra=fields("evaluation", step=train_state.step, **figures),
@@ -215,10 +223,11 @@ class Reporter:
 
     def core(self, metric: float, table: str, text: str) -> None:
         """Report an evaluation of CORE to tracker and log: the metric, a table for a file, and a text."""
+        step = self.train_state.step
         if self.tracker is not None:
-            step = self.train_state.step
             self.tracker.step(step, {"core_metric": metric})
             self.tracker.core(step, table)
+        if self.is_main:
             self.log.info(f"step {step}: {text}", extra=fields("core", step=step, core_metric=metric))
 
     def sample(self, text: str) -> None:
@@ -236,7 +245,7 @@ class Reporter:
             return
         rows = {f"rows.{rank}": float(share) for rank, share in enumerate(shares)}
         self.tracker.step(self.train_state.step, rows)
-        if reason:
+        if reason and self.is_main:
             step = self.train_state.step
             self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 

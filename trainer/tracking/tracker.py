@@ -42,12 +42,18 @@ Log = Callable[[str], None]
 class Tracker:
     """Writes figures, samples and system metrics to the run directory; with a `uri`, runs the sender."""
 
-    def __init__(self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log) -> None:
-        """Write facts.json; drop the lines of metrics.jsonl after `resume_step`: their steps are repeated."""
+    def __init__(
+        self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log, is_main: bool = True
+    ) -> None:
+        """Write facts.json; drop the lines of metrics.jsonl after `resume_step`: their steps are repeated.
+
+        is_main: whether this rank is rank 0, which also measures the system.
+        """
         self._run_dir = run_dir
         facts.save(run_dir)
-        self._metrics = JsonLines(run_dir / files.METRICS, resume_step or -1)
-        self._system = SystemSampler(run_dir)
+        self._path = run_dir / files.METRICS
+        self._metrics = JsonLines(self._path, resume_step or -1)
+        self._system = SystemSampler(run_dir) if is_main else None
         self._sender: SenderProcess | None = None
         if uri and not is_server(uri):
             log(
@@ -61,6 +67,23 @@ class Tracker:
     def step(self, step: int, values: Mapping[str, float]) -> None:
         """Append the figures of a step or of an evaluation to metrics.jsonl."""
         self._metrics.write(step, values, time.time())
+
+    @property
+    def last_step(self) -> int:
+        """The step of the last line in metrics.jsonl; -1 without one."""
+        return self._metrics.last_step
+
+    def lines_after(self, step: int) -> bytes:
+        """The lines of metrics.jsonl after `step`."""
+        return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] > step)
+
+    def add_lines(self, lines: bytes, until: int) -> None:
+        """Append lines of the metrics.jsonl of another host that follow the own ones, up to step `until`."""
+        last = self.last_step
+        for raw in lines.splitlines(keepends=True):
+            line = files.parse(raw)
+            if line is not None and last < line["step"] <= until:
+                self._metrics.append(raw, int(line["step"]))
 
     def sample(self, step: int, text: str) -> None:
         """Write a text that was generated after `step` to samples/step_NNNNNN.txt."""
@@ -76,7 +99,8 @@ class Tracker:
 
     def close(self, outcome: str, hurry: bool = False) -> None:
         """End the tracking. Waits while the sender makes progress, at most 30 s, with `hurry` at most 1 s."""
-        self._system.close()
+        if self._system is not None:
+            self._system.close()
         if self._sender is not None:
             self._sender.close(outcome, hurry or outcome == "retryable")
 

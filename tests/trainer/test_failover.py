@@ -1,0 +1,162 @@
+"""The coordinator of an elastic run is lost: the other hosts elect another one, and it joins that one later.
+
+Each host has an address of its own on the loopback interface, and a run directory of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import losses
+from elastic_run import CALM, STEPS, ElasticRun, check_losses
+
+pytestmark = pytest.mark.processes
+SLOWER = "slow 1 0.15"  # so that a rank that returns finds the run active
+
+
+class FailoverRun(ElasticRun):
+    """A run whose hosts elect their coordinator."""
+
+    def launch(self, rank: int) -> dict[str, str]:
+        addresses = [f"127.0.0.{host + 1}" for host in range(self.world_size)]
+        return {"NANOFLEET_RANKS": " ".join([f"{rank} {self.world_size} 127.0.0.1:{self.port}", *addresses])}
+
+    def term(self, rank: int) -> int:
+        return int(json.loads((self.run_dir(rank) / "term.json").read_text())["term"])
+
+    def restart(self, *ranks: int) -> None:
+        """Start ranks again when they have ended, as their units do."""
+        for rank in ranks:
+            assert self.finish(rank)["outcome"] == "retryable", self.log(rank)
+            self.start(rank, SLOWER)
+
+
+Begin = Callable[..., FailoverRun]
+
+
+@pytest.fixture
+def failover(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
+    runs: list[FailoverRun] = []
+
+    def begin(world_size: int, **knobs: Any) -> FailoverRun:
+        runs.append(FailoverRun(data_dir, tmp_path, world_size, **knobs))
+        for rank in range(world_size):
+            runs[-1].start(rank)
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for process in run.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+@pytest.fixture(scope="module")
+def undisturbed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of one rank that nobody disturbs."""
+    from conftest import train_here
+
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    train_here(data_dir, run_dir, **CALM, num_iterations=STEPS)
+    return losses(run_dir)
+
+
+def test_the_others_elect_a_coordinator_and_the_former_one_joins_it(
+    failover: Begin, undisturbed: list[float]
+) -> None:
+    run = failover(3, snapshot_seconds=1, save_every=10)
+    run.reach(25)
+    assert [run.term(rank) for rank in range(3)] == [0, 0, 0]
+    run.processes[0].kill()
+    run.processes[0].wait()
+    run.leader = 1
+    run.restart(1, 2)
+    run.reach(30)
+    assert run.term(1) == run.term(2) == 1
+    assert run.term(0) == 0
+    run.has_ranks(2)
+    run.start(0)
+    run.has_ranks(3)
+    assert run.term(0) == 1
+    for rank in (1, 0, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+    for rank in (0, 1, 2):  # each host has the figures of all steps
+        run.leader = rank
+        check_losses(run, undisturbed)
+
+
+def test_a_minority_does_not_train(failover: Begin, undisturbed: list[float]) -> None:
+    """Both others are lost: the coordinator waits, and continues when one of them is back."""
+    run = failover(3, snapshot_seconds=1)
+    run.reach(15)
+    run.processes[1].kill()
+    run.processes[2].kill()
+    time.sleep(3)
+    step = int(run.status()["step"])
+    time.sleep(4)
+    assert int(run.status()["step"]) == step
+    run.start(2)
+    run.reach(step + 5)
+    assert "step(s) are trained again" in run.log(0)
+    assert run.term(2) == 0
+    run.start(1)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_all_hosts_lose_power_and_the_disk_of_the_coordinator(
+    failover: Begin, undisturbed: list[float]
+) -> None:
+    """The two that return elect one of them, which has a copy of the newest checkpoint."""
+    run = failover(3, snapshot_seconds=1, save_every=10)
+    run.reach(35)
+    for process in run.processes.values():
+        process.kill()
+        process.wait()
+    shutil.rmtree(run.run_dir(0))
+    for rank in (1, 2):
+        run.start(rank)
+    run.leader = 1
+    run.reach(40)
+    assert "Resuming from the checkpoint of step" in run.log(1)
+    for rank in (1, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+    check_losses(run, undisturbed)
+
+
+def test_of_two_hosts_the_one_that_is_left_continues_if_it_may(
+    failover: Begin, undisturbed: list[float]
+) -> None:
+    run = failover(2, snapshot_seconds=1, save_every=10, coordinator_failover="true")
+    run.reach(25)
+    run.processes[0].send_signal(signal.SIGSTOP)
+    run.leader = 1
+    run.restart(1)
+    run.reach(30)
+    run.processes[0].send_signal(signal.SIGCONT)  # it finds that it was replaced
+    run.restart(0)
+    run.has_ranks(2)
+    assert run.finish()["outcome"] == "finished", run.log(1)
+    assert run.finish(0)["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
+def test_a_host_with_another_secret_takes_no_part(failover: Begin) -> None:
+    run = failover(3)
+    run.reach(10)
+    run.processes[2].send_signal(signal.SIGTERM)
+    run.finish(2)
+    run.start(2, secret=b"\x02" * 32)
+    time.sleep(8)
+    assert run.processes[2].poll() is None
+    assert "No coordinator is elected" in run.log(2) or "host-1 does not answer" in run.log(2)
+    assert run.status()["world_size"] == 2

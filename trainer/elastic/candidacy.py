@@ -1,0 +1,281 @@
+"""The part of this host in elections of a coordinator: its messages, and the file with its term.
+
+    candidacy = Candidacy(env, run_file, run_dir, log)     # a port, and a thread for each other host
+    env = candidacy.elect()                                # waits until a coordinator is elected
+    candidacy.newer_term                                   # later: whether others have elected another one
+
+Each host answers at the same port. The coordinator opens its rendezvous store at another port, which the
+kernel picks, and names it in its answers. A connection carries three lines of JSON:
+
+    {"nonce"}                          from the host that answers
+    {"nonce", "notice", "signature"}   from the host that asks
+    {"notice", "signature"}            the answer
+
+A signature (HMAC-SHA256, with the secret of the fleet) covers both nonces, which are random, so a message
+that is repeated later has no effect. It also covers the run and its hosts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import hmac
+import json
+import secrets
+import socket
+import socketserver
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import torch.distributed as dist
+
+from trainer.config import ConfigError, RunFile
+from trainer.data.files import write_json
+from trainer.distributed.rendezvous import open_tcp_store
+from trainer.elastic.election import NONE, Elected, Election, Notice
+from trainer.elastic.signed import read_secret
+from trainer.formatting import duration
+from trainer.health.endpoint import BACKLOG, read_line, send_line
+from trainer.health.run_status import RunStatus
+from trainer.host.logger import RunLogger, fields
+from trainer.host.rank_env import RankEnv
+from trainer.outcome import Retryable
+
+TERM = "term.json"
+ASK_SECONDS = 0.25  # between two questions to a host during an election
+WATCH_SECONDS = 2.0  # and afterwards, by the coordinator
+ANSWER_SECONDS = 2.0
+FIRST_SECONDS = 45.0  # for the first election of a run, which a person waits for
+LATER_SECONDS = 600.0  # for a later one; then the unit counts an attempt without progress, and starts another
+REPORT_SECONDS = 5.0  # of an election, until the log names what is missing
+REMIND_SECONDS = 60.0
+LONGEST_LINE = 16384
+PORT_SECONDS = 10.0  # for the process of the last attempt to close its port
+
+
+class Candidacy:
+    """Asks the other hosts and answers them, in threads, until the process ends."""
+
+    def __init__(self, env: RankEnv, run_file: RunFile, run_dir: Path, log: RunLogger) -> None:
+        """Start to answer at the port that `env` has for the rendezvous store.
+
+        Raises Retryable if the port is in use, ConfigError if the secret of the fleet or term.json cannot be
+        read.
+        """
+        self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
+        hosts = len(env.addresses)
+        self.is_first = True  # whether the run had no coordinator before
+        self.quorum = run_file.config.quorum(hosts)
+        self._signer = Signer(read_secret(), run_file)
+        self.election = Election(env.rank, hosts, self.quorum, read_term(self._path, run_file.hosts))
+        self.store: dist.TCPStore | None = None  # of this host, if it is the coordinator
+        self.electors: tuple[int, ...] = ()  # the hosts that had a connection to this one when it was elected
+        self._server = self._open()
+        for host in range(hosts):
+            if host != env.rank:
+                threading.Thread(target=self._ask, args=(host,), name="election", daemon=True).start()
+
+    def _open(self) -> _Server:
+        address, port = self._env.addresses[self._env.rank], self._env.master_port
+        deadline = time.monotonic() + PORT_SECONDS
+        while True:
+            try:
+                return _Server(address, port, self)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise Retryable(
+                        f"{self._env.host} cannot listen at {address}:{port}: {error.strerror}. To see which "
+                        f"program has the port, on {self._env.host}: sudo ss -tlnp 'sport = :{port}'"
+                    ) from None
+                time.sleep(0.2)
+
+    @property
+    def newer_term(self) -> bool:
+        """Whether hosts have elected another coordinator since."""
+        return self.election.known > self.election.term
+
+    def expected(self) -> list[int] | None:
+        """On the coordinator, the ranks that will join; None if all are expected, as in a first term."""
+        hosts = len(self._env.addresses)
+        return None if self.is_first else [(host - self._env.rank) % hosts for host in self.electors]
+
+    def elect(self) -> RankEnv:
+        """Wait until a coordinator is elected; returns the environment with the ranks counted from its host.
+
+        On the coordinator, `store` is open then. Raises Retryable if none is elected within FIRST_SECONDS, or
+        within LATER_SECONDS if the run had one before.
+        """
+        began = reported = time.monotonic()
+        wait, status = REPORT_SECONDS, None
+        self.is_first = self.election.known == NONE
+        while not (elected := self.election.decide()):
+            time.sleep(ASK_SECONDS / 2)
+            now = time.monotonic()
+            if now - began > (FIRST_SECONDS if self.election.known == NONE else LATER_SECONDS):
+                raise Retryable(self._missing())
+            if now - reported > wait:
+                reported, wait = now, REMIND_SECONDS
+                text = f"{self._missing()} Waiting for {duration(now - began)}."
+                self._log.warning(text, extra=fields("election", reached=self.election.reached()))
+                status = status or self._publish()
+                status.update(warning=self._missing())
+        self._keep(elected)
+        if status:
+            status.stop()
+        env = self._env.coordinated_by(elected.host, elected.port)
+        if elected.host == self._env.rank:
+            self.electors = tuple(self.election.seen())
+            self.store = open_tcp_store(env, is_master=True)
+            env = dataclasses.replace(env, master_port=self.store.port)
+            self.election.port = env.master_port
+        for path in self._path.parent.glob("heartbeat-*.json"):
+            if path.name != f"heartbeat-{env.rank}.json":  # of the rank that this host had before
+                path.unlink(missing_ok=True)
+        name = self._name(elected.host)
+        text = f"{name} coordinates the run in term {elected.term}."
+        self._log.info(text, extra=fields("elected", term=elected.term, coordinator=name))
+        return env
+
+    def _publish(self) -> RunStatus:
+        """A run status of this host for the time of a long election."""
+        status = RunStatus(self._path.parent, self._env, self._run_file.run_id)
+        status.start()
+        return status
+
+    def _keep(self, elected: Elected) -> None:
+        """Write the term to the disk. Raises Retryable if that fails: this host then takes no part in it."""
+        try:
+            content = {"term": elected.term, "coordinator": self._name(elected.host)}
+            write_json(self._path, {**content, "hosts": self._run_file.hosts})
+        except OSError as error:
+            raise Retryable(
+                f"{self._path} cannot be written: {error.strerror}. Without it {self._env.host} cannot take "
+                "part in the run: free space on its disk, or check its permissions."
+            ) from None
+
+    def _missing(self) -> str:
+        """A sentence about the hosts that answer and those that are needed."""
+        reached = [self._name(host) for host in self.election.reached()]
+        absent = [name for name in self._run_file.hosts if name not in reached]
+        if self.election.known == NONE and self._name(0) in absent:
+            return (
+                f"{self._name(0)} does not answer at port {self._env.master_port}, and the run begins on it. "
+                "Is its unit active, and its port open to the other hosts? ansible-playbook doctor.yml"
+            )
+        return (
+            f"No coordinator is elected: {self.quorum} of {len(self._env.addresses)} hosts are needed; "
+            f"{', '.join(absent) or 'none'} of them do not answer {self._env.host} at port "
+            f"{self._env.master_port}. The run continues by itself when enough hosts are back."
+        )
+
+    def _name(self, host: int) -> str:
+        return self._run_file.hosts[host] if self._run_file.hosts else self._env.addresses[host]
+
+    # -- the threads -----------------------------------------------------------------------------------
+
+    def _ask(self, host: int) -> None:
+        """Ask a host again and again: during an election, and afterwards on the coordinator."""
+        election = self.election
+        while True:
+            if not election.is_over or election.port:
+                with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+                    election.answered(self._ask_once(host))
+            time.sleep(WATCH_SECONDS if election.is_over else ASK_SECONDS)
+
+    def _ask_once(self, host: int) -> Notice:
+        """Ask a host. Raises OSError or ValueError without an answer that is signed by the fleet."""
+        address = self._env.addresses[host], self._env.master_port
+        deadline = time.monotonic() + ANSWER_SECONDS
+        with socket.create_connection(address, timeout=ANSWER_SECONDS) as connection:
+            theirs, mine = str(_read(connection, deadline)["nonce"]), secrets.token_hex(16)
+            notice = dataclasses.asdict(self.election.notice())
+            signature = self._signer.sign("ask", theirs, mine, notice)
+            send_line(connection, {"nonce": mine, "notice": notice, "signature": signature}, deadline)
+            found = Notice.load(self._signer.verified("answer", mine, theirs, _read(connection, deadline)))
+        if found.host != host:
+            raise ValueError("another host has answered")
+        return found
+
+    def answer(self, connection: socket.socket) -> None:
+        """Answer a host that asks. Raises OSError, or ValueError for a message without a valid signature."""
+        deadline, mine = time.monotonic() + ANSWER_SECONDS, secrets.token_hex(16)
+        send_line(connection, {"nonce": mine}, deadline)
+        message = _read(connection, deadline)
+        theirs = str(message["nonce"])
+        notice = Notice.load(self._signer.verified("ask", mine, theirs, message))
+        if notice.host in range(len(self._env.addresses)) and notice.host != self._env.rank:
+            self.election.asked(notice)
+        own = dataclasses.asdict(self.election.notice())
+        signature = self._signer.sign("answer", theirs, mine, own)
+        send_line(connection, {"notice": own, "signature": signature}, deadline)
+
+
+class Signer:
+    """Signs and verifies the messages between the hosts of a run."""
+
+    def __init__(self, secret: bytes, run_file: RunFile) -> None:
+        self._secret, self._context = secret, [run_file.run_id, *run_file.hosts]
+
+    def sign(self, kind: str, first: str, second: str, notice: dict[str, Any]) -> str:
+        """The signature of a message. first, second: the nonces of the receiver and of the sender."""
+        text = json.dumps([self._context, kind, first, second, notice], sort_keys=True).encode()
+        return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
+
+    def verified(self, kind: str, first: str, second: str, message: dict[str, Any]) -> dict[str, Any]:
+        """The notice in a message. Raises ValueError if it is not signed."""
+        notice = dict(message["notice"])
+        expected = self.sign(kind, first, second, notice)
+        if not hmac.compare_digest(str(message["signature"]).encode(), expected.encode()):
+            raise ValueError("a message is not signed with the secret of this fleet")
+        return notice
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    """Answers the other hosts at an IP address and port of this host. OSError if the port is in use."""
+
+    allow_reuse_address = True
+    daemon_threads = True
+    block_on_close = False
+    request_queue_size = BACKLOG
+
+    def __init__(self, address: str, port: int, candidacy: Candidacy) -> None:
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self.candidacy = candidacy
+        super().__init__((address, port), _Question)
+        threading.Thread(target=self.serve_forever, name="election", daemon=True).start()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore the exception: it has ended its own connection only."""
+
+
+class _Question(socketserver.BaseRequestHandler):
+    """Handles the question of one host. An exception closes the connection."""
+
+    def handle(self) -> None:
+        cast(_Server, self.server).candidacy.answer(self.request)
+
+
+def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
+    return dict(json.loads(read_line(connection, LONGEST_LINE, deadline)))
+
+
+def read_term(path: Path, hosts: Sequence[str]) -> int:
+    """The term in term.json; NONE without the file. Raises ConfigError if it is damaged.
+
+    If the run had other hosts then, it is the next term of the first of `hosts`.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        term = int(content["term"])
+        return term if content["hosts"] == list(hosts) else term + -term % len(hosts)
+    except FileNotFoundError:
+        return NONE
+    except (OSError, ValueError, TypeError, LookupError):
+        raise ConfigError(
+            f"{path} is damaged. It keeps this host from taking part in two elections at once. Stop the run "
+            "(ansible-playbook stop.yml), remove the file, and start the run again."
+        ) from None

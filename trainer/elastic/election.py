@@ -1,0 +1,174 @@
+"""Which host coordinates an elastic run: the rule of its elections, without sockets and files.
+
+    election = Election(me=1, hosts=3, quorum=2, term=0)
+    election.asked(notice)            # another host has asked this one
+    election.answered(notice)         # another host has answered this one
+    election.decide()                 # None until there is a coordinator
+
+Time is divided into terms, which are numbers that only grow. The coordinator of the term T is the host with
+the index T mod N, as in Viewstamped Replication (Liskov and Cowling, MIT-CSAIL-TR-2012-021). A host writes a
+term to its disk before it takes part in it, and never takes part in a lower one.
+
+Two histories of a run cannot exist, because a view needs a majority of the hosts in the same term
+(agreement.py): two majorities have a host in common, and once that host is in the higher term, no view of the
+lower one can be committed, nor can a step be trained in it. What follows here only decides who tries; if it
+decides wrongly, time is lost.
+
+Hosts without a coordinator ask each other a few times a second. Each supports the first host after the last
+coordinator that answers and to which a majority has a connection. A host that a majority supports takes the
+next term that is its own. Nobody supports another host than the last coordinator in the first GRACE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+FRESH_SECONDS = 3.0  # how long a notice counts
+GRACE_SECONDS = 2.0  # for the last coordinator to return: the ranks that lost it start again as it does
+NONE = -1  # the term before the first one
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What a host sends to another one.
+
+    host: its index. term: the highest term in which it takes or took part. known: the highest term of which
+    it has learned. seen: the hosts that asked it lately. supports: the host that it wants as the coordinator;
+    None while it trains. port: of its rendezvous store, if it coordinates `term`; else 0.
+    """
+
+    host: int
+    term: int
+    known: int
+    seen: tuple[int, ...] = ()
+    supports: int | None = None
+    port: int = 0
+
+    @classmethod
+    def load(cls, values: dict[str, Any]) -> Notice:
+        """The notice in a message. Raises LookupError, TypeError or ValueError if it is none."""
+        supports = values["supports"]
+        return cls(
+            int(values["host"]),
+            int(values["term"]),
+            int(values["known"]),
+            tuple(int(each) for each in values["seen"]),
+            None if supports is None else int(supports),
+            int(values["port"]),
+        )
+
+
+class Elected(NamedTuple):
+    """The coordinator of a term: its index, and the port of its store; 0 if this host is it and opens one."""
+
+    term: int
+    host: int
+    port: int
+
+
+class Election:
+    """The part of one host in an election. The caller stores the term of `decide` before it acts on it.
+
+    me: index of this host. hosts: their number. quorum: the hosts that a coordinator needs, with itself.
+    term: the one on the disk of this host, or NONE.
+    """
+
+    def __init__(
+        self,
+        me: int,
+        hosts: int,
+        quorum: int,
+        term: int = NONE,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.me, self._hosts, self._quorum = me, hosts, quorum
+        self.term = self.known = term
+        self.port = 0  # of the store of this host, once it coordinates the term
+        self.is_over = False
+        self._clock, self._began = clock, clock()
+        self._asked: dict[int, tuple[float, Notice]] = {}
+        self._answered: dict[int, tuple[float, Notice]] = {}
+
+    # -- what this host learns -------------------------------------------------------------------------
+
+    def asked(self, notice: Notice) -> None:
+        """Another host has asked this one, so it has a connection to it."""
+        self._asked[notice.host] = self._clock(), notice
+        self.known = max(self.known, notice.term, notice.known)
+
+    def answered(self, notice: Notice) -> None:
+        """Another host has answered, so this one has a connection to it."""
+        self._answered[notice.host] = self._clock(), notice
+        self.known = max(self.known, notice.term, notice.known)
+
+    def notice(self) -> Notice:
+        """What this host sends to the others."""
+        supports = None if self.is_over else self._supported()
+        return Notice(self.me, self.term, self.known, tuple(self.seen()), supports, self.port)
+
+    def seen(self) -> list[int]:
+        """The hosts that asked this one lately, and itself."""
+        return sorted({self.me, *self._fresh(self._asked)})
+
+    def reached(self) -> list[int]:
+        """The hosts that answered this one lately, and itself."""
+        return sorted({self.me, *self._fresh(self._answered)})
+
+    def _fresh(self, notices: dict[int, tuple[float, Notice]]) -> dict[int, Notice]:
+        now = self._clock()
+        return {host: each for host, (at, each) in list(notices.items()) if now - at <= FRESH_SECONDS}
+
+    # -- what it decides -------------------------------------------------------------------------------
+
+    def decide(self) -> Elected | None:
+        """The coordinator, once there is one; this host if a quorum supports it. Sets `term` to its term."""
+        leaders = [
+            each
+            for each in self._fresh(self._answered).values()
+            if each.port and each.term >= max(self.term, 0) and each.term % self._hosts == each.host
+        ]
+        if leaders:
+            leader = max(leaders, key=lambda each: each.term)
+            return self._elect(Elected(leader.term, leader.host, leader.port))
+        has_quorum = self._supported() == self.me and len(self._supporters()) >= self._quorum
+        # Of two hosts one is a quorum: it first waits for the answer of the other one, which may coordinate.
+        is_heard = len(self.reached()) > self._hosts // 2 or not self._is_early()
+        if has_quorum and is_heard:
+            return self._elect(Elected(self._next_term(), self.me, 0))
+        return None
+
+    def _elect(self, elected: Elected) -> Elected:
+        self.term, self.is_over = elected.term, True
+        self.known = max(self.known, self.term)
+        return elected
+
+    def _next_term(self) -> int:
+        """The lowest term above all known ones whose coordinator is this host."""
+        return self.known + 1 + (self.me - self.known - 1) % self._hosts
+
+    def _is_early(self) -> bool:
+        return self._clock() - self._began < GRACE_SECONDS
+
+    def _supporters(self) -> list[int]:
+        fresh = self._fresh(self._asked).values()
+        return [self.me, *(each.host for each in fresh if each.supports == self.me)]
+
+    def _supported(self) -> int | None:
+        """The first host, from the coordinator of the highest known term on, that could have a quorum."""
+        last = max(self.known, 0) % self._hosts
+        only_last = self.known == NONE or self._is_early()
+        answers = self._fresh(self._answered)
+        for place in range(1 if only_last else self._hosts):
+            host = (last + place) % self._hosts
+            if host == self.me:
+                seen = set(self.seen())
+            elif host in answers:
+                seen = {host, *answers[host].seen}
+            else:
+                continue
+            if self.me in seen and len(seen) >= self._quorum:
+                return host
+        return None
