@@ -64,6 +64,7 @@ class Lab:
     run_id: str = ""
     steps: dict[tuple[float, int], float] = field(default_factory=dict)  # (time, step) -> seconds of the step
     changes: list[tuple[float, int]] = field(default_factory=list)  # (time, ranks)
+    observer: int = 1  # the host whose metrics.jsonl is read
 
     def host(self, number: int) -> str:
         return f"{self.name}-{number}"
@@ -93,7 +94,7 @@ class Lab:
 
         A run that its units restart removes the lines of the steps that it repeats.
         """
-        text = self.inside(1, f"tail -n {lines} {RUNS}/{self.run_id}/metrics.jsonl")
+        text = self.inside(self.observer, f"tail -n {lines} {RUNS}/{self.run_id}/metrics.jsonl")
         for line in map(json.loads, text.splitlines()):
             if "loss" in line:
                 self.steps[line["time"], line["step"]] = line["step_seconds"]
@@ -130,7 +131,7 @@ class Event:
 
 
 def events(lab: Lab, host: int) -> list[Event]:
-    """All events that can happen to a host other than the first, by its number."""
+    """All events that can happen to a host, by its number."""
     name, unit = lab.host(host), f"nanofleet-{lab.run_id}"
     gateway = lab.inside(host, "ip -4 route show default").split()[2]
     starts = f"systemctl reset-failed {unit}; systemctl start nanofleet@{lab.run_id}"

@@ -33,6 +33,8 @@ ROOT = ranks.ROOT
 RECORD = record.RECORDED / "soak.json"
 EVERY_SECONDS = 45.0
 AWAY_SECONDS = 5.0, 20.0  # the least and the most
+# The first host decides alone, so that it also trains while the others are away.
+SETTINGS = {**elastic.SETTINGS, "elastic": "true", "coordinator_failover": "false"}
 SETTLE_SECONDS = 60.0  # after the last event, for the hosts to return
 
 
@@ -137,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"soak-{int(time.time())}")
-    lab.play("train.yml", run_id=lab.run_id, **elastic.SETTINGS, elastic="true", data_dir=lab.data_dir)
+    lab.play("train.yml", run_id=lab.run_id, **SETTINGS, data_dir=lab.data_dir)
     try:
         lab.wait(lambda: len(lab.steps) > elastic.CALM_STEPS, "the first steps")
         found = result(lab, disturb(lab, args.minutes, args.seed, lambda line: print(line, flush=True)))

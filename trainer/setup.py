@@ -68,6 +68,7 @@ class RunSetup:
     predicts = False
     trains = True
     evaluates_core = True
+    copies_to = ""  # the host that keeps copies of checkpoints before others; "": the next ones in rank order
     tracks_on_all_hosts = False  # each host keeps the figures, because it may become the coordinator
     from_checkpoint: Path | None = None  # what a run of stage sft begins with; rank 0 reads it
 

@@ -138,7 +138,12 @@ class Trainer:
         self.reporter.begin(setup.plan, setup.train_state, setup.step_cost())
         self.reporter.prediction = setup.placement.prediction
         self.checkpoint_copies = CheckpointCopies(
-            self.group, setup.checkpoints, self.config, self.log.info, self.run_status.begin_stage_again
+            self.group,
+            setup.checkpoints,
+            self.config,
+            self.log.info,
+            self.run_status.begin_stage_again,
+            setup.copies_to,
         )
         self._next_batch: Batch
         self.balancer: Balancer | None = None

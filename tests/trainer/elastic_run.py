@@ -15,7 +15,7 @@ import pytest
 from conftest import TINY, flags, free_port
 
 STEPS = 110
-SLOW = "slow 1 0.06"  # seconds longer for each row
+SLOW = "slow 1 0.08"  # seconds longer for each row
 CALM = {"matrix_lr": 0.05, "embedding_lr": 0.5, "unembedding_lr": 0.02, "dtype": "float64"}
 
 

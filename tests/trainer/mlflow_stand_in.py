@@ -119,6 +119,7 @@ class StandIn:
             "runs/get": lambda ask: (200, {"run": self._shown(self.runs[ask["run_id"]])}),
             "runs/update": self._update,
             "runs/log-batch": self._log,
+            "metrics/get-history": self._history,
         }
         if call not in answers:
             return 404, {"error_code": "ENDPOINT_NOT_FOUND", "message": call}
@@ -173,6 +174,10 @@ class StandIn:
             self.received += 1
         return 200, {}
 
+    def _history(self, ask: dict[str, Any]) -> Answer:
+        points = self.runs[ask["run_id"]]["points"]
+        return 200, {"metrics": [_metric(point) for point in points if point[0] == ask["metric_key"]]}
+
     def _shown(self, run: dict[str, Any]) -> dict[str, Any]:
         info = {
             "run_id": run["id"],
@@ -183,7 +188,12 @@ class StandIn:
             "artifact_uri": f"mlflow-artifacts:/{run['id']}/artifacts",
         }
         pairs = {name: [{"key": k, "value": v} for k, v in run[name].items()] for name in ("params", "tags")}
-        return {"info": info, "data": pairs}
+        newest = {point[0]: point for point in sorted(run["points"], key=lambda point: point[3])}
+        return {"info": info, "data": {**pairs, "metrics": [_metric(point) for point in newest.values()]}}
+
+
+def _metric(point: tuple[str, float, int, int]) -> dict[str, Any]:
+    return dict(zip(("key", "value", "timestamp", "step"), point, strict=True))
 
 
 @pytest.fixture

@@ -246,6 +246,26 @@ def test_a_resumed_run_sends_no_step_twice(server: StandIn, begin: Callable[...,
     assert (server.run["tags"]["now.depth"], server.run["tags"]["world_size"]) == ("3", "1")
 
 
+def test_an_elected_coordinator_sends_only_what_the_server_lacks(
+    server: StandIn, begin: Callable[..., Tracker], tmp_path: Path
+) -> None:
+    """It has the figures of all steps too, with its own times, and no record of what was sent."""
+    first = begin(server.uri)
+    steps(first, 1, 20)
+    until(lambda: server.runs and len(server.history("train/step_loss")) == 20, "the first steps arrive")
+    first.close("retryable")
+    (tmp_path / "tracker.json").unlink()
+    (tmp_path / "term.json").write_text(json.dumps({"term": 1}))
+    lines = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
+    own = [json.dumps({**line, "time": line["time"] + 0.5}) for line in lines]
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in own))
+    second = begin(server.uri, resume_step=20)
+    steps(second, 21, 30)
+    second.close("finished")
+    assert len(server.runs) == 1
+    assert [step for step, _ in server.history("train/step_loss")] == list(range(1, 31))
+
+
 def test_the_sender_goes_with_rank_0(server: StandIn, tmp_path: Path, track: Track) -> None:
     """Killed without a word, rank 0 leaves nothing behind that holds the run; its last lines arrive."""
     program = f"""

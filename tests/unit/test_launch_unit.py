@@ -230,3 +230,21 @@ def test_rank_0_alone_is_told_of_the_tracker() -> None:
     first = rendered("__launch_setenv", **tracker, launch_rank=0)
     assert (first["MLFLOW_TRACKING_URI"], first["NANOFLEET_TRACKER_PAGE"]) == tuple(tracker.values())
     assert "MLFLOW_TRACKING_URI" not in rendered("__launch_setenv", launch_rank=0)
+
+
+def test_any_host_of_a_run_with_failover_has_what_a_coordinator_needs() -> None:
+    hosts = ["tower", "laptop", "attic"]
+    addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    plan = {"run_id": "a", "failover": True, "file": {"hosts": hosts, "config": {"elastic": True}}}
+    given = {"launch_hosts": hosts, "launch_addresses": addresses, "launch_plan": plan}
+    tracker = {"launch_tracker_uri": "http://10.0.0.9:5000", "launch_tracker_username": "me"}
+    environment = rendered("__launch_setenv", **given, **tracker)
+    assert environment["NANOFLEET_RANKS"].split() == ["1", "3", "10.0.0.1:20999", *addresses]
+    assert environment["MLFLOW_TRACKING_URI"] == "http://10.0.0.9:5000"
+    words = command(**given, **tracker)
+    assert "10.0.0.9" in addresses_of(words)
+    assert properties(words)["RestartSec"] == "3"
+    assert properties(words)["EnvironmentFile"] == "/opt/nanofleet/tracker-login.env"
+    without = rendered("__launch_setenv", **{**given, "launch_plan": {**plan, "failover": False}}, **tracker)
+    assert without["NANOFLEET_RANKS"].split() == ["1", "3", "10.0.0.1:29500"]
+    assert "MLFLOW_TRACKING_URI" not in without

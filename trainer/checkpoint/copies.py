@@ -5,8 +5,8 @@
     copies.start(newest)                                  # on all ranks, after a step; a thread sends it
     copies.finish(newest)                                 # on all ranks, at the end of the run; not at a stop
 
-The hosts that keep copies are the coordinator and the next ones in rank order; the first rank of each
-receives. If a copy fails, a warning is logged, and the run continues.
+The hosts that keep copies are the coordinator, the host `prefers` if it takes part, and the next ones in rank
+order; the first rank of each receives. If a copy fails, a warning is logged, and the run continues.
 """
 
 from __future__ import annotations
@@ -49,11 +49,18 @@ class CheckpointCopies:
         config: RunConfig,
         log: Log,
         alive: Callable[[], None] = lambda: None,
+        prefers: str = "",
     ) -> None:
-        """All ranks call it. alive: called again and again while `finish` waits."""
+        """All ranks call it.
+
+        alive: called again and again while `finish` waits. prefers: name of the host that keeps copies before
+        others.
+        """
         self._group, self._folder, self._log = group, folder, log
         self._alive = alive
-        members = first_ranks(group.peers)[: config.checkpoint_copies]
+        leaders = first_ranks(group.peers)
+        leaders.sort(key=lambda rank: (rank != 0, group.peers[rank].host != prefers))
+        members = sorted(leaders[: config.checkpoint_copies])
         self._link: Subgroup | None = None
         if len(members) > 1:
             self._link = Subgroup.open(group, "checkpoint copies", members, source=0)

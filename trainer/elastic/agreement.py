@@ -40,11 +40,15 @@ class Coordinator:
         min_hosts: int,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        is_elected: bool = False,
+        is_replaced: Callable[[], bool] | None = None,
     ) -> None:
-        """min_hosts: in each view. is_elected: then this is a majority, for which a change waits."""
+        """min_hosts: in each view; of a coordinator that was elected, a majority, for which a change waits.
+
+        is_replaced: of such a coordinator, whether other hosts have elected another one. None: it was not
+        elected.
+        """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
-        self._clock, self._sleep, self._is_elected = clock, sleep, is_elected
+        self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
         self._losses: dict[int, tuple[float, float]] = {}  # number -> when it was lost, and its delay then
         self._handled: dict[int, int] = {}  # number -> incarnation that was refused, has left or is lost
 
@@ -99,8 +103,8 @@ class Coordinator:
             if member not in present:
                 self._drop(member, is_lost=member.number not in leaving)
         joining, left = self.applicants(present), self._clock()
-        while self._is_elected and self._too_few([*present, *joining]):
-            if self._clock() - left > QUORUM_SECONDS:
+        while self._is_replaced is not None and self._too_few([*present, *joining]):
+            if self._is_replaced() or self._clock() - left > QUORUM_SECONDS:
                 break
             self._sleep(POLL_SECONDS)
             joining = self.applicants(present)
@@ -148,7 +152,7 @@ class Coordinator:
             if self._too_few(members):
                 hosts = ", ".join(sorted({member.record.host for member in members}))
                 needed = f"min_hosts is {self._min_hosts}"
-                if self._is_elected:
+                if self._is_replaced is not None:
                     needed = f"{self._min_hosts} of {self._world_size} hosts are needed"
                 raise Retryable(
                     f"Only {hosts} can train, and {needed}. The run continues when more hosts are back."

@@ -74,6 +74,7 @@ class Candidacy:
         self.election = Election(env.rank, hosts, self.quorum, read_term(self._path, run_file.hosts))
         self.store: dist.TCPStore | None = None  # of this host, if it is the coordinator
         self.electors: tuple[int, ...] = ()  # the hosts that had a connection to this one when it was elected
+        self._closed = threading.Event()
         self._server = self._open()
         for host in range(hosts):
             if host != env.rank:
@@ -93,10 +94,21 @@ class Candidacy:
                     ) from None
                 time.sleep(0.2)
 
+    def close(self) -> None:
+        """End the threads and close the port; a process that ends does so by itself."""
+        self._closed.set()
+        self._server.shutdown()
+        self._server.server_close()
+
     @property
     def newer_term(self) -> bool:
         """Whether hosts have elected another coordinator since."""
         return self.election.known > self.election.term
+
+    @property
+    def first_name(self) -> str:
+        """The name of the first host of the run."""
+        return self._name(0)
 
     def expected(self) -> list[int] | None:
         """On the coordinator, the ranks that will join; None if all are expected, as in a first term."""
@@ -180,11 +192,10 @@ class Candidacy:
     def _ask(self, host: int) -> None:
         """Ask a host again and again: during an election, and afterwards on the coordinator."""
         election = self.election
-        while True:
+        while not self._closed.wait(WATCH_SECONDS if election.is_over else ASK_SECONDS):
             if not election.is_over or election.port:
                 with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
                     election.answered(self._ask_once(host))
-            time.sleep(WATCH_SECONDS if election.is_over else ASK_SECONDS)
 
     def _ask_once(self, host: int) -> Notice:
         """Ask a host. Raises OSError or ValueError without an answer that is signed by the fleet."""

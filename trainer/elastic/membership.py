@@ -108,7 +108,11 @@ class Membership:
             candidacy = self._candidacy
             needed = candidacy.quorum if candidacy else min_hosts
             self._coordinator = Coordinator(
-                self._keys, me, self.env.world_size, needed, is_elected=candidacy is not None
+                self._keys,
+                me,
+                self.env.world_size,
+                needed,
+                is_replaced=(lambda: candidacy.newer_term) if candidacy else None,
             )
             expected = candidacy.expected() if candidacy else None
             self.view = self._coordinator.first_view(is_loading, expected)

@@ -63,7 +63,9 @@ class ElasticTrainer(Trainer):
         trainer = super().create(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
         trainer.setup.end_process = lambda end: attempt.end_process(end, log)
         trainer.candidacy = trainer.setup.candidacy = candidacy
-        trainer.setup.tracks_on_all_hosts = candidacy is not None
+        if candidacy:
+            trainer.setup.tracks_on_all_hosts = True
+            trainer.setup.copies_to = candidacy.first_name  # eval.yml and others look there
         return trainer
 
     def _set_up(self) -> None:

@@ -71,6 +71,16 @@ class MlflowRun:
             self._ask(self._client.update_run, self.id, status="RUNNING")
         self._describe(found.data.params, found.data.tags)
 
+    def last_steps(self, left_out: str) -> dict[str, int]:
+        """The last step of each metric that the server has, except of those that begin with `left_out`."""
+        names = list(self._ask(self._client.get_run, self.id).data.metrics)
+        histories = {
+            name: self._ask(self._client.get_metric_history, self.id, name)
+            for name in names
+            if not name.startswith(left_out)
+        }
+        return {name: max(point.step for point in found) for name, found in histories.items() if found}
+
     @property
     def page(self) -> str:
         """The URL of the page of the run, for a browser."""

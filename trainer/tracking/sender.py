@@ -53,6 +53,7 @@ ORPHAN_SECONDS = 2.0  # to send the last lines after rank 0 has died
 CLOSING_SECONDS = 60.0  # rank 0 ends this process sooner
 REMIND_SECONDS = 1800.0  # between two reports of a lag
 LOCK = ".tracker.lock"
+SYSTEM = "system/"  # begins the metrics of a host
 
 Report = Callable[[dict[str, Any]], None]  # handles a message, as above
 
@@ -87,6 +88,9 @@ class Sender:
         if self._run is None:
             run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
             run.open(running)
+            if not self.cursor.mlflow_run and _was_elected(self.run_dir):
+                # Another host has sent the figures so far, with its own times.
+                self.cursor.steps = run.last_steps(left_out=SYSTEM)
             self.cursor.mlflow_run = run.id
             if running:
                 self.cursor.status = ""
@@ -252,6 +256,13 @@ def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
                 failures += 1
                 sender.report_lag()
             rank_0.wait(RETRY_SECONDS[min(failures, len(RETRY_SECONDS)) - 1] if failures else POLL_SECONDS)
+
+
+def _was_elected(run_dir: Path) -> bool:
+    """Whether the hosts of an elastic run have elected another coordinator than the first."""
+    with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
+        return int(json.loads((run_dir / "term.json").read_text(encoding="utf-8"))["term"]) > 0
+    return False
 
 
 def _prepare_plots() -> None:

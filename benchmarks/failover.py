@@ -1,0 +1,147 @@
+"""Measures what it costs an elastic run to lose its coordinator.
+
+    python -m benchmarks.failover --lab NAME --data-dir data --out artifacts/failover --record
+
+NAME is a lab of three or more hosts, as for benchmarks.elastic. Each event happens --repeats times to the
+host that coordinates the run at that moment; a host that is cut off, frozen, stopped or without power is back
+after 20 s. Prints the medians and writes them to OUT/failover.json; --record also writes
+docs/recorded/failover.json. Times are those of the lines in metrics.jsonl of another host.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from benchmarks import elastic, ranks, record
+from benchmarks.elastic import AWAY_SECONDS, CALM_STEPS, POLL_SECONDS, RUNS, Lab
+from benchmarks.lab import machine
+from trainer.formatting import markdown_table
+
+RECORD = record.RECORDED / "failover.json"
+SETTINGS = {**elastic.SETTINGS, "elastic": "true", "save_minutes": 0.5}
+HEAD = ("event at the coordinator", "next step after, s", "steps trained again", "all train after, s")
+WAIT_SECONDS = 240.0
+
+
+def status(lab: Lab) -> dict[str, Any]:
+    """The newest run status of a rank 0, with its host as `number`; {} if no host answers."""
+    found = []
+    for host in range(1, lab.hosts + 1):
+        command = f"cat {RUNS}/{lab.run_id}/heartbeat-0.json 2>/dev/null || true"
+        try:
+            text = lab.inside(host, command)
+            found += [{**json.loads(text), "number": host}] if text else []
+        except (SystemExit, ValueError):  # it is off, or the file is being replaced
+            continue
+    return max(found, key=lambda each: float(each["time"]), default={})
+
+
+def measure(lab: Lab, name: str) -> dict[str, float]:
+    """Let the event `name` happen to the coordinator; wait until all ranks train again. Returns its figures.
+
+    next_step: seconds until the next step. repeated: steps trained again. all_after: seconds until all ranks
+    train, from the return of the host. Raises SystemExit if they do not.
+    """
+    coordinator = int(status(lab)["number"])
+    watched = dataclasses.replace(lab, steps={}, changes=[], observer=1 if coordinator > 1 else 2)
+    watched.read()
+    calm = time.time()
+    watched.wait(lambda: len(watched.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {name}")
+    (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
+    planted = fixed = time.time()
+    event.plant()
+    if event.fix:
+        while time.time() - planted < AWAY_SECONDS:
+            time.sleep(POLL_SECONDS)
+            watched.read()
+        fixed = time.time()
+        event.fix()
+    while True:
+        now = status(lab)
+        stepped = now.get("loss") is not None and float(now.get("entered") or 0.0) > fixed
+        if now.get("world_size") == lab.hosts and stepped and len(watched.after(planted + 1.0)) > 2:
+            break
+        if time.time() - fixed > WAIT_SECONDS:
+            raise SystemExit(f"not all ranks train {WAIT_SECONDS:.0f} s after {name}")
+        time.sleep(POLL_SECONDS)
+        watched.read()
+    all_after = time.time() - fixed
+    before, _ = elastic.longest_gap(watched.steps, planted)
+    resumed, _, repeated = elastic.around(watched.steps, before)
+    return {"next_step": resumed - planted, "repeated": float(repeated), "all_after": all_after}
+
+
+def table(content: Mapping[str, Any]) -> str:
+    rows = [
+        [row["event"], f"{row['next_step']:.1f}", f"{row['repeated']:.0f}", f"{row['all_after']:.0f}"]
+        for row in content["events"]
+    ]
+    return markdown_table([HEAD, *rows], aligned=False)
+
+
+def block(content: Mapping[str, Any]) -> str:
+    """The table of a record, with a sentence on its hardware, command and settings."""
+    repeats = max(row["repeats"] for row in content["events"])
+    settings = content["settings"]
+    return (
+        f"**Measured in containers on one machine** ({content['machine']}), {content['hosts']} hosts "
+        f"(load of other programs before: {content['load']:g}): `{content['command']}`, commit "
+        f"`{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
+        f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, a checkpoint every "
+        f"{settings['save_minutes'] * 60:.0f} s. Medians of up to {repeats}. A host that is frozen, cut off, "
+        f"stopped or without power is there again after {content['away_seconds']:.0f} s; *all train after* "
+        f"counts from then.\n\n{table(content)}"
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = ranks.argument_parser(__doc__, out="the figures")
+    parser.add_argument("--lab", required=True, metavar="NAME", help="a lab that is set up")
+    parser.add_argument("--hosts", type=int, default=3, metavar="N", help="of the lab (%(default)s)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each event (%(default)s)")
+    parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ranks.ROOT)}")
+    args = parser.parse_args(argv)
+    args.out.mkdir(parents=True, exist_ok=True)
+    content: dict[str, Any] = {
+        **record.origin("python -m benchmarks.failover"),
+        "machine": machine(),
+        "load": round(os.getloadavg()[0], 1),
+        "hosts": args.hosts,
+        "away_seconds": AWAY_SECONDS,
+        "settings": SETTINGS,
+    }
+    lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"failover-{int(time.time())}")
+    lab.play("train.yml", run_id=lab.run_id, data_dir=lab.data_dir, **SETTINGS)
+    try:
+        names = [each.name for each in elastic.events(lab, 1)]
+        found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        time.sleep(60.0 * float(str(SETTINGS["save_minutes"])))  # until there is a checkpoint
+        for repeat in range(args.repeats):
+            for name in names:
+                try:
+                    found[name].append(measure(lab, name))
+                    print(f"{time.strftime('%H:%M:%S')} {repeat + 1}: {name} {found[name][-1]}", flush=True)
+                except SystemExit as error:
+                    print(f"{time.strftime('%H:%M:%S')} {repeat + 1}: {name}: {error}", flush=True)
+            content["events"] = [
+                {"event": name, "repeats": len(each), **elastic.medians(each)}
+                for name, each in found.items()
+                if each
+            ]
+            record.write(args.out / RECORD.name, content)
+            if args.record:
+                record.write(RECORD, content)
+    finally:
+        lab.play("stop.yml", run_id=lab.run_id, stop_now="true")
+    print(block(content))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

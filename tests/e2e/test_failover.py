@@ -1,0 +1,81 @@
+"""An elastic run on three hosts whose coordinator is killed, leaves, loses power, and is rebooted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from benchmarks.elastic import RANK, RUNS, Lab
+
+from .elastic_status import Run
+from .lab import LAB, Fleet
+from .test_elastic import ELASTIC, MODEL, undisturbed
+
+pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2400)]
+
+HOSTS, STEPS, RUN_ID = 3, 4000, "failover"
+RUN_DIR = f"{RUNS}/{RUN_ID}"
+
+
+@pytest.fixture(scope="module")
+def lab(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """Three hosts, set up, on which an elastic run trains."""
+    lab = Lab(f"{LAB}-fail", HOSTS, dataset, RUN_ID)
+    playbooks = Fleet(tmp_path_factory.mktemp("runner"), None)
+    try:
+        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=HOSTS)
+        lab.play("setup.yml", data_dir=dataset)
+        settings = {**MODEL, **ELASTIC, "steps": STEPS, "save_every": 20}
+        lab.play("train.yml", run_id=RUN_ID, data_dir=dataset, **settings)
+        yield lab
+    finally:
+        playbooks.play("lab.yml", lab_state="down", lab_name=lab.name)
+
+
+def test_the_run_continues_whatever_happens_to_its_coordinator(lab: Lab) -> None:
+    run = Run(lab, STEPS)
+    assert run.trains(HOSTS) == 1, "a run begins on its first host"
+    assert run.term(1) == 0
+
+    lab.inside(1, f"kill -9 $({RANK})")  # its unit starts the next one
+    first = run.trains(HOSTS)
+    assert run.term(first) > 0
+
+    lab.play("stop.yml", run_id=RUN_ID, leave=lab.host(first))
+    second = run.trains(HOSTS - 1, without=first)
+    lab.play("train.yml", run_id=RUN_ID)
+    assert run.trains(HOSTS) == second, "who joins does not become the coordinator"
+
+    lab.podman("kill", lab.host(second))
+    third = run.trains(HOSTS - 1, without=second)
+    lab.podman("start", lab.host(second))
+    assert run.trains(HOSTS) == third
+
+    lab.podman("restart", "--time", "30", lab.host(third))
+    run.trains(HOSTS)
+
+    for host in range(1, HOSTS + 1):
+        lab.podman("kill", lab.host(host))
+    for host in range(1, HOSTS + 1):
+        lab.podman("start", lab.host(host))
+    run.trains(HOSTS)
+    assert len({run.term(host) for host in range(1, HOSTS + 1)}) == 1
+
+
+def test_there_is_one_history(lab: Lab, dataset: Path, tmp_path: Path) -> None:
+    """All losses are those of an undisturbed run, and each host that trained to the end has all of them."""
+    lab.play("stop.yml", run_id=RUN_ID)
+    expected: list[float] = []
+    for host in range(1, HOSTS + 1):
+        lines = map(json.loads, lab.inside(host, f"cat {RUN_DIR}/metrics.jsonl").splitlines())
+        losses = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+        last = max(step for step, _ in losses)
+        assert {step for step, _ in losses} == set(range(1, last + 1)), f"host {host}"
+        if not expected:
+            run = {"num_iterations": STEPS}
+            expected = undisturbed(dataset, tmp_path / "run", last + HOSTS, **run)
+        for step, loss in losses:
+            assert loss == pytest.approx(expected[step - 1], rel=1e-10), f"step {step} on host {host}"
