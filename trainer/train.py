@@ -293,7 +293,7 @@ class Trainer:
             return StepReport(loss_sum, seconds, rows, next_batch=checksum)
         proposed = self.balancer.proposed if self.balancer else None
         minutes = (time.monotonic() - self._saved_at) / 60
-        by_time = 0 < self.config.save_minutes <= minutes and not self.checkpoint_writer.busy
+        by_time = 0 < self.save_minutes <= minutes and not self.checkpoint_writer.busy
         return StepReport(
             loss_sum,
             seconds,
@@ -305,6 +305,11 @@ class Trainer:
             shares=tuple(proposed.shares) if proposed else (),
             next_batch=checksum,
         )
+
+    @property
+    def save_minutes(self) -> float:
+        """Minutes between checkpoints that are due by time; 0: none are."""
+        return self.config.save_minutes
 
     def _mean_loss(self, summary: StepSummary, n_targets: int, step: int) -> float:
         """The mean loss per target over all ranks. Raises Final if it is not finite or a save has failed."""

@@ -47,10 +47,15 @@ class Run:
         raise AssertionError(f"not {ranks} ranks within {seconds:.0f} s, but {self.status()}")
 
     def is_still(self, seconds: float) -> bool:
-        """Whether no rank 0 has made a step in `seconds`."""
-        before = {host: self.read(host, "heartbeat-0.json").get("step") for host in self.hosts}
+        """Whether no host has made a step in `seconds`."""
+        before = self.steps()
         time.sleep(seconds)
-        return before == {host: self.read(host, "heartbeat-0.json").get("step") for host in self.hosts}
+        return before == self.steps()
+
+    def steps(self) -> list[int]:
+        """The newest step in the metrics.jsonl of each host."""
+        shown = (self.lab.inside(host, f"tail -n 1 {self.run_dir}/metrics.jsonl") for host in self.hosts)
+        return [int(json.loads(line)["step"]) for line in shown]
 
     @property
     def hosts(self) -> range:

@@ -105,7 +105,7 @@ def test_a_minority_does_not_train(failover: Begin, undisturbed: list[float]) ->
     assert int(run.status()["step"]) == step
     run.start(2)
     run.reach(step + 5)
-    assert "step(s) are trained again" in run.log(0)
+    assert "The ranks continue after step" in run.log(0)
     assert run.term(2) == 0
     run.start(1)
     run.has_ranks(3)
@@ -116,9 +116,13 @@ def test_a_minority_does_not_train(failover: Begin, undisturbed: list[float]) ->
 def test_all_hosts_lose_power_and_the_disk_of_the_coordinator(
     failover: Begin, undisturbed: list[float]
 ) -> None:
-    """The two that return elect one of them, which has a copy of the newest checkpoint."""
-    run = failover(3, snapshot_seconds=1, save_every=10)
+    """The two that return elect one of them, which has a copy of the newest checkpoint.
+
+    Checkpoints that are due by time are written from the copies of the state in memory.
+    """
+    run = failover(3, snapshot_seconds=1, save_minutes=0.05)
     run.reach(35)
+    assert "Saved checkpoints/step_" in run.log(0)
     for process in run.processes.values():
         process.kill()
         process.wait()

@@ -30,6 +30,8 @@ from trainer.train import Trainer
 # After a loss, the others may still compute the step, and notice the loss when they wait for its sums.
 PATIENCE_STEPS = 2
 POLL_SECONDS = 0.05
+# With coordinator_failover there is a checkpoint at least so often, unless save_minutes is 0.
+COPY_MINUTES = 5.0
 
 
 class ElasticTrainer(Trainer):
@@ -90,6 +92,7 @@ class ElasticTrainer(Trainer):
                     return True
                 if self.summary.change or self.summary.snapshot:
                     self._start_copy()
+                self._save_copy()
                 if self.summary.change:
                     self.copies.finish()
                     self._change_members()
@@ -132,6 +135,32 @@ class ElasticTrainer(Trainer):
             pause, size = self.copies.pause, self.copies.megabytes
             text = f"Copying the state of step {step}, {size:,.0f} MB; training paused {pause:.2f} s for it."
             self.log.info(text, extra=fields("copy", step=step, pause=pause, megabytes=size))
+
+    @property
+    def save_minutes(self) -> float:
+        """As in every run; where copies are saved instead, 0."""
+        return 0.0 if self._saves_copies else super().save_minutes
+
+    @property
+    def _saves_copies(self) -> bool:
+        """Whether checkpoints that are due by time are written from a copy of the state.
+
+        So it is in a run with failover: with its coordinator the steps since the newest checkpoint are lost.
+        Such a checkpoint does not pause the training, so that there can be one every few minutes.
+        """
+        return self.candidacy is not None and self.group.world_size > 1
+
+    def _save_copy(self) -> None:
+        """On the coordinator, write the newest complete copy of the state as a checkpoint, if one is due."""
+        minutes, copy = min(self.config.save_minutes, COPY_MINUTES), self.copies.newest
+        is_due = 0 < minutes <= (time.monotonic() - self._saved_at) / 60
+        if not (is_due and copy and self._saves_copies and self.env.is_coordinator):
+            return
+        newest = self.reporter.train_state.checkpoint or "step_0"
+        state = None if self.checkpoint_writer.busy else state_of(copy)
+        if state and state.step > int(newest.rpartition("_")[2]):
+            self.checkpoint_writer.save(state)
+            self._saved_at = time.monotonic()
 
     # -- changes of the members ------------------------------------------------------------------------
 
