@@ -14,7 +14,7 @@ class Run:
 
     def __init__(self, lab: Lab, steps: int) -> None:
         """steps: of the whole run, which must not end during a test."""
-        self.lab, self.steps = lab, steps
+        self.lab, self.total = lab, steps
         self.run_dir = f"{RUNS}/{lab.run_id}"
 
     def read(self, host: int, name: str) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Run:
             elif since is None:
                 since = now
             elif now["number"] == since["number"] and now["step"] > since["step"]:
-                assert now["step"] < self.steps, "the run has finished before"
+                assert now["step"] < self.total, "the run has finished before"
                 return int(now["number"])
             time.sleep(0.5)
         raise AssertionError(f"not {ranks} ranks within {seconds:.0f} s, but {self.status()}")
