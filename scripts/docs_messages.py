@@ -43,6 +43,8 @@ WORDS = {
     "needs": "seconds of network that a step needs",
     "each": "value on each host",
     "skew": "seconds",
+    "evaluate_steps": "list of its checkpoints",
+    "evaluate_newest": "its newest checkpoint",
     "mbit": "rate",
     "dataset_output": "error",
     "ansible_failed_task.name": "task",
@@ -66,6 +68,9 @@ EXAMPLES = {
     "needs": " Here sync=exact needs <seconds> s of network in a step of <seconds> s.",
     "range_change": "give <interface> another range of addresses (on <host>)",
     "over": "<interface>",
+    "other_port": "use another port: write store_port: PORT into group_vars/fleet.yml of the inventory, "
+    "then: ansible-playbook setup.yml",
+    "of_ports": "sport = :<port>",
 }
 
 

@@ -55,7 +55,12 @@ def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
             "from_run and from_checkpoint both set the model from which to start; only one of them can be "
             "used."
         )
-        yield finding("NF021", given[0], problem, f"repeat the command without {given[1]}")
+        fix = (
+            f"to start from the newest checkpoint of the run {request['from_run']}, repeat the command "
+            f"without -e from_checkpoint={request['from_checkpoint']}; to start from this checkpoint, repeat "
+            f"it without -e from_run={request['from_run']}"
+        )
+        yield finding("NF021", given[0], problem, fix)
     if not request["conversations"]:
         problem = (
             "Fine-tuning (stage=sft) trains on conversations, and the command names no file of conversations."
@@ -90,7 +95,8 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
         if not path.exists():
             problem = f"There is no file or folder {path} on the controller."
             fix = (
-                "correct the path in -e conversations=; a relative path begins at the root of this repository"
+                "repeat the command with -e conversations=FILE.jsonl and the right path; a relative path "
+                "begins at the root of this repository"
             )
             yield finding("NF613", "conversations", problem, fix)
     if not (tokenizer / TOKENIZER).is_file():
@@ -98,7 +104,10 @@ def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Findin
             f"The folder {tokenizer} has no {TOKENIZER}. The conversations need the tokenizer of the base "
             "run."
         )
-        fix = "add -e data_dir=FOLDER, the data directory that the base run was trained on"
+        fix = (
+            "repeat the command with -e data_dir=FOLDER, the folder on the controller with the data of the "
+            "base run (the one that was given to setup.yml; data/ by default)"
+        )
         yield finding("NF614", "data_dir", problem, fix)
 
 

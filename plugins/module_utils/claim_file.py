@@ -28,7 +28,8 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
     if isinstance(schema, int) and schema > SCHEMA:
         raise ValueError(
             f"{host} was set up by a newer release of nanofleet ({path} has schema {schema}, this "
-            f"release knows {SCHEMA}). Fix: use that release."
+            f"release knows {SCHEMA}). Fix: update this release as docs/how-to/upgrade.md shows, or type the "
+            "command in a checkout of the newer one."
         )
     names = {"fleet_id", "hosts", "by", "at"}
     if not isinstance(schema, int) or not names <= set(claim) or not isinstance(claim["hosts"], dict):

@@ -11,6 +11,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_inventor
     holder,
     unreachable_finding,
 )
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use import other_port
 from ansible_collections.nanofleet.fleet.plugins.module_utils.runtime_environments import by_kind
 
 Measured = Mapping[str, Mapping[str, Any]]
@@ -103,7 +104,7 @@ def _system(host: str, of_host: Mapping[str, Any], options: Mapping[str, Any]) -
             "NF508",
             host,
             problem,
-            f"end programs that are not needed; they are listed by: top  (on {host})",
+            f"end programs that are not needed: sudo kill PID  (on {host}; top lists them with their PID)",
             severity="warning",
         )
 
@@ -151,14 +152,13 @@ def _store(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -
             problem = (
                 f"No process of this host can listen on port {port}, which {STORE} needs: {held['reason']}."
             )
-            fix = "repeat the command with -e store_port=PORT, the number of another port"
-            yield finding("NF506", host, problem, fix)
+            yield finding("NF506", host, problem, other_port("store"))
             continue
         who, end = holder(held, port)
         if not held.get("pid"):
             who += " (a listener of an interrupted doctor ends within 30 s)"
         problem = f"Port {port}, which {STORE} needs, is in use by {who}. A run cannot start."
-        yield finding("NF507", host, problem, f"{end}  (on {host}; or use another port: -e store_port=PORT)")
+        yield finding("NF507", host, problem, f"{end}  (on {host}); or {other_port('store')}")
 
 
 def _data(host: str, of_host: Mapping[str, Any], _options: Mapping[str, Any]) -> Iterator[Finding]:
@@ -209,6 +209,9 @@ def _rehearsal(measured: Measured) -> Iterator[Finding]:
         others = ", ".join(peer for peer in rehearsals if peer != host)
         problem = f"A short test of the all-reduce{f' with {others}' if others else ''} failed: {error}"
         is_old = "No module named" in error
-        journal = f"read the warnings in the journal: sudo journalctl -b -p warning -n 30  (on {host})"
+        journal = (
+            "correct what the warnings in the journal report: sudo journalctl -b -p warning -n 30  (on "
+            f"{host}), then: ansible-playbook doctor.yml"
+        )
         remedy = journal if not is_old else SETUP
         yield finding("NF512", host, problem, remedy)

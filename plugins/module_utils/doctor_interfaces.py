@@ -106,7 +106,10 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
                 f"This host reaches {peer} over {bridge}: {peer} is a container or a virtual machine on "
                 f"{host}, and both compute on the same processor."
             )
-            remedy = f"remove one of the two from the inventory, unless {peer} is limited to cores of its own"
+            remedy = (
+                "remove one of the two from the inventory, or limit each to processors of its own there, "
+                f"such as fleet_cpus: 0-3 at {host} and fleet_cpus: 4-7 at {peer}"
+            )
             found.append(finding("NF536", host, problem, remedy, peer, "warning"))
             continue
         address = measured[peer]["address"]
@@ -118,8 +121,8 @@ def _bridges(measured: Measured, host: str) -> list[Finding]:
             program.remedy.format(host=host) or f"give {used} another range of addresses  (on {host})"
         )
         remedy = (
-            f"set fleet_address of {peer} to its address on your network; if {address} is that address, the "
-            f"range of {used} covers it: {range_change}"
+            f"set fleet_address of {peer} in the inventory to its address on your network; if {address} is "
+            f"that address, the range of {used} covers it: {range_change}"
         )
         found.append(finding("NF535", host, problem, remedy, peer))
     return found

@@ -101,8 +101,9 @@ class Path:
                 "Two hosts have this address, or a firewall rule redirects the packets."
             )
             remedy = (
-                f"give {peer} and {other} different addresses, if both have this one: ip -br address  (on "
-                f"both); else delete the rule that redirects: sudo iptables-save -t nat  (on {host})"
+                f"type ip -br address on {peer} and on {other}: if both list {address}, give one of them "
+                f"another address; else delete the rule on {host} that redirects {address}: sudo iptables "
+                "-t nat -D RULE  (RULE: what follows -A in its line of: sudo iptables-save -t nat)"
             )
             yield finding("NF522", peer, problem, remedy, host)
             return
@@ -115,7 +116,8 @@ class Path:
             )
             remedy = (
                 f"connect both to one network, or set fleet_address of {peer} in the inventory to its "
-                f"address on the network of {host}; to check: ip route get {address}  (on {host})"
+                f"address on the network of {host}; to check: ip route get {address}  (on {host}). If both "
+                "are on one network, turn off client isolation in its router or access point"
             )
             yield finding("NF523", peer, problem, remedy, host)
             return
@@ -127,25 +129,37 @@ class Path:
     def _closed(self, state: str, ports: Ports) -> Finding:
         """The finding about ports of the peer that are in the same state, which is not open."""
         host, peer, options = self.host, self.peer, self.options
-        listeners, see = (
-            self._words(ports),
-            f"end or restart that program; it is listed by: sudo ss -Hltnp  (on {peer})",
-        )
+        listeners = self._words(ports)
+        of_ports = " or ".join(f"sport = :{port['port']}" for port in ports)
+        address = self.measured[peer]["address"]
         back = (self.measured[peer]["paths"].get(host) or {}).get("ports") or []
         is_one_way = back and all(port["state"] == "open" for port in back)
-        also = f"; connections from {peer} to {host} work" if is_one_way else ""
+        only = (
+            f"Only connections from {host} to {peer} fail; connections from {peer} to {host} work. "
+            if is_one_way
+            else ""
+        )
         if state == "silent":
             problem = (
-                f"{host} can connect to {peer} on {listeners} but receives no data. The program on {peer} is "
-                f"frozen, or packets are lost{also}."
+                f"{only}{host} can connect to {peer} on {listeners} but receives no data. Either the program "
+                "that listens there is frozen, or packets are lost."
+            )
+            see = (
+                f"type sudo ss -Hltnp '{of_ports}'  (on {peer}). If it lists a program, end it: sudo kill "
+                f"PID  (on {peer}). If it lists none, packets are lost: check cable, WiFi and router; lost "
+                f"packets are counted by: ping -c 100 {address}  (on {host})"
             )
             return finding("NF524", peer, problem, see, host)
         if state == "foreign":
-            problem = f"A program other than nanofleet answers {host} on {listeners} of {peer}{also}."
+            problem = f"{only}A program other than nanofleet answers {host} on {listeners} of {peer}."
+            see = (
+                f"end that program: sudo kill PID  (on {peer}; PID and name are listed by: sudo ss -Hltnp "
+                f"'{of_ports}')"
+            )
             return finding("NF525", peer, problem, see, host)
         fails_to_reach, how = CLOSED[state]
         reason = how.format(detail=ports[0]["detail"])
-        what = f"{host} {fails_to_reach} {peer} on {listeners}{reason}{also}."
+        what = f"{only}{host} {fails_to_reach} {peer} on {listeners}{reason}."
         wanted = [options["port_low"], options["port_high"]]
         has = self.measured[peer]["facts"].get("port_range")
         outside = [
@@ -154,8 +168,8 @@ class Path:
         if outside and has and has != wanted:
             low, high = has
             because = (
-                f"The kernel of {peer} picks ports from {low} to {high} instead of those that setup.yml "
-                f"opens, {wanted[0]} to {wanted[1]}."
+                f"The kernel of {peer} picks the ports of the ranks from {low} to {high}, but setup.yml "
+                f"opens only {wanted[0]} to {wanted[1]}."
             )
             return finding("NF526", peer, f"{what} {because}", SETUP, host)
         where, cause, firewall_command = self._cause(ports)
@@ -212,7 +226,7 @@ class Path:
                 return (
                     where,
                     f"Firewall rules of {where} that may drop these packets: {texts}.",
-                    _listing(drops[0], where),
+                    f"delete the one that drops them; the rules are listed by: {_listing(drops[0], where)}",
                 )
         because = (
             f"No firewall rule of {host} or {peer} explains that: the cause may be a router or the "
@@ -221,8 +235,9 @@ class Path:
         return (
             peer,
             because,
-            f"open the ports there; the rules of the hosts: sudo nft list ruleset  (on {peer}, then on "
-            f"{host})",
+            "in the router or the firewall of the cloud, open TCP ports "
+            f"{' and '.join(ports_of(self.options))} between {host} and {peer}; the rules of the hosts are "
+            f"listed by: sudo nft list ruleset  (on {peer}, then on {host})",
         )
 
     def _permission(self, policy: Rule, where: str, source: str, ports: Ports) -> str:
@@ -232,7 +247,11 @@ class Path:
         """
         firewall = FIREWALLS[policy["firewall"]]
         if policy["chain"] == "OUTPUT":
-            return _listing(policy, where)
+            low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
+            return (
+                f"add a rule for outgoing TCP to ports {low}-{high} and {store} of {source}; the rules are "
+                f"listed by: {_listing(policy, where)}"
+            )
         if firewall.is_managed:
             return SETUP
         low, high, store = (self.options[name] for name in ("port_low", "port_high", "store_port"))
@@ -274,7 +293,7 @@ class Path:
                 "NF530",
                 peer,
                 problem,
-                "check cable, WiFi and router; lost packets are counted by: ping "
+                "check cable, WiFi and router; lost packets are counted by: ping -c 100 "
                 f"{self.measured[peer]['address']}  (on {host})",
                 host,
             )
@@ -322,8 +341,9 @@ class Path:
                 f"less than {limit:g} ms. Every step of a run waits for such packets."
             )
             remedy = (
-                "connect both without a VPN and by cable, or turn off WiFi's power saving; to measure: "
-                f"ping -c 20 {address}  (on {host})"
+                "connect both without a VPN and by cable, or turn off WiFi's power saving: sudo iw dev "
+                "INTERFACE set power_save off  (on the host with WiFi; INTERFACE is listed by: iw dev); to "
+                f"measure: ping -c 20 {address}  (on {host})"
             )
             yield finding("NF534", peer, problem, remedy, host, "warning")
 
@@ -331,7 +351,11 @@ class Path:
 def _by_rule(rule: Rule) -> tuple[str, str, str]:
     """(host to change, cause as a sentence, command to type) for a rule that drops packets."""
     where = rule["where"]
-    remedy = f"{rule['remedy']}  (on {where})" if rule["remedy"] else _listing(rule, where)
+    remedy = (
+        f"{rule['remedy']}  (on {where})"
+        if rule["remedy"]
+        else f"delete this rule; the rules are listed by: {_listing(rule, where)}"
+    )
     return where, f"The rule on {where} is: {rule['text']}.", remedy
 
 

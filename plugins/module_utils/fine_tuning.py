@@ -18,6 +18,7 @@ SHAPE = ("depth", "aspect_ratio", "head_dim", "n_kv_head", "window_pattern")
 HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Folders that the unit of a run does not see (ProtectHome, PrivateTmp)."""
 IMPORTED = "/var/lib/nanofleet/imported"
+RUNS = "/var/lib/nanofleet/runs"
 Found = Mapping[str, Any]
 
 
@@ -63,7 +64,10 @@ def plan(
         RunConfig.from_strings(config)
     except ConfigError as error:
         problem = f"The fine-tuning run (stage=sft) cannot start: {error}"
-        fix = "correct the setting or the checkpoint that the message names, then repeat the command"
+        fix = (
+            "repeat the command with another value of the setting that the message names or, if it names a "
+            "checkpoint, with another checkpoint: -e from_checkpoint=RUN/step_NNNNNN"
+        )
         raise RefusedError(finding("NF426", "stage=sft", problem, fix)) from None
     return {"config": config, "run_id": run_id, "arguments": ["--from-checkpoint", chosen["path"]]}
 
@@ -145,7 +149,12 @@ def _resumed(
             f"The run {name} has not saved a checkpoint yet, and the checkpoint that it starts from, {step} "
             f"of the run {base}, does not exist any more."
         )
-        fix = f"restore {step} of {base} on {host}, or repeat the command with a new name: -e run_id=NAME"
+        fix = (
+            f"to fine-tune another checkpoint of {base} in a new run, repeat the command with -e "
+            f"run_id=NAME; to send {step} back to {host}, if fetch.yml has copied it to runs/{base}/{host} "
+            "on the controller: ansible coordinator -m ansible.posix.synchronize -b -a "
+            f"'src=runs/{base}/{host}/checkpoints/{step} dest={RUNS}/{base}/checkpoints/'"
+        )
         raise RefusedError(finding("NF427", host, problem, fix))
     return {
         "config": {**given, "stage": SFT, "parent": parent},
@@ -164,8 +173,8 @@ def _check_shape(meta: Mapping[str, Any], given: Mapping[str, Any]) -> None:
             f"ask for another shape: {differences}."
         )
         fix = (
-            f"repeat the command without {' and '.join(names)}; the checkpoint contains the shape of its "
-            "model"
+            f"repeat the command without the settings {' and '.join(names)} (-e, or in the inventory); the "
+            "checkpoint contains the shape of its model"
         )
         raise RefusedError(finding("NF428", "stage=sft", problem, fix))
 
@@ -175,7 +184,11 @@ def _check_tokenizer(meta: Mapping[str, Any], sha256: str) -> None:
     if own and sha256 and not sha256.startswith(own):
         run = meta["run_id"]
         problem = f"The conversations were tokenized with another tokenizer than that of the base run {run}."
-        fix = f"add -e data_dir=FOLDER, the data directory on which {run} was trained"
+        fix = (
+            "repeat the command with -e data_dir=FOLDER, the folder on the controller with the data of "
+            f"{run}; or ansible-playbook fetch.yml -e run_id={run}, then repeat it with a fetched "
+            f"checkpoint, which contains the tokenizer: -e data_dir=runs/{run}/HOST/checkpoints/step_NNNNNN"
+        )
         raise RefusedError(finding("NF429", "data_dir", problem, fix))
 
 
@@ -210,14 +223,21 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
             f"The coordinator {host} has no checkpoint {from_checkpoint}, or its service user cannot read "
             "this folder."
         )
-        fix = f"set from_checkpoint to a folder on {host} with the name step_NNNNNN and a file meta.json"
+        fix = (
+            "if the folder exists, let the service user read it: sudo chown -R nanofleet: "
+            f"{from_checkpoint}  (on {host}), then repeat the command; else repeat it with -e "
+            f"from_checkpoint=PATH, the path on {host} of a folder step_NNNNNN with a file meta.json"
+        )
         return finding("NF432", "from_checkpoint", problem, fix)
     if not found["known"]:
         listed = ", ".join(found["runs"]) or "none"
         problem = f"The coordinator {host} has no run {run}; its newest runs: {listed}."
-        return finding(
-            "NF433", "from_run", problem, "set from_run to one of these runs, or train the base run first"
-        )
+        instead = f" instead of -e from_checkpoint={from_checkpoint}" if from_checkpoint else ""
+        train = f"train the base run first: ansible-playbook train.yml -e run_id={run}"
+        newest = next(iter(found["runs"]), "")
+        exists = f"repeat the command with one of these, such as -e from_run={newest}{instead}; or "
+        fix = exists + train if newest else train
+        return finding("NF433", "from_run", problem, fix)
     if not found["checkpoints"]:
         problem = f"The run {run} has no checkpoint on its coordinator {host} yet."
         fix = (
@@ -227,5 +247,9 @@ def _nothing(host: str, found: Found, from_checkpoint: str) -> Finding:
         return finding("NF434", "from_run", problem, fix)
     listed = ", ".join(os.path.basename(each["path"]) for each in found["checkpoints"])
     problem = f"The run {run} has no checkpoint {from_checkpoint} on {host}. Its checkpoints are {listed}."
-    fix = f"set from_checkpoint to one of these, or use -e from_run={run}, which takes the newest one"
+    newest = os.path.basename(found["checkpoints"][-1]["path"])
+    fix = (
+        f"repeat the command with the newest one, -e from_checkpoint={run}/{newest}, or with another one in "
+        "this form"
+    )
     return finding("NF435", "from_checkpoint", problem, fix)

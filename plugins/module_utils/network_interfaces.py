@@ -113,16 +113,19 @@ def _findings(
                 f"The kernel of this host sends packets to {peer} over {used} ({title}), although the wired "
                 f"interface {wired} is on the same network. A wired interface is usually faster."
             )
-            remedy = f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or "
-            yield warning("NF201", host, problem, f"{remedy}give the route over {used} a higher metric")
+            remedy = (
+                f"sudo ip link set {used} down  (on {host}; SSH sessions over {used} end), or until the next "
+                f"boot and only for {name}: sudo ip route add {target} dev {wired}  (on {host})"
+            )
+            yield warning("NF201", host, problem, remedy)
         elif used != interface:
             problem = (
                 f"fleet_interface of this host is {interface}, but its kernel sends packets to {peer} over "
                 f"{used}."
             )
             remedy = (
-                f"remove fleet_interface of {host} from the inventory, or add a route to {target} over "
-                f"{interface}; to see the present route: ip route get {target}  (on {host})"
+                f"remove fleet_interface of {host} from the inventory, or set it to {used}; the interface of "
+                f"the packets follows dev in the output of: ip route get {target}  (on {host})"
             )
             yield warning("NF202", host, problem, remedy)
     entries = links.get(interface, {}).get("addr_info", [])
@@ -131,11 +134,12 @@ def _findings(
             f"The address {address} of this host on {interface} is temporary (IPv6 privacy extensions). "
             "When the kernel replaces the address, the firewall rules of the other hosts no longer match."
         )
+        path = "/etc/sysctl.d/61-addresses.conf"
         remedy = (
-            f"sudo sysctl net.ipv6.conf.{interface}.use_tempaddr=0  (on {host}; to keep the setting after a "
-            "boot, write it to a file in /etc/sysctl.d)"
+            f"echo net.ipv6.conf.{interface}.use_tempaddr=0 | sudo tee {path} && sudo sysctl --load={path}  "
+            f"(on {host}), or set fleet_address of every host to an IPv4 address in the inventory"
         )
-        yield warning("NF203", host, problem, f"{remedy}, or use IPv4 addresses")
+        yield warning("NF203", host, problem, remedy)
     for name in seen.get("slow_names", []):
         problem = (
             f"A lookup of the name {name} on this host takes more than 3 s, because a name server does not "
@@ -173,8 +177,10 @@ def peer_findings(host: str, peers: Iterable[str], hostvars: Mapping[str, Any]) 
             "addresses cannot connect to each other, so the ranks would wait until they time out."
         )
         remedy = (
-            "change the addresses so that the first ones of both interfaces are in one network; to list the "
-            "addresses: ip address show  (on both hosts)"
+            f"set fleet_interface of {host} and of {peer} in the inventory to interfaces whose first "
+            "addresses are in one network; the addresses are listed by: ip -br address  (on both hosts). If "
+            "only a later address of an interface is in that network, delete the first one: sudo ip address "
+            "delete ADDRESS dev INTERFACE  (ADDRESS as listed, such as 10.0.0.5/24)"
         )
         found.append(warning("NF205", host, problem, remedy))
     return found

@@ -117,25 +117,33 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
     ports: the result of the module ephemeral_ports. low, high: the port range.
     """
     span = f"{low}-{high}"
-    other_range = "ansible-playbook setup.yml -e network_port_low=LOW -e network_port_high=HIGH"
-    example = "  (LOW and HIGH: another range of about 1,000 ports)"
+    settings = (
+        "write network_port_low: LOW and network_port_high: HIGH into group_vars/fleet.yml of the inventory"
+    )
+    other_range = (
+        f"{settings} (LOW and HIGH: the first and the last of about 1,000 other ports), then: "
+        "ansible-playbook setup.yml"
+    )
     for other in ports["overriding"]:
         problem = (
-            f"The file {other} sets another range of ephemeral ports than {span}. At the next boot it "
-            "overrides the range that setup.yml has set, and a run would then use ports that no firewall "
-            "rule opens."
+            "The ranks use ephemeral ports, which the kernel picks from its range, and the firewall rules "
+            f"open only {span}. The file {other} sets another range, which overrides that of setup.yml at "
+            "the next boot. The ranks then use closed ports, and a run cannot start."
         )
         path = other.partition(" ")[0]
         yield warning("NF210", host, problem, f"sudo sed -i '/ip_local_port_range/d' {path}  (on {host})")
     if ports.get("changed") and ports["before"] != KERNELS_RANGE:
+        before = ports["before"].replace(" ", "-")
         problem = (
-            "The kernel's range of ephemeral ports (net.ipv4.ip_local_port_range) was "
-            f"{ports['before'].replace(' ', '-')}, not the default: someone has set it. setup.yml has set "
-            f"it to {span}; reset.yml restores the former range."
+            "The ranks use ephemeral ports, which the kernel picks from its range "
+            f"(net.ipv4.ip_local_port_range), and the firewall rules open only {span}. So setup.yml has "
+            f"changed the range to {span}. It was {before}, which is not the kernel's default: someone had "
+            "set it. reset.yml restores it."
         )
         remedy = (
-            "none, unless a program on this host needs ports of the former range; then choose a range for "
-            f"nanofleet that includes them: {other_range}"
+            f"nothing, if no other program on this host needs ports of {before}. Else let nanofleet use a "
+            f"part of {before}: {settings} (LOW and HIGH: the first and the last of about 1,000 ports in "
+            f"{before}), then: ansible-playbook setup.yml"
         )
         yield warning("NF211", host, problem, remedy)
     if ports["usable"] < 100:
@@ -144,13 +152,17 @@ def port_findings(host: str, ports: Mapping[str, Any], low: int, high: int) -> I
             "about 100. The kernel reserves the others (net.ipv4.ip_local_reserved_ports is "
             f"{ports['reserved']})."
         )
-        yield warning("NF212", host, problem, other_range + example)
+        yield warning("NF212", host, problem, other_range)
     for held in ports["listeners"]:
         problem = (
             f"A program of the user {held['user']} listens on port {held['port']}. This port is in the range "
             f"{span}, which is open to the other hosts, so they can connect to that program."
         )
-        yield warning("NF213", host, problem, f"move that program to another port, or {other_range}{example}")
+        remedy = (
+            f"end the program: sudo kill PID  (on {host}; PID and name are listed by: sudo ss -Hltnp sport = "
+            f":{held['port']}) or set another port in its configuration; or use another range: {other_range}"
+        )
+        yield warning("NF213", host, problem, remedy)
 
 
 def owner_findings(host: str, own: Mapping[str, Any], options: Mapping[str, Any]) -> list[Finding]:

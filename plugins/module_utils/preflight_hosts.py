@@ -125,7 +125,7 @@ def system_findings(host: str, facts: Facts, limits: Mapping[str, Any]) -> Itera
     if facts.get("kernel") != "Linux" or facts.get("systemd") != "yes":
         system = facts.get("kernel") or "an unknown system"
         problem = f"This host's system ({system}) has no systemd; training runs are systemd units."
-        yield finding("NF103", host, problem, f"{remove}, or use {upgrade} on it")
+        yield finding("NF103", host, problem, f"{remove}, or install {upgrade} on it")
         return
     system, version = facts.get("distribution") or "unknown system", facts.get("systemd_version", "")
     if version.isdigit() and int(version) < MIN_SYSTEMD:
@@ -203,7 +203,8 @@ def root_findings(
                 "NF110",
                 host,
                 f"sudo on this host refuses the password that was given for {user}.",
-                "repeat the command with -K, then type the password again",
+                f"repeat the command with -K, then type the password of {user} on {host}; if it is another "
+                f"one than on the other hosts, set ansible_become_password of {host} in the inventory",
             )
             return
         fix = "repeat the command with -K (--ask-become-pass), then type the password"

@@ -87,7 +87,8 @@ def inventory_findings(
     for host, times in Counter(hosts).items():
         if times > 1:
             problem = "This host is listed both as coordinator and as worker."
-            yield finding("NF012", host, problem, f"remove {host} from one of the two groups")
+            fix = f"remove {host} from one of the groups coordinator and workers in the inventory"
+            yield finding("NF012", host, problem, fix)
     owners: dict[str, str] = {}
     for host, address in addresses.items():
         if address in owners:
@@ -96,8 +97,14 @@ def inventory_findings(
             fix = f"set ansible_host of {host} to its own address in the inventory, or remove {host} from it"
             yield finding("NF013", host, problem, fix)
         elif not resolved(address):
-            problem = f"The controller finds no IP address for {address}, the address of this host."
-            fix = f"set ansible_host of {host} to its IP address in the inventory"
+            problem = (
+                f"The inventory gives this host the address {address}, and the controller finds no IP "
+                "address for this name."
+            )
+            fix = (
+                f"set ansible_host of {host} to its IP address in the inventory; its addresses are listed "
+                f"by: ip -br address  (on {host})"
+            )
             yield finding("NF014", host, problem, fix)
         owners.setdefault(address, host)
 
@@ -175,9 +182,11 @@ def holder(held: Mapping[str, Any], port: int) -> tuple[str, str]:
     """
     pid, unit, stop = held.get("pid"), held.get("unit"), f"sudo systemctl stop {held.get('unit')}"
     if not pid:
-        unnamed = ("a process that only root can name", f"sudo ss -Hltnp sport = :{port}")
+        listing = f"sudo kill PID, the number in the output of: sudo ss -Hltnp sport = :{port}"
+        unnamed = ("a process that only root can name", listing)
         return (f"{unit} of {held['user']}", stop) if unit else unnamed
     if int(pid) == 1:
-        return "systemd itself, for a socket unit", f"systemctl list-sockets | grep :{port}"
+        stop = f"sudo systemctl stop UNIT, the name in the output of: systemctl list-sockets | grep :{port}"
+        return "systemd itself, for a socket unit", stop
     process = f"process {pid} of {held['user']} ({held['command']})"
     return (f"{process}, unit {unit}", stop) if unit else (process, f"sudo kill {pid}")

@@ -195,7 +195,10 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             problem += (
                 f". The largest program is {command} (PID {pid} of {user}) with {int(size) / 2**20:.1f} GiB"
             )
-        fix = f"end programs that are not needed; the largest: ps aux --sort=-rss | head  (on {host})"
+        fix = (
+            f"end programs that are not needed: sudo kill PID  (on {host}; the largest are listed with their "
+            "PID by: ps aux --sort=-rss | head)"
+        )
         yield warning("NF402", host, f"{problem}.", fix)
 
 
@@ -255,7 +258,10 @@ def _cpus(host: str, facts: Facts, config: Any, ranks: int) -> Iterator[Finding]
             f"fleet_cpus of this host is {asked}, but the host has only the processors {listed}, not "
             f"{absent}."
         )
-        fix = f"set fleet_cpus of {host} in the inventory to processors of {listed}, or remove the setting"
+        fix = (
+            f"write fleet_cpus: {listed}, or a part of these processors, at {host} in the inventory; or "
+            "remove fleet_cpus there to use all"
+        )
         yield finding("NF424", host, problem, fix)
         return
     threads, name = int(facts.get("threads") or 0), "fleet_threads"

@@ -41,6 +41,14 @@ def use_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
     return findings
 
 
+def other_port(name: str) -> str:
+    """How to use another port, as the end of a fix. name: store or tracker."""
+    return (
+        f"use another port: write {name}_port: PORT into group_vars/fleet.yml of the inventory, then: "
+        "ansible-playbook setup.yml"
+    )
+
+
 def _process(text: str) -> dict[str, str]:
     """{"pid", "user", "unit", "command"} of the text `PID USER UNIT COMMAND` of root.sh.j2.
 
@@ -62,7 +70,7 @@ def _ports(host: str, facts: Facts) -> Iterator[Finding]:
         process = _process(" ".join(rest))
         if not process["unit"].startswith("nanofleet-"):
             who, end = holder(process, int(port))
-            fix = f"{end}  (on {host}; or use another port: -e {name}_port=PORT)"
+            fix = f"{end}  (on {host}); or {other_port(name)}"
             owner = USERS_OF_PORTS[name]
             problem = f"Port {port}, which {owner} needs, is in use by {who}."
             yield finding("NF220", host, problem, fix)
@@ -107,9 +115,9 @@ def _load(host: str, facts: Facts) -> Iterator[Finding]:
     )
     pid = busy[0][1] if busy else ""
     typed = (
-        f"sudo renice -n 19 -p {pid}  (on {host}; lowers the priority), or end that program"
+        f"lower its priority: sudo renice -n 19 -p {pid}, or end it: sudo kill {pid}  (on {host})"
         if busy
-        else f"end programs that are not needed; they are listed by: top  (on {host})"
+        else f"end programs that are not needed: sudo kill PID  (on {host}; top lists them with their PID)"
     )
     yield warning("NF120", host, problem, typed)
 

@@ -21,7 +21,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
     """Why the hosts `leaving` cannot leave the run `run_id`, with the remedy; "" if they can."""
     if unknown := [host for host in leaving if host not in states]:
-        return f"{', '.join(unknown)} is no host of the inventory. Its hosts are {', '.join(states)}."
+        return (
+            f"{', '.join(unknown)} is no host of the inventory. Its hosts are {', '.join(states)}. "
+            "Fix: repeat the command with one of these as HOST: -e leave=HOST"
+        )
     reached = answered(states)
     active = [host for host, state in reached.items() if state["run_id"] == run_id and not is_over(state)]
     if not active:
@@ -44,7 +47,8 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
         return f"{', '.join(silent)} did not answer. If it is off, the run continues without it already."
     if absent := [host for host in leaving if host not in active]:
         return (
-            f"{', '.join(absent)} does not take part in the run {run_id}. Those that do: {', '.join(active)}."
+            f"{', '.join(absent)} does not take part in the run {run_id}. Those that do: "
+            f"{', '.join(active)}. Fix: repeat the command with one of these as HOST: -e leave=HOST"
         )
     return ""
 

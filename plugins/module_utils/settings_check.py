@@ -232,5 +232,8 @@ def _differing(name: str, by_host: Mapping[str, Mapping[str, Any]]) -> Iterator[
     if len(values) > 1:
         each = ", ".join(f"{value} on {' and '.join(hosts)}" for value, hosts in values.items())
         problem = f"{name} differs between the hosts ({each}); all hosts need the same value."
-        once = f"set {name} once, in group_vars/fleet.yml of the inventory, and remove it from the hosts"
+        once = (
+            f"write {name}: VALUE once into group_vars/fleet.yml of the inventory, and delete {name} at the "
+            "single hosts (hosts.yml, host_vars/)"
+        )
         yield finding("NF007", f"inventory {name}", problem, once)

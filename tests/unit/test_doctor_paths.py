@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from measured_fleet import DROP, UFW, all_findings, close_ports, fleet, only
-from port_range import DASHED, HIGH
+from port_range import DASHED, HIGH, LOW
 
 
 @pytest.mark.parametrize("names", [("tower",), ("tower", "laptop"), ("tower", "laptop", "attic")])
@@ -143,4 +143,5 @@ def test_a_silent_port_and_another_program_have_different_findings() -> None:
         close_ports(measured, "tower", "laptop", state)
         found = only(measured)
         assert found["code"] == code
-        assert "ss -Hltnp" in found["remedy"]
+        assert f"sudo ss -Hltnp 'sport = :{LOW + 311} or sport = :{LOW} or " in found["remedy"]
+        assert ("ping -c 100 10.0.0.2" in found["remedy"]) == (state == "silent")

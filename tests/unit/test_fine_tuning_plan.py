@@ -145,6 +145,22 @@ def test_what_cannot_start_is_refused_with_a_sentence() -> None:
     assert "damaged" in refused("NF426", found(checkpoint(sha256=None)), GIVEN, "")
 
 
+def test_a_fix_can_be_typed() -> None:
+    """It has one value, in the form of the setting, and not a list."""
+    one = checkpoint(40)
+    begun = {**tuned(one, run_id="chat"), "has_checkpoint": False}
+    for found_there, run_id, asked, typed in (
+        (found(known=False, runs=["a", "b"]), "", "", "-e from_run=a; or"),
+        (found(known=False, runs=["a"]), "", "first/step_000010", "-e from_run=a instead of -e from_check"),
+        (found(known=False, runs=[]), "", "", "ansible-playbook train.yml -e run_id=first"),
+        (found(checkpoint(20), one), "", "first/step_000010", "-e from_checkpoint=first/step_000040"),
+        (found(tuned=[begun]), "chat", "", f"dest={RUNS}/first/checkpoints/"),
+    ):
+        with pytest.raises(RefusedError) as error:
+            decided(found_there, GIVEN, run_id, asked)
+        assert typed in error.value.finding["remedy"]
+
+
 def test_a_run_of_another_base_or_without_any_checkpoint_is_refused() -> None:
     run = tuned(checkpoint(40), run_id="chat")
     other = found(checkpoint(10, "second"), run="second", tuned=[run])

@@ -174,7 +174,8 @@ def test_rules_that_may_drop_them_are_shown_and_none_is_to_be_removed(rule: str,
             f"Firewall rules of laptop that may drop these packets: nft table inet mine, {shown}."
             in found["problem"]
         )
-        assert found["remedy"] == "sudo nft list ruleset  (on laptop)"
+        listed = "the rules are listed by: sudo nft list ruleset  (on laptop)"
+        assert found["remedy"] == f"delete the one that drops them; {listed}"
     else:
         assert "No firewall rule of tower or laptop explains that" in found["problem"]
 
@@ -232,7 +233,10 @@ def test_outgoing_packets_are_dropped_by_rules_and_policies_of_the_sender() -> N
     )
     found = lost(read(nft(f"{out} drop;")), where="tower")
     assert "has no rule that lets tower reach laptop." in found["problem"]
-    assert found["remedy"] == "sudo nft list ruleset  (on tower)"
+    assert found["remedy"] == (
+        f"add a rule for outgoing TCP to ports {DASHED} and 29500 of 10.0.0.2; the rules are listed by: sudo "
+        "nft list ruleset  (on tower)"
+    )
     assert "No firewall rule of" in lost(read(nft(f"{out} drop;")))["problem"], (
         "answers are no new connections"
     )

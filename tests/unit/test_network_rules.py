@@ -231,6 +231,9 @@ def test_problems_of_the_port_range_are_reported() -> None:
     ]
     assert len(said) == len(words)
     assert all(word in line for word, line in zip(words, said, strict=True))
+    remedies = [found["remedy"] for found in rules.port_findings("tower", state, LOW, HIGH)]
+    assert "about 1,000 ports in 40000-50000" in remedies[1]
+    assert f"sudo ss -Hltnp sport = :{LOW + 1}" in remedies[3]
     quiet = {**state, "changed": False, "usable": 1000, "overriding": [], "listeners": []}
     assert list(rules.port_findings("tower", quiet, LOW, HIGH)) == []
 

@@ -231,7 +231,8 @@ def _every_name_resolves(monkeypatch: pytest.MonkeyPatch) -> None:
             ["b"],
             {"a": "10.0.0.1", "b": "nowhere"},
             "b",
-            "The controller finds no IP address for nowhere, the address of this host.",
+            "The inventory gives this host the address nowhere, and the controller finds no IP address for "
+            "this name.",
         ),
     ],
 )

@@ -180,7 +180,8 @@ def test_processors_that_a_host_lacks_are_refused(cpus: str, lacks: str) -> None
             f"fleet_cpus of this host is {cpus}, but the host has only the processors 0-3, not {lacks}."
         )
         assert found[0]["remedy"] == (
-            "set fleet_cpus of laptop in the inventory to processors of 0-3, or remove the setting"
+            "write fleet_cpus: 0-3, or a part of these processors, at laptop in the inventory; or remove "
+            "fleet_cpus there to use all"
         )
 
 

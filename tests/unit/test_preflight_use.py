@@ -14,13 +14,13 @@ def test_other_work_is_named_with_its_owner() -> None:
         "firefox-esr (99 %, PID 4711 of ada). The load is 7.52 on 4 cores, so training would be slow."
     )
     assert found["remedy"] == (
-        "sudo renice -n 19 -p 812  (on laptop; lowers the priority), or end that program"
+        "lower its priority: sudo renice -n 19 -p 812, or end it: sudo kill 812  (on laptop)"
     )
     assert host(put(GOOD, load="7.52")) == [
         (
             "Other programs use the processor of this host. The load is 7.52 on 4 cores, so training would "
             "be slow.",
-            "end programs that are not needed; they are listed by: top  (on laptop)",
+            "end programs that are not needed: sudo kill PID  (on laptop; top lists them with their PID)",
         )
     ]
     assert host(busy + "active=nanofleet-d8-1a2b3c4d.service\n") == []
@@ -86,7 +86,8 @@ def test_a_port_in_other_hands() -> None:
         "2537 of root (/usr/bin/python3 -m http.server 29500), unit squatter.service."
     )
     assert found["remedy"] == (
-        "sudo systemctl stop squatter.service  (on laptop; or use another port: -e store_port=PORT)"
+        "sudo systemctl stop squatter.service  (on laptop); or use another port: write store_port: PORT into "
+        "group_vars/fleet.yml of the inventory, then: ansible-playbook setup.yml"
     )
     assert host(root=ROOT_OK + squatter.replace("squatter.service", "nanofleet-d8-1a2b3c4d.service")) == []
     [(_, remedy)] = host(root=ROOT_OK + squatter.replace("squatter.service", "-"))
@@ -95,7 +96,7 @@ def test_a_port_in_other_hands() -> None:
     assert problem == (
         "Port 5000, which the tracker (MLflow) needs, is in use by a process that only root can name."
     )
-    assert "-e tracker_port=PORT" in remedy
+    assert "write tracker_port: PORT into" in remedy
     assert host(root=ROOT_OK + "port=tracker 5000 - nanofleet nanofleet-tracker.service\n") == []
     [(problem, remedy)] = host(root=ROOT_OK + "port=store 29500 - ada squatter.service\n")
     assert problem.endswith("needs, is in use by squatter.service of ada.")
