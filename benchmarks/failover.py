@@ -27,6 +27,7 @@ RECORD = record.RECORDED / "failover.json"
 SETTINGS = {**elastic.SETTINGS, "elastic": "true", "save_minutes": 0.5}
 HEAD = ("event at the coordinator", "next step after, s", "steps trained again", "all train after, s")
 WAIT_SECONDS = 240.0
+REPEATED_STEPS = 30  # about the most that an event repeats
 
 
 def status(lab: Lab) -> dict[str, Any]:
@@ -51,11 +52,13 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     coordinator = int(status(lab)["number"])
     watched = dataclasses.replace(lab, steps={}, changes=[], observer=1 if coordinator > 1 else 2)
     watched.read()
-    calm = time.time()
-    watched.wait(lambda: len(watched.after(calm)) >= CALM_STEPS, f"{CALM_STEPS} steps before {name}")
+    # Beyond all steps so far: a unit waits longer for each attempt that gets no further than an earlier one.
+    goal = int(status(lab)["step"]) + CALM_STEPS + REPEATED_STEPS
+    watched.wait(lambda: max((step for _, step in watched.steps), default=0) >= goal, f"calm before {name}")
     (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
-    planted = fixed = time.time()
+    planted = time.time()
     event.plant()
+    fixed = time.time()
     if event.fix:
         while time.time() - planted < AWAY_SECONDS:
             time.sleep(POLL_SECONDS)
@@ -64,7 +67,7 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
         event.fix()
     while True:
         now = status(lab)
-        stepped = now.get("loss") is not None and float(now.get("entered") or 0.0) > fixed
+        stepped = now.get("loss") is not None and float(now.get("time") or 0.0) > fixed + 1.0
         if now.get("world_size") == lab.hosts and stepped and len(watched.after(planted + 1.0)) > 2:
             break
         if time.time() - fixed > WAIT_SECONDS:
@@ -88,13 +91,13 @@ def table(content: Mapping[str, Any]) -> str:
 def block(content: Mapping[str, Any]) -> str:
     """The table of a record, with a sentence on its hardware, command and settings."""
     repeats = max(row["repeats"] for row in content["events"])
-    settings = content["settings"]
+    settings, counted = content["settings"], f"Medians of up to {repeats}" if repeats > 1 else "Each once"
     return (
         f"**Measured in containers on one machine** ({content['machine']}), {content['hosts']} hosts "
         f"(load of other programs before: {content['load']:g}): `{content['command']}`, commit "
         f"`{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
         f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, a checkpoint every "
-        f"{settings['save_minutes'] * 60:.0f} s. Medians of up to {repeats}. A host that is frozen, cut off, "
+        f"{settings['save_minutes'] * 60:.0f} s. {counted}. A host that is frozen, cut off, "
         f"stopped or without power is there again after {content['away_seconds']:.0f} s; *all train after* "
         f"counts from then.\n\n{table(content)}"
     )

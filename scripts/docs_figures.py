@@ -5,6 +5,7 @@
     python -m benchmarks.compression ... --record     writes docs/recorded/compression.json
     python -m benchmarks.scaling ... --record         writes docs/recorded/scaling.json
     python -m benchmarks.elastic ... --record         writes docs/recorded/elastic.json
+    python -m benchmarks.failover ... --record        writes docs/recorded/failover.json
     python -m benchmarks.elastic_soak ... --record    writes docs/recorded/soak.json
     python -m benchmarks.assistant ...                writes docs/recorded/assistant.json
     python -m benchmarks.gpu --record FILE            writes docs/recorded/gpu.json
@@ -18,6 +19,7 @@ stands between each of these marks and `<!-- end -->`:
     <!-- compression -->   docs/explanation/sync-modes.md: the compressions of sync=local
     <!-- scaling -->       docs/explanation/scaling.md: more ranks
     <!-- elastic -->       docs/explanation/elastic.md: hosts that leave and join
+    <!-- failover -->      the same page: the loss of the coordinator
     <!-- soak -->          the same page: the result of a soak
     <!-- assistant -->     docs/assistant.md: its run
     <!-- gpu -->           docs/how-to/gpu-host.md: one GPU
@@ -32,7 +34,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from benchmarks import assistant, elastic, elastic_soak, gpu, replay, scaling
+from benchmarks import assistant, elastic, elastic_soak, failover, gpu, replay, scaling
 from scripts.generated import ROOT, write
 from trainer.formatting import markdown_table
 
@@ -202,7 +204,8 @@ def pages() -> dict[Path, str]:
     events = elastic.block(json.loads(elastic.RECORD.read_text(encoding="utf-8")))
     soak = elastic_soak.block(json.loads(elastic_soak.RECORD.read_text(encoding="utf-8")))
     page = marked(ELASTIC_PAGE.read_text(encoding="utf-8"), "elastic", events)
-    texts[ELASTIC_PAGE] = marked(page, "soak", soak)
+    lost = failover.block(json.loads(failover.RECORD.read_text(encoding="utf-8")))
+    texts[ELASTIC_PAGE] = marked(marked(page, "soak", soak), "failover", lost)
     run = assistant.block(json.loads(assistant.RECORD.read_text(encoding="utf-8")))
     texts[ASSISTANT_PAGE] = marked(ASSISTANT_PAGE.read_text(encoding="utf-8"), "assistant", run)
     one_gpu = gpu.block(json.loads(gpu.RECORD.read_text(encoding="utf-8")))
