@@ -36,8 +36,12 @@ _CHAT_SETTINGS = {"stage": "sft", "steps": 20, "eval_tokens": 4096}
 class Demo:
     """The options of `python -m fleet demo`.
 
-    corpus: a folder of text, None for text of this machine. extra: `-e` options for the playbooks.
-    chat: whether it ends with an exchange with the model.
+    corpus: a folder of text; None for text of this machine.
+    depth, steps: layers of the model, and steps of its training.
+    lab: name of the lab. hosts: number of its hosts.
+    run_id: name of the run; "" for the default name.
+    extra: `-e` options for the playbooks.
+    chat: whether the demo ends with an exchange with the model.
     """
 
     corpus: str | None = None
@@ -66,7 +70,10 @@ class Demo:
 
 
 def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
-    """Run the whole demo; returns the exit code. Raises FleetError for what a person must fix first."""
+    """Run the whole demo; returns the exit code. Raises FleetError for what a person must fix first.
+
+    screen: shows it. demo: its options. picture: path of an SVG picture of the screen; None for no picture.
+    """
     started = time.monotonic()
     check_machine()
     sources = corpus.own_sources(demo.corpus) if demo.corpus else corpus.machine_sources()
@@ -133,7 +140,7 @@ def run(screen: Screen, demo: Demo, picture: str | None = None) -> int:
 
 
 def options(settings: Mapping[str, object]) -> list[str]:
-    """`settings` as `-e` options of ansible-playbook."""
+    """`-e NAME=VALUE` options of ansible-playbook as words. settings: {NAME: VALUE}."""
     return [word for name, value in settings.items() for word in ("-e", f"{name}={value}")]
 
 

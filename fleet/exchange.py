@@ -31,7 +31,7 @@ _PAGE = re.compile(r"Page: (http://\S+)/\s")
 
 
 def sentences(texts: Iterator[str]) -> Iterator[str]:
-    """Yield plain sentences of 8 to 31 words, at most a few of each text, and each once."""
+    """Yield plain sentences of 8 to 31 words, at most a few of each of `texts`, and each once."""
     seen: set[str] = set()
     for text in texts:
         paragraphs = (" ".join(each.split()) for each in _PARAGRAPH.split(text))
@@ -44,7 +44,10 @@ def sentences(texts: Iterator[str]) -> Iterator[str]:
 
 
 def conversation(sentence: str) -> list[dict[str, str]]:
-    """The first words of a sentence as a question, the others as the answer."""
+    """A conversation of two messages, dicts with role and content, made of a sentence.
+
+    Its first words are in the user's question, the others are the assistant's answer.
+    """
     words = sentence.split(" ")
     start, rest = " ".join(words[:_FIRST_WORDS]), " ".join(words[_FIRST_WORDS:])
     question = f"{ASKED}{start} ..."
@@ -52,9 +55,10 @@ def conversation(sentence: str) -> list[dict[str, str]]:
 
 
 def make_conversations(data: Path, out: Path) -> list[str]:
-    """Write conversations of the documents in a data directory to the JSONL file `out`.
+    """Write conversations of the documents in the data directory `data` to the JSONL file `out`.
 
-    Returns HELD_OUT further questions. Raises FleetError if the text has too few sentences.
+    Returns HELD_OUT questions of conversations that were not written. Raises FleetError if the text has too
+    few sentences.
     """
     train = [
         data / SHARDS / each["name"] for each in read_manifest(data)["shards"] if each["split"] == "train"
@@ -78,7 +82,7 @@ def make_conversations(data: Path, out: Path) -> list[str]:
 
 
 def served_at(notes: list[str]) -> str:
-    """The URL of the server in the messages of serve.yml. Raises FleetError if there is none."""
+    """The URL of the server. notes: messages of serve.yml. Raises FleetError if they have none."""
     found = _PAGE.search("\n".join(notes) + "\n")
     if not found:
         raise FleetError("serve.yml did not report the address of the model.")

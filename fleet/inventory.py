@@ -17,7 +17,11 @@ TRACKER_PORT = 5000
 
 @dataclass(frozen=True)
 class Coordinator:
-    """The host of rank 0: where it is reached, who logs in, and the port of its tracker."""
+    """The host of rank 0, as this machine reaches it.
+
+    address: name or IP address. user: who logs in by SSH; "" for the default. tracker_port: port of the
+    MLflow server.
+    """
 
     address: str
     user: str = ""
@@ -25,9 +29,10 @@ class Coordinator:
 
 
 def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
-    """The coordinator of `inventory`, by default of that in ansible.cfg. Raises FleetError without one.
+    """The coordinator of an inventory. Raises FleetError without one.
 
-    extra: `-e` options, which override variables of the inventory.
+    inventory: its path; None: the one in ansible.cfg. extra: `-e` options, which override variables of the
+    inventory.
     """
     if inventory and "," not in inventory and not Path(inventory).exists():
         raise FleetError(
@@ -49,9 +54,9 @@ def read(inventory: str | None, extra: Sequence[str] = ()) -> Coordinator:
 
 
 def from_listing(listing: dict[str, Any], inventory: str | None) -> Coordinator:
-    """The coordinator in the parsed output of ``ansible-inventory --list``. Raises FleetError without one.
+    """The coordinator of an inventory. Raises FleetError without one.
 
-    inventory: its path, for the message.
+    listing: parsed output of ``ansible-inventory --list``. inventory: path of the inventory, for the message.
     """
     name = inventory or "inventory/lab"
     coordinators = _members(listing, "coordinator")

@@ -34,7 +34,12 @@ _DEBUG = ("ansible.builtin.debug", "debug")
 
 @dataclass(frozen=True)
 class Failure:
-    """A task that failed on a host. retried: Ansible had repeated it as often as its `retries` allow."""
+    """A task that has failed on a host.
+
+    host, task: their names. message: why it has failed, with its output.
+    unreachable: whether SSH did not reach the host.
+    retried: whether Ansible had repeated the task as often as its `retries` allow.
+    """
 
     host: str
     task: str
@@ -47,8 +52,10 @@ class Failure:
 class Stage:
     """The progress of a running playbook, from the events of ansible-runner so far.
 
-    waiting and retries belong to the current task: the hosts without a result, and host ->
-    "ATTEMPT/RETRIES". notes: the messages of debug tasks.
+    name: of the stage. play, task: those that run now. pid: of ansible-playbook; 0 before it is known.
+    tasks_done: tasks started so far. changed: results that have changed a host.
+    notes: the messages of debug tasks. failures: tasks that have failed.
+    retries: {host: "ATTEMPT/RETRIES"} of the current task. ended: whether the playbook has ended.
     """
 
     name: str
@@ -64,7 +71,7 @@ class Stage:
     _waiting: set[str] = field(default_factory=set)
 
     def fold(self, event: Event) -> None:
-        """Update the state with one event of ansible-runner."""
+        """Update the progress with one event of ansible-runner, a dict with event, event_data and pid."""
         data = event.get("event_data") or {}
         kind = event.get("event", "")
         host = data.get("host", "")
@@ -125,7 +132,10 @@ class Stage:
 
 
 def message(result: object) -> str:
-    """The message of a failed task with its output, as plain text. result: that of Ansible's event."""
+    """The message of a failed task with its output, as plain text.
+
+    result: that of Ansible's event, a dict with msg, stderr, stdout or results (of the items of a loop).
+    """
     if not isinstance(result, dict):
         return str(result or NO_REASON)
     if result.get("censored"):
@@ -159,10 +169,15 @@ def log_of(name: str) -> Path:
 
 @dataclass
 class Job:
-    """One run of a playbook of the repository, or of one module on the hosts of ``pattern``.
+    """One run of a playbook of the repository, or of one module on hosts.
 
-    ``args`` are options of ansible-playbook or ansible, as typed. ``rc`` is the exit status, None before
-    the end.
+    name: of the stage and its log.
+    playbook: file name; None if it is a module. module, module_args: name and arguments of a module. pattern:
+        the hosts on which the module runs.
+    inventory: its path; None: the one in ansible.cfg.
+    args: options of ansible-playbook or ansible, as typed.
+    become_password: for sudo; None if none is needed.
+    stage: the progress. rc: the exit status, None before the end. seconds: how long it took.
     """
 
     name: str
@@ -186,9 +201,10 @@ class Job:
         return log_of(self.name)
 
     def follow(self, tick: Callable[[], None], on_event: Callable[[Event], None] | None = None) -> bool:
-        """Run the job to its end, and call ``tick`` several times a second, ``on_event`` with each event.
+        """Run the job to its end. Returns True if every host succeeded.
 
-        Returns True if every host succeeded. Raises CancelledError if Ctrl-C has ended it.
+        tick: called several times a second. on_event: called with each event of ansible-runner. Raises
+        CancelledError if Ctrl-C has ended it.
         """
         started = time.monotonic()
         try:

@@ -52,7 +52,7 @@ def stage_line(stage: Stage, seconds: float) -> Text:
 
 
 def stage_plain(stage: Stage) -> str:
-    """The line of a running playbook for output without a terminal: stage, play and task."""
+    """The line of a running playbook for output without a terminal. stage: its progress."""
     return f"{stage.name}  {stage.play or 'starting Ansible'}" + (f" · {stage.task}" if stage.task else "")
 
 
@@ -63,9 +63,10 @@ def done_line(name: str, seconds: float, detail: str = "") -> Text:
 
 
 def failure_lines(name: str, failures: Sequence[Failure], tail: Sequence[str], log: str) -> Text:
-    """The text of a stage that failed: hosts, task and message of each failure, and the path of its log.
+    """The text of a stage that has failed: hosts, task and message of each failure, and the path of its log.
 
-    tail: the last lines of the log, shown if there is no failure of a task.
+    name: of the stage. failures: its failures. tail: the last lines of the log, shown if there is no failure
+    of a task. log: path of the log.
     """
     text = Text.assemble(("✗ ", "bold red"), (f"{name} failed", "bold"))
     groups: dict[tuple[bool, str, str], list[str]] = {}
@@ -131,11 +132,11 @@ def run_panel(view: RunView, width: int = 100, trouble: str = "") -> RenderableT
 
 
 def attention_lines(view: RunView) -> dict[str, str]:
-    """The status lines that need attention, by a key that is equal for lines that differ only in numbers.
+    """The status lines of a run that need attention: {key: line}. view: the state of the run.
 
-    The key is the line with `#` for every number; of a line about an attempt or a lost host it is the line
-    itself. The lines contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each
-    attempt.
+    They contain the diagnosis of a delay, unreachable hosts, warnings, and the end of each attempt. Lines
+    that differ only in numbers have one key: the line with `#` for every number. The key of a line about an
+    attempt or a lost host is the line itself.
     """
     lines = [
         line for line in view.screen if line.startswith((*ATTENTION, "Warning:")) or _ATTEMPT.match(line)
@@ -150,9 +151,9 @@ def lost_lines(view: RunView) -> list[str]:
 
 
 def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableType:
-    """The report of a run that has ended: outcome, reason, errors, loss curve, a sample, and `places`.
+    """The report of a run that has ended: outcome, reason, errors, loss curve, a sample, and places.
 
-    places: (name, place) of the checkpoint, the log and the tracker.
+    view: the state of the run. places: (name, place) of the checkpoint, the log and the tracker.
     """
     figures = view.figures
     marks = {"finished": ("✓ ", "bold green"), "stopped": ("● ", "bold yellow")}
@@ -186,7 +187,10 @@ def report(view: RunView, places: Sequence[tuple[str, str]] = ()) -> RenderableT
 
 
 class Screen:
-    """The terminal, or plain output without one; a context manager. `lines` has what `say` has printed."""
+    """The terminal, or plain output without one; a context manager.
+
+    console: of rich; None for standard output. lines: what `say` has printed.
+    """
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, soft_wrap=not sys.stdout.isatty())

@@ -13,18 +13,21 @@ from trainer.health.status_record import RunStatusRecord
 
 
 def is_report(result: object) -> bool:
-    """Whether the result of a task is that of the module ``run_state``: a host's report on a run."""
+    """Whether the result of a task is that of the module ``run_state``, a host's report on a run."""
     return isinstance(result, dict) and "found" in result and "heartbeats" in result
 
 
 @dataclass
 class RunView:
-    """The state of a run from all reports so far.
+    """The state of a run from all reports of its hosts so far.
 
-    ``lost``: unreachable host -> reason. ``states``: host -> last result of run_state. ``losses``: step ->
-    loss in nats. ``figures``: the latest known fields of the coordinator's metrics, run status and outcome,
-    such as step and val_bpb. ``options``: the options that a command in a message needs to reach the same
-    hosts, such as ``-i PATH ``.
+    options: options that a command in a message needs to reach the same hosts, such as ``-i PATH ``.
+    run_id: name of the run. plan: its settings in a few words. run_dir: its directory on the coordinator.
+    states: {host: last result of run_state}. lost: {unreachable host: reason}.
+    ranks: run status of each rank, in rank order. coordinator: host of rank 0.
+    figures: the latest known fields of the coordinator's metrics, run status and outcome, such as step and
+        val_bpb.
+    losses: {step: loss in nats}.
     """
 
     options: str = ""
@@ -127,7 +130,7 @@ class RunView:
         return f"{reason} ({host})" if reason and outcome["outcome"] != "finished" else reason
 
     def fold(self, host: str, state: dict[str, Any]) -> None:
-        """Update the view with the result of run_state on `host`."""
+        """Update the view with a report. host: its name. state: the result of run_state there."""
         self.states[host] = state
         self.lost.pop(host, None)
         if not state.get("found"):
@@ -176,7 +179,10 @@ class RunView:
 
 
 def plan(config: dict[str, Any]) -> str:
-    """The settings of a run in a few words: depth, tokens per step, row length; "" without a config."""
+    """The settings of a run in a few words: depth, tokens per step, row length.
+
+    config: {setting: value}; "" if it is empty.
+    """
     if not config:
         return ""
     parts = [f"depth {config.get('depth')}"]

@@ -17,7 +17,7 @@ _TAIL_LINES = 20
 def run_playbook(screen: Screen, job: Job) -> bool:
     """Run a playbook and show it live; returns whether it succeeded.
 
-    Its messages and failures stay on the screen.
+    screen: shows it; its messages and failures stay there. job: the playbook.
     """
     started = time.monotonic()
     shown = 0
@@ -50,7 +50,7 @@ def failed(job: Job) -> Text:
 def run_command(screen: Screen, name: str, doing: str, command: Sequence[str]) -> tuple[bool, float]:
     """Run a command and show its newest line of output. Returns (whether it succeeded, seconds).
 
-    name: of the stage. doing: the text until the first line of output.
+    screen: shows it. name: of the stage. doing: the text until the first line of output. command: its words.
     """
     log, started = log_of(name), time.monotonic()
 

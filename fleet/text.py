@@ -19,7 +19,8 @@ def number(value: float | None, digits: int = 0) -> str:
 def curve(points: Sequence[Point], width: int = 60, height: int = 8) -> list[str]:
     """Draw a loss curve in braille dots, with its scale at the left and its steps below.
 
-    Returns ``height + 2`` lines of text; [] for fewer than two points.
+    points: (step, loss), in the order of steps. width, height: in characters. Returns ``height + 2`` lines of
+    text; [] for fewer than two points.
     """
     if len(points) < 2:
         return []

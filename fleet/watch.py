@@ -39,10 +39,12 @@ class _RestartWatchError(Exception):
 
 @dataclass
 class Follower:
-    """Follows one run by repeating watch.yml, also after lost connections; `view` has the state of the run.
+    """Follows one run by repeating watch.yml, also after lost connections.
 
-    args: options of ansible-playbook. snapshot: the view at 60 % of the steps. trouble: the last line
-    of the view, about lost hosts.
+    screen: shows the run. inventory: its path; None: the one in ansible.cfg.
+    args: options of ansible-playbook. become_password: for sudo; None if none is needed.
+    view: the state of the run. snapshot: the picture of the view at 60 % of the steps; None before.
+    trouble: the last line on the screen, about lost hosts; "" for none.
     """
 
     screen: Screen
@@ -63,7 +65,7 @@ class Follower:
         self.view.options = commands.options([given], [usual], asks, Path.cwd())
 
     def follow(self) -> int:
-        """Follow the run until it has ended on every host. Returns an exit code.
+        """Follow the run until it has ended on every host. Returns FINISHED, STOPPED or FAILED, an exit code.
 
         Raises CancelledError on Ctrl-C.
         """
@@ -187,8 +189,9 @@ def close(
 ) -> None:
     """Print the report of a run that has ended; nothing if no host has the run.
 
-    last: more (name, text) lines for the end of the report. picture: path to which the whole screen is
-    written as an SVG picture, None for no picture. title: that of the picture.
+    screen: shows it. follower: has followed the run. last: more (name, text) lines for the end of the report.
+    picture: path to which the whole screen is written as an SVG picture, None for no picture. title: that of
+    the picture.
     """
     if not follower.view.found:
         return
@@ -203,9 +206,10 @@ def close(
 
 
 def places(view: RunView, where: str | None, extra: Sequence[str] = ()) -> list[tuple[str, str]]:
-    """(Name, place) of the checkpoint, the log and the tracker's page, as far as they are known.
+    """(name, place) of the checkpoint, the log and the tracker's page, as far as they are known.
 
-    where: the inventory; extra: its `-e` options.
+    view: the state of the run. where: path of the inventory; None: the one in ansible.cfg. extra: its `-e`
+    options.
     """
     found = []
     if path := str(view.figures.get("checkpoint") or ""):

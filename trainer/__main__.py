@@ -58,6 +58,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def add_train_arguments(command: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `train` to `command`."""
     command.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="directory for the files of the run"
     )
@@ -99,6 +100,7 @@ def add_run_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `sample` to `parser`."""
     parser.add_argument(
         "--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory"
     )
@@ -147,7 +149,10 @@ def run_file_from(args: argparse.Namespace) -> RunFile:
 
 
 def train(args: argparse.Namespace) -> int:
-    """`train`: run one attempt at the run on this rank and write its outcome; returns the exit code."""
+    """`train`: run one attempt at the run on this rank and write its outcome; returns the exit code.
+
+    args: the parsed options of `train`.
+    """
     from trainer.health.attempt import run_attempt
     from trainer.host.logger import RunLogger
     from trainer.host.rank_env import RankEnv
@@ -170,7 +175,7 @@ def train(args: argparse.Namespace) -> int:
 def plan(args: argparse.Namespace) -> int:
     """`plan`: set up this rank in a temporary directory, log the plan of the run and the predicted step time.
 
-    Returns the exit code.
+    args: the parsed options of `plan`. Returns the exit code.
     """
     from trainer.health.attempt import Attempt
     from trainer.host.logger import RunLogger, set_up_streams
@@ -203,25 +208,32 @@ def plan(args: argparse.Namespace) -> int:
 
 
 def sample(args: argparse.Namespace) -> int:
+    """`sample`: print text that a model generates; returns the exit code. args: the parsed options."""
     from trainer.eval import sample
 
     return sample.run(args)
 
 
 def chat(args: argparse.Namespace) -> int:
+    """`chat`: chat with a model in the terminal; returns the exit code. args: the parsed options."""
     from trainer.chat import terminal
 
     return terminal.run_chat(args)
 
 
 def serve(args: argparse.Namespace) -> int:
+    """`serve`: run the HTTP server until it is stopped; returns the exit code. args: the parsed options."""
     from trainer.serve import server
 
     return server.run(args)
 
 
 class Command(NamedTuple):
-    """A subcommand of the trainer. `run` returns the exit code; it may raise ConfigError or DataError."""
+    """A subcommand of the trainer.
+
+    help: one line for --help. add_arguments: adds its options to a parser. run: runs the subcommand with the
+    parsed options and returns the exit code; it may raise ConfigError or DataError.
+    """
 
     help: str
     add_arguments: Callable[[argparse.ArgumentParser], None]

@@ -54,16 +54,21 @@ class NewerSchemaError(ConfigError):
 
 
 def setting(default: Any, help: str, section: str = IDENTITY, **more: Any) -> Any:
-    """A field of RunConfig: its default, the text of `python -m trainer train --help`, and its section.
+    """A field of RunConfig.
 
-    more: `before`, the value in runs of releases without this setting, if it is not the default.
+    default: its default value. help: its text in `python -m trainer train --help`. section: identity, horizon
+    or runtime (see the top of this file). more: `before`, the value in runs of releases without this setting,
+    if it is not the default.
     """
     return field(default=default, metadata={"help": help, "section": section, **more})
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """All settings of a run. The constructor raises ConfigError for bad values; `from_strings` casts text."""
+    """All settings of a run, one field each. The fields name their meaning and unit.
+
+    The constructor raises ConfigError for bad values; `from_strings` casts text.
+    """
 
     depth: int = setting(8, "transformer layers; width, heads and rates follow from it")
     aspect_ratio: int = setting(64, "width per layer: n_embd is depth * aspect_ratio in whole heads")
@@ -194,17 +199,24 @@ class RunConfig:
 
     @property
     def n_head(self) -> int:
+        """The number of attention heads."""
         return self.n_embd // self.head_dim
 
     def has_failover(self, hosts: int, ranks_per_host: int = 1) -> bool:
-        """Whether another host of so many becomes the coordinator of the run when the coordinator is lost."""
+        """Whether another host becomes the coordinator of the run when the coordinator is lost.
+
+        hosts: number of hosts of the run. ranks_per_host: ranks on each.
+        """
         possible = self.elastic and hosts > 1 and ranks_per_host == 1
         return possible and (
             self.coordinator_failover == "true" or (self.coordinator_failover == "auto" and hosts > 2)
         )
 
     def quorum(self, hosts: int) -> int:
-        """The least number of hosts that train a run with failover: a majority, of two hosts one."""
+        """The least number of hosts that train a run with coordinator_failover.
+
+        hosts: number of hosts of the run. The result is a majority; of two hosts it is one.
+        """
         return max(self.min_hosts, hosts // 2 + 1 if hosts > 2 else 1)
 
     @property
@@ -218,13 +230,18 @@ class RunConfig:
         return hashlib.sha256(canonical_json(settings)).hexdigest()
 
     def default_run_id(self) -> str:
+        """The name of a run that was given none, such as "d8-1a2b3c4d": depth, and start of the digest."""
         return f"d{self.depth}-{self.digest()[:8]}"
 
     def to_dict(self) -> dict[str, Any]:
+        """The settings by name."""
         return dataclasses.asdict(self)
 
     def differences(self, before: RunConfig, *sections: str) -> list[str]:
-        """The settings of these sections that differ from `before`, as texts: ["seed was 42, now 43"]."""
+        """The settings that differ from those of `before`, as texts: ["seed was 42, now 43"].
+
+        sections: only settings of these sections are compared.
+        """
         names = [name for section in sections for name in self.field_names(section)]
         values = {name: (getattr(before, name), getattr(self, name)) for name in names}
         return [f"{name} was {old!r}, now {new!r}" for name, (old, new) in values.items() if old != new]
@@ -238,8 +255,8 @@ class RunConfig:
     def resumed(cls, saved: Mapping[str, Any], given: Mapping[str, Any]) -> RunConfig:
         """The configuration of a resumed run: its saved settings, replaced by those in `given`.
 
-        Without saved settings it is that of a new run. If `given` has a setting of section `horizon`, all
-        saved ones of it are dropped. Raises ConfigError.
+        saved, given: {setting: value}. Without saved settings the run is a new one. If `given` has a setting
+        of section `horizon`, all saved ones of this section are dropped. Raises ConfigError.
         """
         values = migrate(cls, saved)[0] if saved else {}
         if given.keys() & cls.field_names(HORIZON):
@@ -250,16 +267,17 @@ class RunConfig:
     def load(cls, saved: Mapping[str, Any]) -> tuple[RunConfig, list[str]]:
         """(the settings in a run file or checkpoint, the names in it that are no settings of this release).
 
-        saved: name -> value.
+        saved: {setting: value}.
         """
         values, unknown = migrate(cls, saved)
         return cls.from_strings(values), unknown
 
     @classmethod
     def from_strings(cls, values: Mapping[str, Any]) -> RunConfig:
-        """Cast and check values from a command line, YAML or JSON (name -> text or number).
+        """The configuration with `values`, which are cast and checked; other settings have their defaults.
 
-        Raises ConfigError for an unknown name, a value of the wrong type or a value out of range.
+        values: {setting: text or number}, from a command line, YAML or JSON. Raises ConfigError for an
+        unknown name, a value of the wrong type or a value out of range.
         """
         known = {f.name: f for f in dataclasses.fields(cls)}
         cast: dict[str, Any] = {}
@@ -354,8 +372,8 @@ def check_schema(schema: Any, what: str) -> None:
 def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Adapt saved values to the dataclass `cls`: (values of its fields, saved names without a field).
 
-    A field that was not saved gets the value in its metadata `before`, which describes runs older than the
-    field; without `before` its default applies.
+    saved: {name: value}. A field that was not saved gets the value in its metadata `before`, which describes
+    runs older than the field; without `before` its default applies.
     """
     fields = {f.name: f for f in dataclasses.fields(cls)}
     values = {name: f.metadata["before"] for name, f in fields.items() if "before" in f.metadata}
@@ -364,22 +382,33 @@ def migrate(cls: type[Any], saved: Mapping[str, Any]) -> tuple[dict[str, Any], l
 
 
 def note_of_dropped(unknown: Sequence[str], saved: Mapping[str, Any], what: str) -> str:
-    """The warning that lists `unknown` saved settings with their values. `what` names the file."""
+    """The warning that lists settings that this release lacks, with their values.
+
+    unknown: their names. saved: {setting: value}. what: names the file.
+    """
     listed = ", ".join(f"{name} ({saved[name]!r})" for name in unknown)
     return f"{what} has settings that this release no longer has; they are ignored: {listed}."
 
 
 @dataclass(frozen=True)
 class RunFile:
-    """The content of run.json, which has the same bytes on every host of a run."""
+    """The content of run.json, which has the same bytes on every host of a run.
+
+    run_id: name of the run. config: its settings.
+    hosts: names of the hosts, in rank order; empty without a fleet.
+    trainer_digest: digest of the trainer's code; "" for any.
+    manifest_sha256: sha256 of the data's manifest; "" for any.
+    shares: rows per rank; () for an equal split, "auto" for a split by speed.
+    chosen_from: the hosts from which sync=auto has chosen the one in `hosts`; empty if it has chosen none.
+    """
 
     run_id: str
     config: RunConfig
     hosts: tuple[str, ...] = ()
     trainer_digest: str = ""
     manifest_sha256: str = ""
-    shares: tuple[int, ...] | str = ()  # rows per rank; empty: equal; auto: by speed
-    chosen_from: tuple[str, ...] = ()  # the hosts from which sync=auto chose the one in `hosts`
+    shares: tuple[int, ...] | str = ()
+    chosen_from: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if any(share < 1 for share in self.fixed_shares):
@@ -402,6 +431,7 @@ class RunFile:
 
     @property
     def shown_shares(self) -> str:
+        """`shares` as text: equal, auto, or numbers with commas."""
         return BY_SPEED if self.by_speed else ",".join(map(str, self.shares)) or "equal"
 
     @classmethod
@@ -447,6 +477,7 @@ class RunFile:
             raise ConfigError(f"In the run file {path}: {error}") from None
 
     def to_dict(self) -> dict[str, Any]:
+        """The content of run.json: schema, and the fields by name."""
         return {
             "schema": SCHEMA,
             "run_id": self.run_id,
@@ -459,6 +490,7 @@ class RunFile:
         }
 
     def digest(self) -> str:
+        """The sha256 (hex) of the content of run.json."""
         return hashlib.sha256(canonical_json(self.to_dict())).hexdigest()
 
 

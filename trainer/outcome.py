@@ -25,7 +25,10 @@ BAD_INPUT_EXIT_CODE = 2
 
 
 class RunEnd(Exception):  # noqa: N818 - an end, not always an error
-    """Raised to end the attempt. Its message becomes the reason in outcome.json; `detail` is only logged."""
+    """Raised to end the attempt, with an outcome that the subclass sets.
+
+    sentence: the reason, which outcome.json gets. detail: further text, which is only logged.
+    """
 
     outcome = "final"
 
@@ -39,9 +42,11 @@ class Final(RunEnd):
 
 
 class TransferToHost(Final):
-    """Ends the attempt on all ranks because `host` alone is faster; outcome.json gets it as `alone`.
+    """Ends the attempt on all ranks because one host alone is faster than all ranks together.
 
-    seconds: of a step on that host; together: of a step on all ranks; table: the prediction as text.
+    sentence: the reason. host: the faster host. seconds: predicted seconds of a step on it. together: of a
+    step on all ranks. table: the predictions as text. outcome.json gets `alone`, an object with host,
+    seconds, together and `said` (the table).
     """
 
     def __init__(self, sentence: str, host: str, seconds: float, together: float, table: str) -> None:
@@ -62,7 +67,10 @@ class Stopped(RunEnd):
 
 
 def conclude(error: BaseException) -> tuple[str, str, int]:
-    """Returns (outcome, reason, exit code) for the exception that ended an attempt."""
+    """(outcome, reason, exit code) of an attempt that `error` has ended.
+
+    outcome: finished, stopped, retryable or final. reason: a sentence.
+    """
     if isinstance(error, RunEnd):
         return error.outcome, str(error), EXIT_CODES[error.outcome]
     if isinstance(error, RowsChangedError):
@@ -90,5 +98,8 @@ def conclude(error: BaseException) -> tuple[str, str, int]:
 
 
 def is_expected(error: BaseException) -> bool:
-    """Whether the reason from `conclude` explains the exception, so that no traceback is logged."""
+    """Whether `error` is a known way to end an attempt, so that no traceback is logged.
+
+    The reason from `conclude` then explains it.
+    """
     return not isinstance(error, Exception) or not conclude(error)[1].startswith("Unexpected ")

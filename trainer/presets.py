@@ -17,7 +17,7 @@ class PresetError(ValueError):
 
 
 class Preset(NamedTuple):
-    """Settings of a run by name, and what they are for."""
+    """Settings of a run that are applied together. help: what they are for. settings: {setting: value}."""
 
     help: str
     settings: Mapping[str, Any]
@@ -45,9 +45,9 @@ PRESETS: Mapping[str, Preset] = {
 def apply_preset(
     name: str, given: Mapping[str, Any], stored: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The settings of a run that is requested with the preset `name`; "" is no preset.
+    """The settings of a run that is requested with the preset `name`: {setting: value}. "" is no preset.
 
-    given: settings of this command, which replace those of the preset; stored: settings of the inventory,
+    given: settings of this command, which replace those of the preset. stored: settings of the inventory,
     which the preset replaces. The settings in LENGTHS replace each other: num_iterations of the preset also
     removes target_flops of the inventory. Raises PresetError for an unknown preset.
     """

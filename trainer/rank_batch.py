@@ -13,18 +13,30 @@ from trainer.data.loader import Batch, active_rows, count_targets, rank_rows
 
 
 class RankBatch(NamedTuple):
-    """What a rank trains on in a step. Every rank knows the number of targets of the global batch."""
+    """The rows of one step that this rank trains on, and the counts by which losses are divided.
 
-    idx: Tensor  # (rows, T)
-    targets: Tensor  # (rows, T); -1 where a token has no loss
-    active: Tensor  # token ids in the inputs of all ranks, each once, ascending
-    active_by_rank: list[Tensor]  # the same of each rank, on the CPU
-    n_targets: int  # with a loss, in the global batch: the losses and gradients are divided by it
+    idx: token ids of the inputs, int64, (rows, T).
+    targets: token ids to predict, int64, (rows, T); -1 where a token has no loss.
+    active: token ids in the inputs of all ranks, each once, ascending.
+    active_by_rank: for each rank, the token ids in its own inputs, in the same form; on the CPU.
+    n_targets: targets with a loss in the global batch, over all ranks. The summed losses and gradients of the
+        step are divided by this number.
+    n_targets_of_rank: targets with a loss in the rows of this rank.
+    """
+
+    idx: Tensor
+    targets: Tensor
+    active: Tensor
+    active_by_rank: list[Tensor]
+    n_targets: int
     n_targets_of_rank: int
 
 
 def rank_batch(batch: Batch, shares: Sequence[int], rank: int, device: torch.device) -> RankBatch:
-    """The rows of `rank` in the global batch. shares: rows per rank."""
+    """The part of the global batch `batch` that `rank` trains on, as tensors on `device`.
+
+    shares: rows of the global batch for each rank, in rank order.
+    """
     tokens = torch.from_numpy(rank_rows(batch.tokens, shares, rank).astype(np.int64)).to(device)
     targets = rank_rows(batch.targets, shares, rank)
     return RankBatch(

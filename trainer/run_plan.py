@@ -25,7 +25,13 @@ from trainer.stages import SFT
 
 @dataclass(frozen=True)
 class Plan:
-    """The values derived from a run's settings. total_batch_size is in tokens, `shares` in rows per rank."""
+    """What follows from a run's settings, the vocabulary and the number of ranks.
+
+    model: its shape. scaling_params: number of its scaling parameters (see lr_schedule).
+    total_batch_size: tokens of a step. num_iterations: steps of the run.
+    scales: factors of the learning rates and weight decay.
+    shares: rows of a step, by rank.
+    """
 
     model: GPTConfig
     scaling_params: int
@@ -36,17 +42,19 @@ class Plan:
 
     @property
     def rows_per_step(self) -> int:
+        """Rows of a step, over all ranks."""
         return sum(self.shares)
 
 
 def make_plan(
     config: RunConfig, vocab_size: int, world_size: int, shares: Sequence[int] = (), train_rows: int = 0
 ) -> Plan:
-    """Derive the plan of a run; `shares` are the rows per rank, empty for an equal split.
+    """Derive the plan of a run.
 
-    train_rows: rows of the data, for a run of stage sft whose length is an epoch.
-
-    Raises ConfigError if a step has fewer rows than ranks, or `shares` do not add up to the rows of a step.
+    config: its settings. vocab_size: tokens of the tokenizer. world_size: number of ranks. shares: rows per
+    rank; empty for an equal split. train_rows: rows of the data, for a run of stage sft whose length is an
+    epoch. Raises ConfigError if a step has fewer rows than ranks, or `shares` do not add up to the rows of a
+    step.
     """
     model = GPTConfig.from_depth(
         config.depth,
@@ -106,7 +114,8 @@ def describe_plan(
 ) -> str:
     """The text about the run that rank 0 logs before the first step of an attempt.
 
-    micro_batches: rows of a micro-batch, by rank.
+    plan, config, model: of the run. train_rows: rows of the training data. micro_batches: rows of a
+    micro-batch, by rank.
     """
     tokens = plan.total_batch_size * plan.num_iterations
     flops = model.flops_per_token()

@@ -60,9 +60,19 @@ PREDICTION = "prediction.txt"
 class RunSetup:
     """Sets up one rank for step 0, or for the step after the checkpoint that it resumes from.
 
+    Set before `run`:
     predicts: measure and predict although nothing is automatic. trains: the ranks train after the setup.
     evaluates_core: they evaluate CORE if core_metric_every is set.
-    `run` sets the other attributes, which the training loop uses.
+    from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with.
+    Set by `run`, for the training loop:
+    plan: of the run, with the batch split at the first step. data: rows and tokenizer.
+    core: tasks of CORE, if they are evaluated; else None. group: the connected ranks.
+    numerics: arithmetic of this rank. model, optimizer, sync: what is trained, by which sync mode.
+    train_state: progress of the run. placement: how the ranks divide the work.
+    micro_batches: rows of a micro-batch, by rank.
+    config_digest: digest of the settings, as computed by the release that started the run.
+    numerics_by_rank: result of `Numerics.saved` of each rank. facts_by_rank: {fact: text} of each rank.
+    gemm_rate: of all ranks together, in FLOP/s; None if a rank has not measured its own.
     """
 
     predicts = False
@@ -70,22 +80,22 @@ class RunSetup:
     evaluates_core = True
     copies_to = ""  # the host that keeps copies of checkpoints before others; "": the next ones in rank order
     tracks_on_all_hosts = False  # each host keeps the figures, because it may become the coordinator
-    from_checkpoint: Path | None = None  # what a run of stage sft begins with; rank 0 reads it
+    from_checkpoint: Path | None = None
 
-    plan: Plan  # its batch split is that at the first step
+    plan: Plan
     data: Dataset
-    core: Bundle | None = None  # of core_metric_every
+    core: Bundle | None = None
     group: Collectives
     numerics: Numerics
     model: GPT
     optimizer: MuonAdamW
     sync: SyncMode
     train_state: TrainState
-    micro_batches: list[int]  # rows, by rank
-    config_digest: str  # as computed by the release that started the run
+    micro_batches: list[int]
+    config_digest: str
     numerics_by_rank: tuple[dict[str, Any], ...]
     facts_by_rank: list[dict[str, str]]
-    gemm_rate: float | None  # of all ranks together, in FLOP/s; None if a rank has not measured its own
+    gemm_rate: float | None
     placement: Placement
 
     def __init__(
@@ -194,6 +204,7 @@ class RunSetup:
             )
 
     def open_data(self) -> Dataset:
+        """Open the data directory of the run. A benchmark replaces this method."""
         return Dataset.open(self.data_dir, self.config.sequence_len)
 
     def _read_core(self) -> dict[str, str]:
@@ -210,6 +221,7 @@ class RunSetup:
         return {"CORE bundle": self.core.digest[:16]}
 
     def make_sync(self) -> SyncMode:
+        """Create the sync mode of the placement for model and optimizer."""
         outer = Outer.of(self.config)
         return make_sync(self.placement.sync, self.group, self.model, self.optimizer, outer)
 
@@ -401,7 +413,13 @@ class RunSetup:
         return describe_plan(self.plan, self.config, self.model, rows, sizes)
 
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
-        """The dict that is written to meta.json. `plan` has the current batch split, `state` the progress."""
+        """The content of meta.json for a checkpoint.
+
+        plan: has the current batch split. state: the progress. Keys: run_id, the fields of TrainState except
+        checkpoint, num_iterations, rows and tokens (trained so far), config, config_digest, model_config,
+        hashes (of the data), world_size, shares, `arrangement` (the placement), numerics and hosts (by rank),
+        torch and time (Unix).
+        """
         done = dataclasses.asdict(state)
         del done["checkpoint"]
         return {
@@ -424,12 +442,13 @@ class RunSetup:
         }
 
     def step_cost(self) -> StepCost:
+        """The constants from which the reporter computes FLOPs and epochs."""
         return StepCost(self.model.flops_per_token(), self.gemm_rate, self.data.info.train_rows)
 
     def open_tracker(self, uri: str) -> Tracker:
-        """The tracker of this attempt on this rank.
+        """The tracker of this attempt on this rank. uri: of the MLflow server; "" for none.
 
-        Without a `uri`, with tracker=none, and on other ranks than rank 0 it writes only files.
+        Without an address, with tracker=none, and on other ranks than rank 0 it writes only files.
         """
         if self.config.tracker == "none" or not self.env.is_coordinator:
             uri = ""

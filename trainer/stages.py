@@ -38,10 +38,10 @@ SFT_SETTINGS: Mapping[str, Any] = {
 
 
 def sft_settings(meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a run that fine-tunes the model of a checkpoint.
+    """The settings of a run that fine-tunes the model of a checkpoint: {setting: value}.
 
-    meta: the content of the checkpoint's meta.json. The settings INHERITED are taken from it, the others of
-    stage sft from SFT_SETTINGS; settings in `given` replace both.
+    meta: content of the checkpoint's meta.json. given: settings that were set, which replace the others. The
+    settings INHERITED are taken from `meta`, the others of stage sft from SFT_SETTINGS.
     """
     base = meta["config"]
     inherited = {name: base[name] for name in INHERITED if name in base}
@@ -49,9 +49,9 @@ def sft_settings(meta: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str,
 
 
 def parent_of(meta: Mapping[str, Any]) -> str:
-    """The setting `parent` for the checkpoint with this meta.json: RUN_ID/step_NNNNNN/SHA256.
+    """The setting `parent` for a checkpoint: RUN_ID/step_NNNNNN/SHA256, with 12 hex digits of the weights.
 
-    SHA256 is that of the weights, its first 12 hex digits.
+    meta: content of its meta.json, with run_id, step and sha256 (by file).
     """
     sums = meta["sha256"]
     weights = next(sums[name] for name in ("model.safetensors", "model.pt") if name in sums)

@@ -53,7 +53,12 @@ TIMEOUT_STEPS = 20
 
 
 class Trainer:
-    """Runs one attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd."""
+    """Runs one attempt at a run on this rank. `run` returns the closing sentence or raises RunEnd.
+
+    run_file: of the run. data_dir, run_dir: data and run directory.
+    env, attempt, log: of this rank.
+    from_checkpoint: on rank 0, the checkpoint that a run of stage sft begins with; else None.
+    """
 
     setup_class = RunSetup
 
@@ -91,7 +96,10 @@ class Trainer:
         log: RunLogger,
         from_checkpoint: Path | None = None,
     ) -> Self:
-        """The trainer of this rank. In an elastic run, the hosts may elect a coordinator first."""
+        """The trainer of this rank. In an elastic run, the hosts may elect a coordinator first.
+
+        Arguments: as for the class.
+        """
         return cls(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
 
     def _run(self, tracker_uri: str) -> str:
@@ -235,7 +243,11 @@ class Trainer:
         compare_batches(self.group, checksums.flatten().tolist(), step + 1)
 
     def forward_backward(self, idx_BT: Tensor, targets_BT: Tensor) -> float:
-        """Accumulate the gradients of this rank's rows (rows, T); returns the sum of their losses in nats."""
+        """Accumulate the gradients of this rank's rows; returns the sum of their losses in nats.
+
+        idx_BT: token ids of the inputs, (rows, T). targets_BT: token ids to predict, (rows, T); -1 where a
+        token has no loss.
+        """
         # Read once at the end, so that a GPU does not wait for the host after each micro-batch.
         total = torch.zeros((), dtype=torch.float64, device=idx_BT.device)
         size = self.setup.micro_batches[self.group.rank]

@@ -37,12 +37,14 @@ def bench_plan(
     threads: int = 0,
     memory_gb: float = 0.0,
 ) -> list[Case]:
-    """The benchmark cases of bench.yml: those that `asked` names, separated by commas, else the default ones.
+    """The benchmark cases of bench.yml, dicts as at the top of this file.
 
-    hosts, gpu_hosts: names of all hosts and of those with a GPU. config: settings of the runs. tokens:
-    tokens of a step. steps: measured steps of a case. threads, memory_gb: of the first host, 0 if unknown;
-    they limit how many processes the default cases start on it. Raises AnsibleFilterError for an invalid
-    name and for settings that RunConfig refuses.
+    asked: names of cases, separated by commas; "" for the default ones.
+    hosts, gpu_hosts: names of all hosts and of those with a GPU.
+    config: {setting: value} of the runs. tokens: tokens of a step. steps: measured steps of a case.
+    threads, memory_gb: of the first host, 0 if unknown; they limit how many processes the default cases start
+        on it.
+    Raises AnsibleFilterError for an invalid name and for settings that RunConfig refuses.
     """
     names = [name.strip() for name in asked.split(",") if name.strip()]
     problems, cases = [], []
@@ -74,12 +76,13 @@ def _has_room(ranks: int, config: Mapping[str, Any], tokens: int, threads: int, 
 def default_cases(
     hosts: Sequence[str], gpu_hosts: Sequence[str], tokens: int, processes: Sequence[int] = PROCESSES[:1]
 ) -> list[str]:
-    """Names of the default benchmark cases. tokens: tokens per step, of all ranks together.
+    """Names of the default benchmark cases.
 
-    These are each host alone, the GPU of each GPU host, several processes on the first host (each number in
-    `processes`), all hosts with plain DDP and in every sync mode. In sync=local every rank has `tokens`
-    tokens per step. With several hosts there is one more case, the coordinator alone with
-    tokens / len(hosts) tokens per step. Its step time is the least that the fleet can reach.
+    hosts, gpu_hosts: names of all hosts and of those with a GPU. tokens: tokens per step, of all ranks
+    together. The cases are each host alone, the GPU of each GPU host, several processes on the first host
+    (each number in `processes`), all hosts with plain DDP and in every sync mode. In sync=local every rank
+    has `tokens` tokens per step. With several hosts there is one more case, the coordinator alone with tokens
+    / len(hosts) tokens per step. Its step time is the least that the fleet can reach.
     """
     names = [f"solo-{tokens}-on-{host}" for host in hosts]
     names += [f"gpu-{tokens}-on-{host}" for host in gpu_hosts]
@@ -138,11 +141,11 @@ def _case(name: str, hosts: Sequence[str], config: Mapping[str, Any], steps: int
 
 
 def measured(plan: Sequence[Case], paths: Sequence[Path]) -> list[str]:
-    """The names of those cases of `plan` that need no new run, because a usable result file of them exists.
+    """The names of the cases that need no new run, because a usable result file of them exists.
 
-    paths: the result files, NAME.json. A file can be used if schema, hosts, depth, sequence_len and
-    device_batch_size are equal and it has at least as many steps. It does not record the link, the data and
-    other settings: if these have changed, measure again with -e bench_again=true.
+    plan: all cases. paths: the result files, NAME.json. A file can be used if schema, hosts, depth,
+    sequence_len and device_batch_size are equal and it has at least as many steps. It does not record the
+    link, the data and other settings: if these have changed, measure again with -e bench_again=true.
     """
     results = {path.stem: load_json(str(path)) or {} for path in paths}
     return [case["name"] for case in plan if _covers(results.get(case["name"], {}), case)]
@@ -160,7 +163,7 @@ def _covers(result: Mapping[str, Any], case: Case) -> bool:
 def summary(plan: Sequence[Case], left: Sequence[Case]) -> str:
     """A sentence about the cases of a benchmark: names those to measure, counts those with a result file.
 
-    plan: all cases. left: those of them to measure.
+    plan: all cases. left: those of `plan` that have to be measured.
     """
     names = ", ".join(case["name"] for case in left) or "nothing"
     kept = len(plan) - len(left)

@@ -96,7 +96,10 @@ def instance(name: str, template: str = TEMPLATE) -> str:
 
 
 def entries(scope: str = "") -> list[str]:
-    """Full names of the transient units that have a boot entry on this host. scope: "" for own_scope()."""
+    """Full names of the transient units that have a boot entry on this host.
+
+    scope: system or user, whose systemd has the units; "" for own_scope().
+    """
     scripts = Path(_folders(scope or own_scope())[0]).glob("*.sh")
     return sorted(f"{PREFIX}{each.stem}.service" for each in scripts)
 
@@ -104,8 +107,9 @@ def entries(scope: str = "") -> list[str]:
 def script(name: str, start: Sequence[str], condition: Sequence[str], user: str, scope: str) -> str:
     """The text of the shell script in a boot entry.
 
-    start: the systemd-run command line of the unit. condition: the command whose exit status decides (see the
-    top of this file); in the scope `system` it runs as `user`.
+    name: of the transient unit. start: its systemd-run command line. condition: the command whose exit status
+    decides (see the top of this file). user: as whom the condition runs in the scope `system`. scope: system
+    or user.
     """
     folder, units = _folders(scope)
     command = ["runuser", "-u", user, "--", *condition] if user and scope == "system" else condition
@@ -140,7 +144,8 @@ def write(
 ) -> None:
     """Write and enable the boot entry of the unit `name`. Raises OSError; RuntimeError if systemctl fails.
 
-    sleeps: whether the unit leaves its run while the host sleeps.
+    start, condition, user, scope: as for `script`. sleeps: whether the unit leaves its run while the host
+    sleeps.
     """
     folder, units = _folders(scope)
     target = "multi-user.target" if scope == "system" else "default.target"

@@ -21,7 +21,7 @@ EXAMPLE = "ansible-playbook train.yml -e stage=sft -e from_run=RUN -e conversati
 
 
 class Source(NamedTuple):
-    """A file or folder of conversations.
+    """A file or folder of conversations. path: of it.
 
     weight: how many times an epoch has each of its conversations, as text; "" for 1.
     """
@@ -31,9 +31,10 @@ class Source(NamedTuple):
 
 
 def request_findings(request: Mapping[str, Any]) -> Iterator[Finding]:
-    """Findings about settings that do not belong together.
+    """Findings about settings of a fine-tuning that do not belong together.
 
-    request: stage, from_run, from_checkpoint, conversations; "" if not set.
+    request: {setting: value} of stage, from_run, from_checkpoint and conversations; "" if a setting is not
+    set.
     """
     names = ("from_run", "from_checkpoint", "conversations")
     given = [f"-e {name}={request[name]}" for name in names if request[name]]
@@ -89,7 +90,7 @@ def _path(text: str, folder: Path) -> Path:
 def file_findings(sources: Sequence[Source], tokenizer: Path) -> Iterator[Finding]:
     """A finding for each path of conversations that does not exist, and one if there is no tokenizer.
 
-    tokenizer: the folder in which tokenizer.json must be.
+    sources: the files and folders of conversations. tokenizer: the folder in which tokenizer.json must be.
     """
     for path, _ in sources:
         if not path.exists():
@@ -132,7 +133,8 @@ def _sha256(path: Path) -> str:
 def command_options(sources: Sequence[Source], tokenizer: Path, skip_bad: bool) -> list[str]:
     """The options of `python -m trainer conversations` for these files, without --out.
 
-    tokenizer: the folder of the tokenizer. skip_bad: whether bad lines are left out.
+    sources: the files and folders of conversations. tokenizer: the folder of the tokenizer. skip_bad: whether
+    bad lines are left out.
     """
     words = []
     for path, weight in sources:

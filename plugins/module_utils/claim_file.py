@@ -13,10 +13,11 @@ SCHEMA = 1
 
 
 def parse(text: str, path: str, host: str) -> dict[str, Any]:
-    """The claim in `text`, the content of a claim file; {} if the text is empty.
+    """The claim in the text of a claim file; {} if the text is empty.
 
-    path, host: the file and its host, for messages. Raises ValueError if the text is no claim, or one of a
-    newer release of nanofleet.
+    Keys: schema, fleet_id, hosts ({name: address}), by and at (who made it, and when), controllers
+    (addresses). path, host: the file and its host, for messages. Raises ValueError if the text is no claim,
+    or one of a newer release of nanofleet.
     """
     if not text:
         return {}
@@ -43,10 +44,11 @@ def parse(text: str, path: str, host: str) -> dict[str, Any]:
 def refusal(
     claim: dict[str, Any], fleet_id: str, hosts: dict[str, str], host: str, partial: bool = False
 ) -> str:
-    """Why this fleet may not change `host`, which has the claim `claim`, as a message; "" if it may.
+    """Why this fleet may not change a host, as a message; "" if it may.
 
-    fleet_id, hosts: the name of this fleet and its addresses by host. partial: whether the claim also counts
-    as this fleet's if one of the two lists of hosts contains the other.
+    claim: the claim of the host (see `parse`). fleet_id: name of this fleet. hosts: {name: address} of its
+    hosts. host: name of the host. partial: whether the claim also counts as this fleet's if one of the two
+    lists of hosts contains the other.
     """
     if not claim or claim["fleet_id"] == fleet_id or claim["hosts"] == hosts:
         return ""
@@ -70,10 +72,11 @@ def routable(address: str) -> str:
 
 
 def merge(claim: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]:
-    """The new claim of a host. claim: its old one, {} for none; `by` and `at` of the old one are kept.
+    """The new claim of a host (keys: see `parse`).
 
-    params: the options of the module fleet_claim. The option `controller` is added to the option
-    `controllers` or, if that is not given, to the controllers of the old claim.
+    claim: its old claim, {} for none; `by` and `at` of the old claim are kept. params: options of the module
+    fleet_claim: fleet_id, hosts, by, at, controllers, controller. The option `controller` is added to the
+    option `controllers` or, if that is not given, to the controllers of the old claim.
     """
     known = params["controllers"] if params["controllers"] is not None else claim.get("controllers", [])
     found = [routable(address) for address in [*known, params["controller"]]]
@@ -88,7 +91,7 @@ def merge(claim: Mapping[str, Any], params: Mapping[str, Any]) -> dict[str, Any]
 
 
 def claim_text(claim: Mapping[str, Any], params: Mapping[str, Any]) -> str:
-    """The text of the file with the new claim. Arguments as in `merge`."""
+    """The text of the file with the new claim. claim, params: as for `merge`."""
     return json.dumps(merge(claim, params), indent=2) + "\n"
 
 
@@ -101,8 +104,8 @@ def refusals(
 ) -> list[str]:
     """Messages about the hosts whose claim is damaged or names another fleet; [] if there are none.
 
-    texts: the text of the claim file by host. fleet_id, hosts, partial: as for `refusal`. path: of the claim
-    file on the hosts.
+    texts: {host: text of its claim file}. fleet_id, hosts, partial: as for `refusal`. path: of the claim file
+    on the hosts.
     """
     addresses = {name: str(address) for name, address in hosts.items()}
     found = []

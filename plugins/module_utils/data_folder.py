@@ -16,10 +16,11 @@ PUSHED = ("manifest.json", "shards", "tokenizer", "core")
 
 
 def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], check: bool = False) -> int:
-    """Give a folder, its entries `names` and all below them to uid and gid. Returns the number of changes.
+    """Give a folder, some of its entries and all below these to a user and group.
 
-    folder: its descriptor. shown: its path, for messages. No symbolic link is followed. check: only count.
-    Raises ValueError for a file with several hard links.
+    Returns the number of changes. folder: descriptor of the open folder. shown: its path, for messages. uid,
+    gid: of the user and group. names: of the entries. No symbolic link is followed. check: only count. Raises
+    ValueError for a file with several hard links.
     """
     changed = 0
     if (os.fstat(folder).st_uid, os.fstat(folder).st_gid) != (uid, gid):
@@ -45,11 +46,11 @@ def give(folder: int, shown: Path, uid: int, gid: int, names: tuple[str, ...], c
 
 
 def own(path: Path, user: str, reader: str, mode: int, check: bool) -> dict[str, Any]:
-    """Make a data directory and set its owner and mode. Returns the result of the module data_owner.
+    """Make a data directory and set its owner and mode.
 
-    user: the owner. reader: the user whose primary group the directory and the files get. mode: of the
-    directory itself. check: change nothing. Raises ValueError if a user is missing, or if `path` is a link or
-    no folder.
+    Returns {"changed", "given" (number of changed entries)}. path: of the directory. user: the owner. reader:
+    the user whose primary group the directory and the files get. mode: of the directory itself. check: change
+    nothing. Raises ValueError if a user is missing, or if `path` is a link or no folder.
     """
     try:
         uid, gid = pwd.getpwnam(user).pw_uid, pwd.getpwnam(reader).pw_gid

@@ -15,9 +15,9 @@ MOST_PHRASES = 5  # of one host; a folder that was emptied would fill the screen
 
 
 def dataset_phrases(phrases: Sequence[str]) -> str:
-    """Phrases about the files of a host as one line: the first five, then the number of further ones.
+    """Phrases about the files of a host as one line, such as "shard_00000.parquet is missing".
 
-    phrases: such as "shard_00000.parquet is missing".
+    phrases: the first five of them are shown, then the number of further ones.
     """
     more = len(phrases) - MOST_PHRASES
     return "; ".join(phrases[:MOST_PHRASES]) + (f"; and {more} more" if more > 0 else "")

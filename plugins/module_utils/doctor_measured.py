@@ -41,11 +41,11 @@ def pairs_in_rounds(hosts: Sequence[Any]) -> list[list[list[Any]]]:
 
 
 def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]]:
-    """The pairs of hosts between which rates are measured, in rounds: {host that connects: the other one}.
+    """The pairs of hosts between which rates are measured, in rounds: {host that connects: the other host}.
 
-    In a round each host is in at most one pair. The host that connects is one that has reached an open port
-    of the other. A pair is left out if neither host has, or if large packets between the two are lost.
-    measured: host -> its measurements (see the top of this file).
+    hosts: names. measured: {host: its measurements} (see the top of this file). In a round each host is in at
+    most one pair. The host that connects is one that has reached an open port of the other. A pair is left
+    out if neither host has, or if large packets between the two are lost.
     """
     rounds = []
     for pairs in pairs_in_rounds(hosts):
@@ -63,9 +63,11 @@ def rate_rounds(hosts: Sequence[str], measured: Measured) -> list[dict[str, str]
 def peers(
     hosts: Sequence[str], hostvars: Mapping[str, Any], me: str, listening: str = "__doctor_listening"
 ) -> list[dict[str, Any]]:
-    """Option `peers` of the module doctor_peers on the host `me`: all other hosts, also unreachable ones.
+    """Option `peers` of the module doctor_peers on the host `me`: a dict for each other host.
 
-    listening: name of the variable that holds the result of doctor_listener.
+    Keys: host, address, ports (open listeners, see peer_listener.open_ports), ssh_port. hosts: names of all
+    hosts, of which some may be unreachable. hostvars: variables by host. listening: name of the variable that
+    holds the result of doctor_listener.
     """
     found = []
     for host in hosts:
@@ -112,10 +114,10 @@ def blocked_hosts(measured: Measured) -> list[str]:
 def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[str, Any]:
     """The hosts that can test an all-reduce together, and why the others cannot: {"hosts", "why"}.
 
-    hosts: all, in rank order; the first one serves the rendezvous store. measured: host -> its measurements
-    (see the top of this file). forks: on how many hosts Ansible runs a task at the same time. The result
-    `hosts` is [] if fewer than two can, or more than `forks`. A host with a broken path to another one is
-    left out, because that path has a finding of its own.
+    hosts: names of all hosts, in rank order; the first one serves the rendezvous store. measured: {host: its
+    measurements} (see the top of this file). forks: on how many hosts Ansible runs a task at the same time.
+    In the result, `hosts` is [] if fewer than two can, or more than `forks`; `why` is a text. A host with a
+    broken path to another one is left out, because that path has a finding of its own.
     """
     joined: list[str] = []
     bare: list[str] = []
@@ -149,10 +151,10 @@ def can_rehearse(hosts: Sequence[str], measured: Measured, forks: int) -> dict[s
 def rehearsal_part(
     hosts: Sequence[str], measured: Measured, me: str, forks: int, port: int, config: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The argument of trainer.bench.rehearsal on the host `me`: all hosts, its rank, the store's address.
+    """The argument of trainer.bench.rehearsal on the host `me` (for its keys see `rehearse` there).
 
-    If `me` cannot reach the others, it is the only host. hosts, measured, forks: as for `can_rehearse`.
-    port: of the rendezvous store. config: settings of the run whose step is predicted.
+    If `me` cannot reach the others, it is the only host. hosts, measured, forks: as for `can_rehearse`. port:
+    of the rendezvous store. config: {setting: value} of the run whose step is predicted.
     """
     together = can_rehearse(hosts, measured, forks)["hosts"]
     joined = together if me in together else [me]
@@ -241,7 +243,10 @@ def prediction(measured: Measured) -> dict[str, Any] | None:
 
 
 def why_no_prediction(measured: Measured) -> str:
-    """Why hosts that rehearsed together made no prediction of a step; "" if they made one or none was due."""
+    """Why hosts that rehearsed together made no prediction of a step; "" if they made one or none was due.
+
+    measured: {host: its measurements} (see the top of this file).
+    """
     for host, of_host in measured.items():
         rehearsal = of_host["rehearsal"] or {}
         first = (rehearsal.get("hosts") or [""])[0]
@@ -255,9 +260,10 @@ def fleet_state(
 ) -> dict[str, Any]:
     """What a report of the doctor depends on: while the result is unchanged, no new check is due.
 
-    measured: host -> its measurements (see the top of this file). options: the ports of a run. hostvars:
-    variables by host. Returns {"settings": ports and order of the hosts, "hosts": {host: its marks}}.
-    Firewall rules count only on hosts where they were read as root (`__doctor_rules`).
+    measured: {host: its measurements} (see the top of this file). options: the ports of a run: store_port,
+    port_low, port_high. hostvars: variables by host. Returns {"settings": ports and order of the hosts,
+    "hosts": {host: its marks}}. Firewall rules count only on hosts where they were read as root
+    (`__doctor_rules`).
     """
     settings = {"hosts": " ".join(measured)} | {name: str(options[name]) for name in PORTS}
     state: dict[str, Any] = {"settings": settings, "hosts": {}}

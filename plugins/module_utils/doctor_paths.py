@@ -88,6 +88,7 @@ class Path:
     options: Mapping[str, Any]
 
     def findings(self) -> Iterator[Finding]:
+        """Yield the findings about this path."""
         host, peer, path = self.host, self.peer, self.measured[self.host]["paths"][self.peer]
         address, ports = self.measured[peer]["address"], path.get("ports") or []
         closed: dict[str, list[Mapping[str, Any]]] = {}

@@ -25,11 +25,11 @@ print(json.dumps({**about, **found}))
 
 
 def read_environment(python: str) -> dict[str, Any]:
-    """The versions in an environment, as {"installed", "cores"}. python: the path of its Python.
+    """The versions in a Python environment, as {"installed", "cores"}. python: the path of its Python.
 
-    installed: environment (name of its folder), machine, python and torch (versions), trainer (digest); {} if
-    that Python does not exist. cores: number of processors that this process may use. Raises ValueError if
-    the Python does not run, or if torch or the trainer is missing.
+    installed: dict with environment (name of its folder), machine, python and torch (versions) and trainer
+    (digest); {} if that Python does not exist. cores: number of processors that this process may use. Raises
+    ValueError if the Python does not run, or if torch or the trainer is missing.
     """
     cores = len(os.sched_getaffinity(0))
     if not os.path.exists(python):

@@ -18,8 +18,8 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.files import load_
 class Digests:
     """The sha256 of files, kept in the JSON file `path` as {name: [size, mtime, ctime, sha256]}.
 
-    Size is in bytes, both times are in ns. hashed: how many files had to be read, because they were new or
-    changed.
+    Size is in bytes, both times are in ns. The attribute `hashed` counts the files that had to be read,
+    because they were new or changed.
     """
 
     def __init__(self, path: Path) -> None:

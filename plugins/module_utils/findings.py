@@ -20,23 +20,27 @@ UNCHANGED = "nothing was changed"
 
 
 def finding(code: str, host: str, problem: str, remedy: str, severity: str = "refusal") -> Finding:
-    """A finding as a dict (its keys: see the top of this file).
+    """A finding as a dict with code, host, problem, remedy and severity (see the top of this file).
 
-    host: the host, setting or option that it is about. severity: refusal (stops the command), error or
-    warning.
+    code: of the message. host: the host, setting or option that it is about. problem: one sentence. remedy:
+    the fix. severity: refusal (stops the command), error or warning.
     """
     return {"code": code, "host": host, "problem": problem, "remedy": remedy, "severity": severity}
 
 
 def warning(code: str, host: str, problem: str, remedy: str) -> Finding:
-    """A finding with the severity warning, which stops nothing."""
+    """A finding with the severity warning, which stops nothing. Arguments: as for `finding`."""
     return finding(code, host, problem, remedy, "warning")
 
 
 def doctor_finding(
     code: str, host: str, problem: str, remedy: str, peer: str = "", severity: str = "error"
 ) -> Finding:
-    """A finding of the doctor. peer: host at the other end of the path; "" if it is not about a path."""
+    """A finding of the doctor: the keys of `finding`, and peer.
+
+    code, host, problem, remedy, severity: as for `finding`. peer: host at the other end of the path; "" if it
+    is not about a path.
+    """
     return {**finding(code, host, problem, remedy, severity), "peer": peer}
 
 

@@ -41,11 +41,14 @@ def plan(
 ) -> dict[str, Any]:
     """The decision about a run of stage sft: {"config", "run_id", "arguments"}.
 
-    config: the settings of the run. run_id: its name, "" for the default name. arguments: more options of
-    `trainer train`. host: the coordinator. found: the result of the module parent_checkpoint there. given:
-    the settings that were set. tokenizer_sha256: of the tokenizer with which the conversations were made,
-    "" if unknown. sandboxed: whether the unit of the run has no access to home directories. Raises
-    RefusedError.
+    config: {setting: value} of the run. run_id: its name, "" for the default name. arguments: more options of
+        `trainer train`.
+    host: name of the coordinator.
+    found: the result of the module parent_checkpoint there.
+    given: {setting: value} of the settings that were set. from_checkpoint: the setting of this name.
+    tokenizer_sha256: of the tokenizer with which the conversations were made, "" if unknown.
+    sandboxed: whether the unit of the run has no access to home directories.
+    Raises RefusedError.
     """
     chosen = _chosen(found, from_checkpoint)
     try:

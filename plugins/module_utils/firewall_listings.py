@@ -24,6 +24,10 @@ Run = Callable[[str], str]
 
 
 def make_rule(firewall: str, chain: str, verdict: str, text: str, **more: str) -> Rule:
+    """A rule with these fields (see the top of this file); fields that are not given are "".
+
+    more: further fields.
+    """
     empty = dict.fromkeys(("place", "remedy", "version", "protocol", "source", "ports", "length"), "")
     return {**empty, "firewall": firewall, "chain": chain, "verdict": verdict, "text": text, **more}
 
@@ -37,6 +41,7 @@ SSH_NAMES = ("ssh", "SSH", "OpenSSH")
 
 
 def ufw_rules(run: Run, _interface: str) -> list[Rule]:
+    """Rules of ufw. run: returns what a command prints."""
     if "Status: active" not in run("ufw status"):
         return []
     rules = map(ufw_rule, run("ufw show added").splitlines())
@@ -66,6 +71,10 @@ def ufw_rule(line: str) -> Rule | None:
 
 
 def firewalld_rules(run: Run, interface: str) -> list[Rule]:
+    """Rules of firewalld. run: returns what a command prints.
+
+    interface: the one to the peers, which selects the zone.
+    """
     zone = run(f"firewall-cmd --get-zone-of-interface={interface}") or run("firewall-cmd --get-default-zone")
     zone = zone.strip()
     if not zone:
@@ -95,6 +104,7 @@ IPTABLES_AS_NFT = (
 
 
 def nft_rules(run: Run, _interface: str) -> list[Rule]:
+    """Rules of nftables. run: returns what a command prints."""
     # iptables keeps its rules in nft's tables as well, and shows them itself.
     skipped = {
         f"{family} {line[1:]}"
@@ -129,7 +139,10 @@ def nft_rules(run: Run, _interface: str) -> list[Rule]:
 
 
 def iptables_rules(run: Run, _interface: str) -> list[Rule]:
-    """Rules of iptables (IPv4) and ip6tables (IPv6), without the chains that ufw made."""
+    """Rules of iptables (IPv4) and ip6tables (IPv6), without the chains that ufw made.
+
+    run: returns what a command prints.
+    """
     found = []
     for command, version in (("iptables", "4"), ("ip6tables", "6")):
         for part in f"\n{run(f'{command}-save')}".split("\n*")[1:]:

@@ -21,6 +21,10 @@ Wanted = Sequence[Mapping[str, str]]
 
 
 def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
+    """The commands of ufw that admit connections. wanted: dicts with source and port.
+
+    comment: of the rules.
+    """
     return [
         f"sudo ufw prepend allow from {rule['source']} to any port {rule['port']} proto tcp "
         f"comment {shlex.quote(comment)}"
@@ -29,6 +33,10 @@ def ufw_permit(wanted: Wanted, _place: str, comment: str) -> list[str]:
 
 
 def firewalld_permit(wanted: Wanted, zone: str, _comment: str) -> list[str]:
+    """The commands of firewalld that admit connections. wanted: dicts with source and port.
+
+    zone: of the rules.
+    """
     option = f"--zone={zone} " if zone else ""
     typed = [
         f"""sudo firewall-cmd --permanent {option}--add-rich-rule='rule family="{family}" """
@@ -41,6 +49,10 @@ def firewalld_permit(wanted: Wanted, zone: str, _comment: str) -> list[str]:
 
 
 def nft_permit(wanted: Wanted, place: str, _comment: str) -> list[str]:
+    """The commands of nft that admit connections. wanted: dicts with source and port.
+
+    place: FAMILY TABLE CHAIN.
+    """
     return [
         f"sudo nft 'insert rule {place or 'inet filter input'} {'ip6' if is_ipv6 else 'ip'} saddr "
         f"{{ {', '.join(sources)} }} tcp dport {{ {', '.join(ports).replace(':', '-')} }} accept'"
@@ -51,7 +63,7 @@ def nft_permit(wanted: Wanted, place: str, _comment: str) -> list[str]:
 def grouped(wanted: Wanted) -> list[tuple[bool, list[str], list[str]]]:
     """The connections to admit in groups, for nft and iptables: (whether IPv6, sources, ports).
 
-    Each source of a group is admitted to each of its ports.
+    wanted: dicts with source and port. Each source of a group is admitted to each of its ports.
     """
     ports: dict[str, list[str]] = {}
     for rule in wanted:
@@ -63,6 +75,7 @@ def grouped(wanted: Wanted) -> list[tuple[bool, list[str], list[str]]]:
 
 
 def iptables_permit(wanted: Wanted, _place: str, _comment: str) -> list[str]:
+    """The commands of iptables that admit connections. wanted: dicts with source and port."""
     return [
         f"sudo {'ip6tables' if is_ipv6 else 'iptables'} -I INPUT -s {source} -p tcp -m multiport "
         f"--dports {','.join(ports)} -j ACCEPT"
@@ -116,9 +129,9 @@ def matching(
 ) -> list[Rule]:
     """Those of `rules` that apply to new TCP connections between the host and `address`.
 
-    rules: as firewall_listings describes them; only those with this verdict (drop, accept or policy) and
-    chain (INPUT or OUTPUT) count. spans: ranges of ports (low, high); a rule for one port of a range
-    counts. Rules about the length of packets do not count.
+    rules: dicts as in firewall_listings. verdict: drop, accept or policy; chain: INPUT or OUTPUT; only rules
+    with these count. spans: ranges of ports (low, high); a rule for one port of a range counts. Rules about
+    the length of packets do not count.
     """
     spans = list(spans)
     return [

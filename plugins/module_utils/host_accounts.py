@@ -11,13 +11,13 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.service_user impor
 
 
 def described(name: str) -> dict[str, str] | None:
-    """Comment, home and shell of a user; None if there is no such user."""
+    """A user as {"comment", "home", "shell"}; None if there is no such user."""
     entry = account(name)
     return entry and {"comment": entry.pw_gecos, "home": entry.pw_dir, "shell": entry.pw_shell}
 
 
 def folder(path: str) -> dict[str, str] | None:
-    """Owner and mode of a folder, links not followed; None if it does not exist."""
+    """A folder as {"owner", "mode"}, links not followed; None if it does not exist."""
     try:
         status = os.lstat(path)
     except OSError:

@@ -56,7 +56,10 @@ Options = Mapping[str, Any]
 
 
 class Commands:
-    """Commands that run while this process reads on. `answer` waits for one."""
+    """Commands that run while this process reads on. `answer` waits for one.
+
+    commands: {name: words of the command}; one whose program is not installed is not started.
+    """
 
     def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
         self.started: dict[str, subprocess.Popen[str]] = {}
@@ -69,7 +72,7 @@ class Commands:
                 )  # fmt: skip
 
     def answer(self, name: str) -> tuple[int | None, str]:
-        """(exit status, None if it is not installed; what it printed)."""
+        """(exit status, what it printed) of the command `name`; (None, "") if it is not installed."""
         process = self.started.get(name)
         if process is None:
             return None, ""
@@ -81,7 +84,10 @@ class Commands:
 
 
 def claim_differences(asked: Options, host: str) -> Iterator[str]:
-    """Phrases if the claim is not the one that setup.yml would write. asked: options of fleet_claim."""
+    """Phrases if the claim of this host is not the one that setup.yml would write.
+
+    asked: options of the module fleet_claim. host: name of this host.
+    """
     text = read_text(asked["path"], strip=False)
     try:
         claim = parse(text, asked["path"], host)
@@ -107,9 +113,10 @@ def controllers(asked: Options, host: str) -> list[str]:
 
 
 def account_differences(user: str, wanted: Options, group_member: str) -> Iterator[str]:
-    """Phrases about the service user. wanted: its comment, home and shell.
+    """Phrases about the service user `user`.
 
-    An account with another comment is kept as it is. group_member: the login user, who is in its group.
+    wanted: dict with its comment, home and shell. An account with another comment is kept as it is.
+    group_member: the login user, who is in its group.
     """
     found = described(user)
     if not found or (found["comment"] == wanted["comment"] and found != dict(wanted)):
@@ -134,10 +141,11 @@ def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
 
 
 def data_differences(path: str, user: str, mode: str, manifest_sha256: str, remember: bool) -> Iterator[str]:
-    """Phrases about the data directory: its owner, and files that differ from the controller's manifest.
+    """Phrases about a data directory: its owner, and files that differ from the controller's manifest.
 
-    user, mode: the owner and the mode that it has to have, the mode as text such as "0750". manifest_sha256:
-    of the controller's manifest. remember: whether each computed sha256 is stored beside the data.
+    path: of the directory. user, mode: the owner and the mode that it has to have, the mode as text such as
+    "0750". manifest_sha256: of the controller's manifest. remember: whether each computed sha256 is stored
+    beside the data.
     """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"
@@ -163,11 +171,13 @@ def machine() -> str:
 
 
 def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
-    """The environment that `link` points to: what locked_venv compares.
+    """The Python environment that the path `link` points to, as the module locked_venv compares it.
 
-    linked: whether the link leads to a folder of `venvs`. name: of that folder. complete: whether the
-    environment was made with `python` and all of its files are as they were installed. digest, installed,
-    versions, project: what nanofleet-venv.json in it records.
+    link: the symbolic link. venvs: folder of the environments. python: path of the Python that makes them.
+    Keys of the result:
+    linked: whether the link leads to a folder of `venvs`. name: of that folder.
+    complete: whether the environment was made with `python` and all of its files are as they were installed.
+    digest, installed, versions, project: what nanofleet-venv.json in it records.
     """
     venv = Path(os.path.realpath(link))
     marker = read_marker(venv)
@@ -189,7 +199,10 @@ def environment(link: str, venvs: str, python: str) -> dict[str, Any]:
 
 
 def firewall(commands: Commands) -> dict[str, Any]:
-    """ufw: status (absent, inactive, active or error), and added: what `ufw show added` prints."""
+    """The state of ufw, as {"status", "added"}. commands: those that were started.
+
+    status: absent, inactive, active or error. added: what `ufw show added` prints.
+    """
     (added_code, added), (status_code, status) = commands.answer("added"), commands.answer("status")
     if added_code is None:
         return {"status": "absent", "added": ""}
@@ -199,11 +212,13 @@ def firewall(commands: Commands) -> dict[str, Any]:
 
 
 def tracker(asked: Options, address: str) -> dict[str, Any]:
-    """The tracker on this host: unit, unit_mode, folder, stamp, login, login_mode, enabled, active, answers.
+    """The tracker on this host, as a dict.
 
-    unit: text of its unit file. folder: owner and mode of its folder. stamp: name of the environment that
-    its database was made for. login: sha256 of the file with its login. asked: the option `tracker` of
-    host_state. address: at which the tracker listens.
+    unit: text of its unit file. unit_mode: mode of this file. folder: owner and mode of its folder.
+    stamp: name of the environment that its database was made for.
+    login: sha256 of the file with its login, "" without one. login_mode: mode of this file.
+    enabled, active: of its unit. answers: whether it answers.
+    asked: the option `tracker` of host_state. address: at which the tracker listens.
     """
     path = f"{asked['folder']}/{asked['unit']}"
     shown = subprocess.run(
@@ -255,7 +270,10 @@ def answers(address: str, port: int) -> bool:
 
 
 def ports(asked: Options) -> dict[str, Any]:
-    """The result of the module ephemeral_ports in check mode. asked: its options."""
+    """The result of the module ephemeral_ports in check mode: changed, before and the keys of `hindrances`.
+
+    asked: options of that module.
+    """
     change = port_range.change_to(asked["path"], asked["low"], asked["high"], asked["fleet"])
     found = port_range.hindrances(asked["path"], asked["low"], asked["high"], asked["user"])
     return {"changed": change.changed, "before": change.before, **found}

@@ -40,7 +40,7 @@ def route_to(
 ) -> tuple[str, str, str]:
     """(interface, own address, "") for the path to all peers, or ("", "", problem).
 
-    Arguments as in network_interfaces.choose; owned: result of `owned_by`.
+    host, peers, seen, override: as for network_interfaces.choose. owned: result of `owned_by`.
     """
     listed = ", ".join(f"{name} ({found[0].ip})" for name, found in owned.items()) or "none"
     if override and override not in owned:

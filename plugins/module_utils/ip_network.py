@@ -34,6 +34,7 @@ def parse_ip(text: Any) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def is_loopback(address: Any) -> bool:
+    """Whether an address, as text, is a loopback address."""
     parsed = parse_ip(address)
     return parsed is not None and parsed.is_loopback
 
@@ -57,9 +58,9 @@ def reaches(networks: Iterable[Any], target: str) -> bool:
 
 
 def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
-    """Run `ip -json` with these words. Returns (parsed output, error output).
+    """Run `ip -json` with these words, such as "address", "show". Returns (parsed output, error output).
 
-    The parsed output is [] if `ip` prints no JSON.
+    The parsed output is a list of dicts; [] if `ip` prints no JSON.
     """
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     env = {**os.environ, "PATH": path, "LC_ALL": "C"}
@@ -75,7 +76,7 @@ def ask_ip(*words: str) -> tuple[list[dict[str, Any]], str]:
 
 
 def route_get(address: str) -> dict[str, str]:
-    """The route to an address: interface, source (own address) and error (what `ip` printed)."""
+    """The route to an address: {"interface", "source" (own address), "error" (what `ip` printed)}."""
     found, error = ask_ip("route", "get", address)
     route = found[0] if found else {}
     return {"interface": route.get("dev", ""), "source": route.get("prefsrc", ""), "error": error}

@@ -81,7 +81,10 @@ def lab_containers(containers: list[dict[str, Any]] | None, name: str) -> list[d
 
 
 def lab_failures(results: list[dict[str, Any]]) -> str:
-    """The messages of the failed results of an Ansible loop, each with the host it is about."""
+    """The messages of the failed results of an Ansible loop, each with the host that it is about.
+
+    results: the `results` of the registered loop, dicts with failed, item, and stderr, stdout or msg.
+    """
     messages = []
     for result in results:
         if result.get("failed"):

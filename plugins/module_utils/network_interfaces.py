@@ -74,11 +74,12 @@ def choose(
 ) -> dict[str, Any]:
     """The interface and the address with which `host` reaches its peers, as a dict.
 
-    peers: address by name of the other hosts. seen: result of the module network_links on `host`, with a
+    peers: {name: address} of the other hosts. seen: result of the module network_links on `host`, with a
     route to each peer, or to an outside address if there is no peer. override: the interface set in the
-    inventory. Returns interface; address (of `host`, on the path to the peers); listen (the address that Gloo
-    announces: the first one of the interface); networks (of the interface); problem (a sentence with its
-    remedy, or ""); findings (warnings).
+    inventory. Keys of the result:
+    interface: its name. address: of `host`, on the path to the peers.
+    listen: the address that Gloo announces, the first one of the interface. networks: of the interface.
+    problem: a sentence with its remedy, or "". findings: warnings.
     """
     owned = owned_by(seen)
     interface, address, problem = route_to(host, peers, seen, owned, override)

@@ -40,7 +40,12 @@ def slow_names(lookups: Mapping[str, Callable[[], object]], limit: float) -> lis
 
 
 def read_network(targets: Sequence[str]) -> dict[str, Any]:
-    """links (entries of `ip -json address`), routes by target, wireless and slow_names of this host."""
+    """Interfaces and routes of this host, as a dict. targets: addresses whose routes are read.
+
+    links: entries of `ip -json address`. routes: {target: result of route_get}.
+    wireless: names of WiFi interfaces.
+    slow_names: names whose lookup takes longer than LOOKUP_SECONDS.
+    """
     links = [link for link in ask_ip("-details", "address", "show", "up")[0] if link.get("ifname")]
     # torchrun looks up the name of this host at its start, and each rank the names of its peers.
     lookups: dict[str, Callable[[], object]] = {socket.gethostname(): socket.getfqdn}

@@ -48,9 +48,9 @@ def rules(
 ) -> list[dict[str, str]]:
     """The connections that the firewall of a host has to admit: [{"source", "port"}]. All others stay closed.
 
-    peers: the addresses of the other hosts. ports: the port range of a run as "LOW:HIGH". is_coordinator:
-    this host then also admits the peers to the rendezvous store and to the tracker, and `controllers`
-    (addresses) to the tracker.
+    peers: the addresses of the other hosts. ports: the port range of a run as "LOW:HIGH". store_port,
+    tracker_port: of the rendezvous store and the tracker. is_coordinator: this host then also admits the
+    peers to the rendezvous store and to the tracker, and `controllers` (addresses) to the tracker.
     """
     wanted = [ports, str(store_port), str(tracker_port)] if is_coordinator else [ports]
     found = [(peer, port) for peer in dict.fromkeys(peers) for port in wanted]

@@ -63,6 +63,7 @@ def send_line(connection: socket.socket, value: dict[str, Any]) -> None:
 
 
 def family_of(address: str) -> socket.AddressFamily:
+    """The address family of an IP address as text: AF_INET6 for IPv6, else AF_INET."""
     return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
@@ -145,9 +146,12 @@ class Listener:
 def open_ports(
     listener: Listener, address: str, store_port: int, ports: list[int]
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Listen as a run would: on the store's port (0: none), on `ports`, and on one that the kernel chooses.
+    """Open the ports on which a run would listen. Returns (opened, held), two lists of dicts.
 
-    Returns (opened: port, role and whether the kernel picked it; held: port, role and reason).
+    listener: opens them. address: of this host, "" for all. store_port: port of the rendezvous store, 0 for
+    none. ports: further ports; one more is chosen by the kernel. opened: dicts with port, role (store or
+    gloo) and picked (whether the kernel chose it). held: dicts with port, role and reason, for ports that
+    could not be opened.
     """
     wanted = [(0, "gloo", address), *((port, "gloo", address) for port in ports)]
     if store_port:
@@ -164,6 +168,7 @@ def open_ports(
 
 
 def echo(connection: socket.socket, _asked: dict[str, Any]) -> None:
+    """Send every byte that arrives on a connection back to the caller."""
     while True:
         data = connection.recv(CHUNK)
         if not data:
@@ -193,11 +198,13 @@ def pour(connection: socket.socket, seconds: float) -> None:
 
 
 def sink(connection: socket.socket, _asked: dict[str, Any]) -> None:
+    """Read a connection to the end of file; then answer {"bytes", "seconds"}."""
     count, seconds = drain(connection)
     send_line(connection, {"bytes": count, "seconds": seconds})
 
 
 def source(connection: socket.socket, asked: dict[str, Any]) -> None:
+    """Send zeros to the caller for the `seconds` that it has asked for."""
     pour(connection, min(float(asked["seconds"]), IDLE_SECONDS))
 
 

@@ -38,9 +38,10 @@ UNREACHABLE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EACCES, errno.EPERM,
 
 @dataclass(frozen=True)
 class PeerPath:
-    """The path from this host to the listener (peer_listener) of the peer `host` at `address`.
+    """The path from this host to a peer on which a listener (peer_listener) runs.
 
-    token: the secret of the check, which both ends know.
+    host, address: name and address of the peer. token: the secret of the check, which both ends know.
+    connect_seconds: the longest wait for a connection.
     """
 
     host: str
@@ -49,10 +50,10 @@ class PeerPath:
     connect_seconds: float = CONNECT_SECONDS
 
     def call(self, port: int, packet: int = 0, **asked: Any) -> Any:
-        """Connect to a port of the peer's listener; returns (socket, the answer of the listener).
+        """Connect to a port of the peer's listener; returns (socket, the answer of the listener, a dict).
 
-        packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: more fields of the
-        request. Raises OSError, and ValueError if another program answers.
+        packet: the most bytes of an IP packet in both directions, 0 for no bound. asked: further fields of
+        the request, such as do. Raises OSError, and ValueError if another program answers.
         """
         connection = socket.socket(family_of(self.address), socket.SOCK_STREAM)
         try:
@@ -72,10 +73,11 @@ class PeerPath:
         return connection, answer
 
     def reach(self, port: int) -> dict[str, Any]:
-        """Probe one port: {"state", "detail", "ms", "seen"}. seen: address of this host as the peer sees it.
+        """Probe one port: {"state", "detail", "ms", "seen"}.
 
         state: open; refused; filtered (no answer at all); unreachable (the network reports it); silent
         (connected, but no data); misrouted (the host in `detail` answers); foreign (another program answers).
+        ms: milliseconds until the answer. seen: address of this host as the peer sees it.
         """
         started = time.monotonic()
         found: dict[str, Any] = {"state": "open", "detail": "", "seen": ""}
@@ -179,6 +181,7 @@ class PeerPath:
 
 
 def rate(count: float, seconds: float) -> float:
+    """Mbit/s of `count` bytes in `seconds`."""
     return round(8e-6 * count / seconds, 1) if seconds > 0 else 0.0
 
 
@@ -215,10 +218,12 @@ def end(path: PeerPath, ports: list[dict[str, Any]], me: str) -> None:
 
 
 def probe(path: PeerPath, ports: list[dict[str, Any]], ssh_port: int) -> dict[str, Any]:
-    """All probes of a path except rates: {"route", "ports", "rtt_ms", "mtu", "up"}; "cut" if one breaks off.
+    """All probes of a path except rates, as a dict.
 
     path: to the peer. ports: the listeners of the peer, [{"port", "role"}]. ssh_port: is tried if none of
-    them answers; `up` is whether the peer answers at all.
+    them answers. Keys of the result: route (see route_get), ports (each with the keys of `reach` too), rtt_ms
+    (see round_trip) and mtu (see path_mtu), None if no port is open, up (whether the peer answers at all),
+    and cut (the error) if a probe breaks off.
     """
     with ThreadPoolExecutor(max(1, len(ports))) as pool:
         probed = list(pool.map(lambda each: {**each, **path.reach(each["port"])}, ports))

@@ -80,8 +80,9 @@ def listeners(texts: list[str], low: int, high: int) -> list[tuple[int, int]]:
 class Change(NamedTuple):
     """A change of this host's range of ephemeral ports. Ranges are texts LOW HIGH.
 
-    text, wanted: the text of the fleet's sysctl file now and after the change, "" for no file. now, target:
-    the range in force now and after the change. before: the range that the host had before the fleet's.
+    text, wanted: the text of the fleet's sysctl file now and after the change, "" for no file.
+    now, target: the range in force now and after the change.
+    before: the range that the host had before the fleet's.
     """
 
     text: str
@@ -92,11 +93,15 @@ class Change(NamedTuple):
 
     @property
     def changed(self) -> bool:
+        """Whether file or range differ after the change."""
         return self.text != self.wanted or self.now != self.target
 
 
 def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
-    """The change that makes this host use the range from low to high."""
+    """The change that makes this host use the range from low to high.
+
+    path: of the fleet's sysctl file. fleet: name of the fleet, for a comment in it.
+    """
     now, text = _present(path)
     # The fleet's file records the former range; without the file, the present range is the former one.
     before = remembered(text) if setting(text) else now
@@ -104,7 +109,7 @@ def change_to(path: str, low: int, high: int, fleet: str = "") -> Change:
 
 
 def change_back(path: str) -> Change:
-    """The change that restores the range before the fleet's."""
+    """The change that restores the range before the fleet's. path: of the fleet's sysctl file."""
     now, text = _present(path)
     ours = setting(text)
     before = remembered(text) if ours else now
@@ -120,9 +125,10 @@ def _present(path: str) -> tuple[str, str]:
 def hindrances(path: str, low: int, high: int, user: str) -> dict[str, Any]:
     """What would hinder a run in the range from low to high, as a dict.
 
-    usable: number of ports of the range that are not reserved. reserved: the value of
-    ip_local_reserved_ports. overriding: files that set the range and are read at boot after `path`, the
-    fleet's sysctl file. listeners: [{"port", "user"}] of the users other than `user`.
+    path: of the fleet's sysctl file. user: the service user. Keys of the result:
+    usable: number of ports of the range that are not reserved. reserved: value of ip_local_reserved_ports.
+    overriding: files that set the range and are read at boot after `path`, as `FILE (LOW HIGH)`.
+    listeners: [{"port", "user"}] of the users other than `user`.
     """
     reserved = read_text(f"{PROC}/ip_local_reserved_ports")
     found = [{"port": port, "user": user_name(uid)} for port, uid in listeners(tables(), low, high)]

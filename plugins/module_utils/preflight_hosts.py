@@ -54,9 +54,10 @@ def parse_probe(text: str) -> dict[str, Any]:
 
 
 def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The facts of each host, from the probe and the probe as root that the tasks registered.
+    """{host: its facts}, from the probe and the probe as root that the tasks registered.
 
-    A host that SSH does not reach has only `unreachable`, the message of SSH. All others also have `becomes`:
+    hosts: names. hostvars: variables by host, with `__preflight_probe` and `__preflight_root`. A host that
+    SSH does not reach has only the fact `unreachable`, the message of SSH. All others also have `becomes`:
     whether plays may become root there.
     """
     found = {}

@@ -82,9 +82,12 @@ def _stored(facts: Facts) -> Mapping[str, Any]:
 class Need:
     """The memory and disk, in GiB, that the ranks of a run need on one host.
 
-    values: settings of the run. ranks: on this host. world_size: all ranks. coordinates: whether the host
-    is the coordinator. After construction: `parts` is {purpose: GiB of one rank}, `once` {purpose: GiB of
-    the host besides}, `copy_gb` the part of `once` for the copy of a checkpoint.
+    values: {setting: value} of the run. vocabulary: tokens of its tokenizer.
+    ranks: on this host. world_size: all ranks. coordinates: whether the host is the coordinator.
+    on_gpu: whether the ranks compute on GPUs.
+    After construction: `parts` is {purpose: GiB of one rank}, `once` {purpose: GiB of the host besides},
+    `copy_gb` the part of `once` for the copy of a checkpoint, `checkpoint_gb` the size of a checkpoint, and
+    `own_gb` that of rank 0's own file beside it.
     """
 
     def __init__(
@@ -147,9 +150,11 @@ class Need:
 
     @property
     def memory_gb(self) -> float:
+        """The memory in GiB that all ranks of the host need."""
         return self.ranks * sum(self.parts.values()) + sum(self.once.values())
 
     def smaller(self, depth: int) -> Need:
+        """The need of the same run with another `depth`."""
         return Need({**self.values, "depth": depth}, *self._others)
 
     def described(self) -> str:

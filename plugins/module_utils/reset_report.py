@@ -30,9 +30,10 @@ def report(
 ) -> list[str]:
     """The lines that reset.yml shows.
 
-    done: whether anything was removed, or only listed. on_controller: folders that stay on the controller.
-    force: whether active runs are ended instead of a refusal. fleet: all hosts of the fleet; if it has others
-    than `hosts`, then `hosts` are released from it.
+    hosts: names of the hosts to reset. hostvars: variables by host. done: whether anything was removed, or
+    only listed. on_controller: folders that stay on the controller. force: whether active runs are ended
+    instead of a refusal. fleet: all hosts of the fleet; if it has others than `hosts`, then `hosts` are
+    released from it.
     """
     removed, kept, left = (
         {host: published(hostvars[host], what) for host in hosts} for what in ("removed", "kept", "left")

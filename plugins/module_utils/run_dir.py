@@ -56,9 +56,9 @@ def json_lines(path: str) -> list[dict[str, Any]]:
 def heartbeats(run_dir: str, now: float, unit: Unit) -> list[dict[str, Any]]:
     """The run status of each rank on this host, from the files heartbeat-RANK.json, in rank order.
 
-    run_dir: the directory of the run. now: Unix time. unit: the state of the run's unit. Each status also
-    has over (the rank has ended), process (the state of its process), before (it is of an earlier attempt)
-    and age (seconds since it was written).
+    run_dir: the directory of the run. now: Unix time. unit: the state of the run's unit (see read_unit). A
+    run status has the fields of RunStatusRecord.heartbeat, and over (the rank has ended), process (the state
+    of its process), before (it is of an earlier attempt) and age (seconds since it was written).
     """
     found = []
     # The next attempt removes the outcomes when it begins.
@@ -99,8 +99,8 @@ def rebooted_since(
 ) -> float | None:
     """The Unix time of this host's boot, if the boot ended an attempt that nobody had stopped; else None.
 
-    unit: the state of the run's unit. statuses: the run status of each rank. outcome: the content of
-    outcome.json. now: Unix time.
+    run_dir: the directory of the run. unit: the state of its unit (see read_unit). statuses: the result of
+    `heartbeats`. outcome: the content of outcome.json. now: Unix time.
     """
     begun = [load_json(os.path.join(run_dir, name)) or {} for name in ("attempt.json", "announced.json")]
     times = [*(one.get("time") for one in [*statuses, outcome]), *(one.get("began") for one in begun)]
@@ -126,7 +126,9 @@ def links(run_dir: str) -> dict[str, str]:
 def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
     """The runs of this host, the last written first; at most 20. [] for a user who may not read them.
 
-    runs_dir: the folder of the run directories. active: names of the active units of runs.
+    runs_dir: the folder of the run directories. active: names of the active units of runs. Keys of a run:
+    run_id, time (Unix time of the last write), active, hosts and config (of run.json), and outcome, reason,
+    settled, step, num_iterations and tok_per_s (of outcome.json, None without one).
     """
     found = []
     for name in filter(RUN_ID.fullmatch, names_in(runs_dir)):
@@ -157,9 +159,11 @@ def known_runs(runs_dir: str, active: list[str]) -> list[dict[str, Any]]:
 
 
 def read_run(run_dir: str, unit: Unit, now: float, log_lines: int) -> dict[str, Any]:
-    """The part of the result of the module run_state that is read from a run directory; {} without run.json.
+    """The part of the result of the module run_state that is read from a run directory, as a dict.
 
-    unit: the state of the run's unit. now: Unix time. log_lines: the most lines of an error in the log.
+    unit: the state of the run's unit (see read_unit). now: Unix time. log_lines: the most lines of an error
+    in the log. For the keys see plugins/modules/run_state.yml, from `found` on. Without run.json, `found` is
+    False and the other values are empty.
     """
     found = os.path.exists(os.path.join(run_dir, "run.json"))
     run_dir = run_dir if found else os.devnull

@@ -36,10 +36,10 @@ def prepare_folder(path: str, check: bool) -> bool:
 
 
 def make(params: Mapping[str, Any], check: bool) -> dict[str, Any]:
-    """Make the run directory and its files. Returns changed, changed_files and a diff.
+    """Make the run directory and its files. Returns {"changed", "changed_files" (names), "diff"}.
 
-    params: options of the module run_directory. check: change nothing. Raises ValueError for a run directory
-    that is a link.
+    params: options of the module run_directory: path, files ({name: text}), remove (names) and replace.
+    check: change nothing. Raises ValueError for a run directory that is a link.
     """
     run_dir = params["path"]
     changed = [prepare_folder(path, check) for path in (os.path.dirname(run_dir), run_dir)]
@@ -63,7 +63,11 @@ def make(params: Mapping[str, Any], check: bool) -> dict[str, Any]:
 
 
 def remove(params: Mapping[str, Any], check: bool) -> dict[str, Any]:
-    """Remove the run directory; if its path is a link or a file, remove that. Returns changed."""
+    """Remove the run directory; if its path is a link or a file, remove that.
+
+    Returns {"changed", "changed_files"}. params: options of the module run_directory, of which path is used.
+    check: change nothing.
+    """
     path = params["path"]
     found = os.path.lexists(path)
     if found and not check:

@@ -19,7 +19,10 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import
 
 
 def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
-    """Why the hosts `leaving` cannot leave the run `run_id`, with the remedy; "" if they can."""
+    """Why some hosts cannot leave an elastic run, with the remedy; "" if they can.
+
+    states: {host: result of run_state}. run_id: name of the run. leaving: names of the hosts.
+    """
     if unknown := [host for host in leaving if host not in states]:
         return (
             f"{', '.join(unknown)} is no host of the inventory. Its hosts are {', '.join(states)}. "
@@ -54,12 +57,16 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
 
 
 def is_elastic(run_file: Mapping[str, Any]) -> bool:
-    """Whether the run of a run file continues without some of its hosts."""
+    """Whether a run continues without some of its hosts. run_file: content of its run.json."""
     return str((run_file.get("config") or {}).get("elastic", "")).lower() == "true"
 
 
 def report(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:
-    """The report after the hosts `leaving` have left the run. states: as they were before the hosts left."""
+    """The report after hosts have left an elastic run.
+
+    states: {host: result of run_state} before they left. run_id: name of the run. leaving: names of the
+    hosts.
+    """
     rest = [host for host, state in answered(states).items() if host not in leaving and not is_over(state)]
     return (
         f"{', '.join(leaving)} left the run {run_id}, which continues on {', '.join(rest)}.\n"

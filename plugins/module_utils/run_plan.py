@@ -52,13 +52,16 @@ def plan_run(
     shares: str = "",
     nproc_per_node: int = 1,
 ) -> dict[str, Any]:
-    """The decision about the requested run: start, resume, none or refuse.
+    """The decision of train.yml about the requested run, as a dict.
 
-    given: settings that were set; run_id: requested name, "" for the default; states: results of
-    run_state of `hosts`, in rank order; shares: auto, equal or rows by rank, "" for those of an earlier
-    attempt. Returns {"run_id", "file" (content of run.json; None on refuse), "action", "message", "ends"
-    (host -> units that cannot continue and are ended first), "saves" (whether the run saves before
-    that)}.
+    given: {setting: value} of the settings that were set. run_id: requested name, "" for the default.
+    states: results of run_state of `hosts`, in rank order. manifest_sha256: of the data's manifest.
+    shares: auto, equal or rows by rank, "" for those of an earlier attempt. nproc_per_node: ranks on a host.
+    Keys of the result:
+    run_id: name of the run. file: content of run.json; None if the run is refused.
+    action: start, resume, join (hosts join an elastic run), none or refuse. message: about it.
+    ends: {host: units that cannot continue and are ended first}. saves: whether the run saves before that.
+    joins: hosts that join an elastic run. failover: whether its hosts elect another coordinator.
     """
     name = run_id
     try:
@@ -109,7 +112,10 @@ def plan_run(
 
 
 def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
-    """Whether the hosts of a run file elect another coordinator when theirs is lost."""
+    """Whether the hosts of a run elect another coordinator when theirs is lost.
+
+    file: content of its run.json; None for no run. nproc_per_node: ranks on a host.
+    """
     if not file:
         return False
     config = trainer.RunConfig.load(file["config"])[0]
@@ -188,7 +194,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
 def stored_run(run_id: str, states: Sequence[State]) -> Mapping[str, Any] | None:
     """The content of run.json of an earlier attempt, from the first host in rank order that has it.
 
-    states: host -> result of run_state. None if no host has it.
+    run_id: name of the run. states: results of run_state, in rank order. None if no host has it.
     """
     for state in states:
         if state.get("run_id") == run_id and isinstance((state.get("run_file") or {}).get("config"), Mapping):
@@ -356,8 +362,9 @@ def busy(state: State, host: str, run_id: str) -> str:
 def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 1) -> str:
     """A sentence if the run resumes from the checkpoint of another host than the coordinator, else "".
 
-    own: host -> result of run_state, the coordinator first. copies: the setting checkpoint_copies. Raises
-    RefusedError if only other hosts have checkpoints of the run, and with copies=1 none is sent.
+    run_id: name of the run. own: {host: result of run_state}, the coordinator first. copies: the setting
+    checkpoint_copies. Raises RefusedError if only other hosts have checkpoints of the run, and with copies=1
+    none is sent.
     """
     first = next(iter(own))
     if copies > 1:
@@ -386,8 +393,8 @@ def refuse_lost_checkpoint(run_id: str, own: Mapping[str, State], copies: int = 
 def transfer_plan(plan: Mapping[str, Any], transfer: Mapping[str, Any]) -> dict[str, Any]:
     """The decision for a run that continues on one faster host, made from the decision for all hosts.
 
-    plan: the result of `plan_run`. transfer: the result of run_summary.transferred. The result also has
-    step_seconds, the predicted seconds of a step on that host.
+    plan: the result of `plan_run`. transfer: the result of run_summary.transferred. The result has the keys
+    of `plan`, and step_seconds, the predicted seconds of a step on that host.
     """
     hosts, host, run_id = plan["file"]["hosts"], transfer["host"], plan["run_id"]
     free = ", ".join(each for each in hosts if each != host)

@@ -34,7 +34,11 @@ SERVERS = (PREFIX + "tracker.service", PREFIX + "serve.service")
 
 
 def read_state(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the state of a run once. Returns the result of the module run_state. params: its options."""
+    """Read the state of a run once. Returns the result of the module run_state.
+
+    params: options of that module: state_dir, run_id, user, log_lines, ports, claim, manifest. For the keys
+    of the result see plugins/modules/run_state.yml.
+    """
     runs_dir = os.path.join(params["state_dir"], "runs")
     now = time.time()
     units = known_units(PREFIX + "*.service")
@@ -79,9 +83,10 @@ def sha256_of(path: str) -> str:
 
 
 def await_state(params: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the state of a run until `wait_for` has happened, or for `wait_seconds`; returns the last state.
+    """Read the state of a run until an event, or for some time; returns the last state (see `read_state`).
 
-    params: options of the module run_state. It also returns when the attempt is over.
+    params: options of the module run_state. Its option `wait_for` is the event, `wait_seconds` the longest
+    time. The function also returns when the attempt is over.
     """
     began = time.monotonic()
     while True:

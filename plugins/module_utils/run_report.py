@@ -207,7 +207,10 @@ def evaluation_failure(states: Mapping[str, State]) -> str:
 
 
 def started(states: Mapping[str, State], run_id: str) -> str:
-    """The message of train.yml after every rank's first step: prediction, step, loss, speed, commands."""
+    """The message of train.yml after every rank's first step: prediction, step, loss, speed, commands.
+
+    states: {host: result of run_state}. run_id: name of the run.
+    """
     status = rank_zero(states)
     progress = f"step {status.get('step')} of {status.get('num_iterations')}"
     progress += f", loss {status['loss']:.4f}" if status.get("loss") is not None else ""
@@ -240,7 +243,10 @@ def idle(states: Mapping[str, State], run_id: str) -> str:
 
 
 def stop_expected(states: Mapping[str, State], run_id: str) -> str:
-    """How long a stop that saves will take, or that nothing is active; shown before the stop begins."""
+    """How long a stop that saves will take, or that nothing is active; shown before the stop begins.
+
+    states: {host: result of run_state}. run_id: name of the run.
+    """
     reached = answered(states)
     if all(state["ended"] for state in reached.values()):
         return idle(states, run_id)
@@ -266,8 +272,8 @@ def stopped(
 ) -> str:
     """The report of stop.yml.
 
-    ended: host -> processes that were in the unit when it was stopped. at_once: host -> run that was ended
-    without saving.
+    states: {host: result of run_state}. run_id: name of the run. ended: {host: processes that were in the
+    unit when it was stopped}. at_once: {host: run that was ended without saving}.
     """
     reached = answered(states)
     target = transferred_to(reached)
@@ -297,7 +303,7 @@ def stopped(
 def begins(plan: Mapping[str, Any], states: Sequence[State]) -> str:
     """A sentence on the run that is about to start: its name, its hosts and its first step.
 
-    plan: result of run_plan. states: of every host in rank order.
+    plan: result of plan_run. states: results of run_state of all hosts, in rank order.
     """
     chosen = " only (chosen by sync=auto)" * bool(plan["file"].get("chosen_from"))
     run = f"the run {plan['run_id']} on {', '.join(plan['file']['hosts'])}{chosen}"
@@ -321,9 +327,11 @@ def _resumed(plan: Mapping[str, Any], states: Sequence[State]) -> State:
 
 
 def expected(plan: Mapping[str, Any], states: Sequence[State], threads: Sequence[int]) -> str:
-    """A sentence about the expected duration of the run. threads: CPU threads of every host, in rank order.
+    """A sentence about the expected duration of the run.
 
-    It uses the ranks' prediction, else the measured rate of an equal run, else a rough estimate.
+    plan: result of plan_run. states: results of run_state of all hosts, in rank order. threads: CPU threads
+    of each host, in rank order. The duration follows from the ranks' prediction, else from the measured rate
+    of an equal run, else from a rough estimate.
     """
     config = plan["file"]["config"]
     tokens, steps = config["total_batch_size"], config["num_iterations"]

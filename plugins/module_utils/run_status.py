@@ -126,9 +126,10 @@ def no_such_run(reached: Mapping[str, State], run_id: str) -> str:
 def host_rows(
     host: str, state: State, run_id: str, target: str = "", is_deleted: bool = False
 ) -> list[list[str]]:
-    """The rows of one host: one per rank, or a single row that shows why there is none.
+    """The rows of one host in the table of status.yml: one per rank, or one that shows why there is none.
 
-    target: the host to which the run was transferred, or "". is_deleted: whether the directory is missing.
+    host: its name. state: the result of run_state there. run_id: name of the run. target: the host to which
+    the run was transferred, or "". is_deleted: whether the directory of the run is missing.
     """
     blank = ["-"] * (len(HEADER) - 2)
     if facts.unreachable(state):
@@ -167,18 +168,27 @@ def _cells(status: RunStatus, state: State) -> list[str]:
 
 
 def is_running(status: RunStatus, state: State) -> bool:
-    """Whether a run status belongs to the present attempt and its rank has not ended."""
+    """Whether a run status belongs to the present attempt and its rank has not ended.
+
+    status: of a rank (see run_dir.heartbeats). state: the result of run_state on its host.
+    """
     return not (status.get("before") or status.get("over") or facts.is_over(state))
 
 
 def is_starting(state: State) -> bool:
-    """Whether the unit is active and no rank of the present attempt has published its run status yet."""
+    """Whether the unit is active and no rank of the present attempt has published its run status yet.
+
+    state: the result of run_state.
+    """
     active = not facts.is_over(state) and state["unit"]["active_state"] in ("activating", "active")
     return active and all(status.get("before") for status in state["heartbeats"])
 
 
 def is_frozen(status: RunStatus, state: State) -> bool:
-    """Whether a rank of the present attempt has published nothing for FROZEN_SECONDS."""
+    """Whether a rank of the present attempt has published nothing for FROZEN_SECONDS.
+
+    status: of the rank (see run_dir.heartbeats). state: the result of run_state on its host.
+    """
     # Trainers that publish only at steps do not report when they entered a phase.
     publishes = status.get("entered") is not None and state["unit"].get("sub_state", "running") == "running"
     silent = publishes and status["age"] > FROZEN_SECONDS and status.get("phase") != "done"
@@ -186,7 +196,10 @@ def is_frozen(status: RunStatus, state: State) -> bool:
 
 
 def slow_phase_seconds(status: RunStatus) -> float | None:
-    """Seconds that a rank has spent in one phase of a step, if too long (SLOW_PHASE_SECONDS); else None."""
+    """Seconds that a rank has spent in one phase of a step, if too long (SLOW_PHASE_SECONDS); else None.
+
+    status: of the rank (see run_dir.heartbeats).
+    """
     if None in (status.get("entered"), status.get("time")) or status.get("phase") not in STEP_PHASES:
         return None
     seconds = max(0.0, float(status["time"] - status["entered"])) + float(status["age"])
@@ -209,7 +222,10 @@ def is_training(found: Mapping[str, State]) -> bool:
 
 
 def rebooted(found: Mapping[str, State]) -> dict[str, float]:
-    """{host: Unix time of its boot} of hosts whose boot ended the unit of a run that nobody has stopped."""
+    """{host: Unix time of its boot} of hosts whose boot ended the unit of a run that nobody has stopped.
+
+    found: {host: result of run_state}.
+    """
     if any((state["outcome"] or {}).get("settled") for state in found.values()):
         return {}
     return {host: state["rebooted"] for host, state in found.items() if state.get("rebooted")}

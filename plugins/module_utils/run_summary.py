@@ -15,10 +15,13 @@ NOT_MET = ("DistStoreError", "DistNetworkError", "RendezvousTimeoutError", "The 
 def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
     """The facts about a run that conditions of tasks use, as a dict.
 
-    states: host -> result of run_state, or of a task that failed. run_id: the requested run, "" for none.
-    Among them are lost (hosts that did not answer), several (a message if several runs are active, else
-    ""), transfer (result of `transferred`), speaker (the host from whose log the steps are shown) and
-    coordinator (the host that saves).
+    states: {host: result of run_state, or of a task that failed}. run_id: the requested run, "" for none.
+    Keys:
+    run_id: name of the run. known, active: whether a host has it, and whether it is active on one.
+    at_boot: whether a host restarts it when it boots. lost: hosts that did not answer.
+    several: a message if several runs are active, else "". can_save: see `can_save`. not_met: see `not_met`.
+    transfer: result of `transferred`. coordinator: the host that saves.
+    speaker: the host from whose log the steps are shown.
     """
     reached = answered(states)
     return {
@@ -37,12 +40,18 @@ def summary(states: Mapping[str, State], run_id: str = "") -> dict[str, Any]:
 
 
 def unreachable(state: State | None) -> bool:
-    """Whether a host did not answer when its state was read."""
+    """Whether a host did not answer when its state was read.
+
+    state: the result of run_state; None without one.
+    """
     return not state or bool(state.get("unreachable")) or "unit" not in state
 
 
 def answered(states: Mapping[str, State]) -> dict[str, State]:
-    """The states of the hosts that answered."""
+    """The states of the hosts that answered: {host: result of run_state}.
+
+    states: {host: result of run_state, or of a task that failed}.
+    """
     return {host: state for host, state in states.items() if not unreachable(state)}
 
 
@@ -67,8 +76,8 @@ def rank_zero(states: Mapping[str, State]) -> Mapping[str, Any]:
 def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
     """The host of rank 0: the one that published it last, else the first host of the run file; "" if unknown.
 
-    hosts: those of the run in rank order, if they are known. The hosts of an elastic run may have elected
-    another one than the first.
+    states: {host: result of run_state}. hosts: those of the run in rank order, if they are known. The hosts
+    of an elastic run may have elected another one than the first.
     """
     found = answered(states)
     published = [
@@ -84,13 +93,19 @@ def coordinator(states: Mapping[str, State], hosts: Sequence[str] = ()) -> str:
 
 
 def transferred_to(found: Mapping[str, State]) -> str:
-    """The host to which sync=auto transferred the run; empty if it did not."""
+    """The host to which sync=auto transferred the run; "" if it did not.
+
+    found: {host: result of run_state}.
+    """
     files = [state["run_file"] or {} for state in found.values()]
     return next((str(file["hosts"][0]) for file in files if file.get("chosen_from")), "")
 
 
 def run_shown(states: Mapping[str, State], run_id: str = "") -> str:
-    """The name of the run to show: `run_id`, else an active run, else the newest one."""
+    """The name of the run to show: `run_id`, else an active run, else the newest one.
+
+    states: {host: result of run_state}. run_id: the requested run, "" for none.
+    """
     named = [state for state in answered(states).values() if state["found"]]
     active = [state["run_id"] for state in named if state["active_units"]]
     runs = [run for state in named for run in state["runs"]]
@@ -104,12 +119,12 @@ def run_of_unit(unit: str) -> str:
 
 
 def checkpoint_step(state: State) -> int:
-    """The step of the newest checkpoint on a host; 0 without one."""
+    """The step of the newest checkpoint on a host; 0 without one. state: the result of run_state there."""
     return int((state.get("checkpoint") or "step_0").rsplit("_", 1)[1])
 
 
 def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
-    """{name of an active run: hosts on which it is active}."""
+    """{name of an active run: hosts on which it is active}. states: {host: result of run_state}."""
     active: dict[str, list[str]] = {}
     for host, state in answered(states).items():
         for unit in state["active_units"]:
@@ -118,7 +133,7 @@ def active_runs(states: Mapping[str, State]) -> dict[str, list[str]]:
 
 
 def several_active(states: Mapping[str, State]) -> str:
-    """A message with all active runs if there are several, else "".
+    """A message with all active runs if there are several, else "". states: {host: result of run_state}.
 
     A stop without a name must not choose one of them.
     """
@@ -133,7 +148,10 @@ def several_active(states: Mapping[str, State]) -> str:
 
 
 def can_save(states: Mapping[str, State]) -> bool:
-    """Whether a run can save on request: its coordinator answers and has made a step in this attempt."""
+    """Whether a run can save on request: its coordinator answers and has made a step in this attempt.
+
+    states: {host: result of run_state}.
+    """
     state = answered(states).get(coordinator(states))
     return bool(state and state["stepped"] and not is_over(state))
 

@@ -29,7 +29,10 @@ TRAIN, TRACKER = "train", "tracker"
 
 @dataclass(frozen=True)
 class Ports:
-    """The ports of a run and of the tracker."""
+    """The ports of a run and of the tracker.
+
+    low, high: the port range of a run. store: of the rendezvous store. tracker: of the MLflow server.
+    """
 
     low: int
     high: int
@@ -47,10 +50,11 @@ class Ports:
 class Wanted:
     """The state that setup.yml would create.
 
-    coordinator: name of that host. ports: of a run and of the tracker. comment: the text that marks the ufw
-    rules of this fleet. enable: whether ufw is to be enabled. digests: SHA-256 of the lock file, by
-    environment, then by kind of host. torch: (build, index) by host. connections: text of SSH_CONNECTION by
-    host. tracker: the differences that the role tracker found, as phrases; None if it was not compared.
+    coordinator: name of that host. ports: of a run and of the tracker.
+    comment: the text that marks the ufw rules of this fleet. enable: whether ufw is to be enabled.
+    torch: {host: (build, index)}. connections: {host: text of SSH_CONNECTION}.
+    digests: {environment: {kind of host: SHA-256 of the lock file}}.
+    tracker: the differences that the role tracker found, as phrases; None if it was not compared.
     """
 
     coordinator: str
@@ -83,7 +87,7 @@ class Fleet:
                 self.choices[host] = network_interfaces.choose(host, seen["peers"], seen, seen["override"])
 
     def variables(self) -> dict[str, dict[str, Any]]:
-        """The variables of each host that the roles of setup.yml would set, for functions that take them."""
+        """{host: variables that the roles of setup.yml would set there}, for functions that take hostvars."""
         found = {}
         for host, state in self.states.items():
             choice = self.choices[host]
@@ -100,7 +104,7 @@ class Fleet:
         return found
 
     def kind(self, host: str, torch: tuple[str, str]) -> dict[str, str]:
-        """The kind of a host (see runtime_environments). torch: its build and index."""
+        """The kind of a host, a dict (see runtime_kind). torch: (build, index) of torch there."""
         state = self.states[host]
         return runtime_kind({"python": state["python"], "machine": state["machine"]}, *torch)
 
@@ -114,7 +118,7 @@ class Fleet:
         return network_rules.sources(peers, self.variables())
 
     def rules(self, host: str) -> list[dict[str, str]]:
-        """The connections that a host has to admit."""
+        """The connections that a host has to admit: [{"source", "port"}] (see network_rules.rules)."""
         ports, state = self.wanted.ports, self.states[host]
         return network_rules.rules(
             network_rules.sources(state["network"]["peers"], self.variables()),
@@ -167,7 +171,7 @@ class Fleet:
             yield from wanted.tracker or ()
 
     def environments(self, host: str) -> dict[str, dict[str, str]]:
-        """The environments that a host has to have, and for which kind."""
+        """{name of an environment that a host has to have: its kind (see runtime_kind)}."""
         found = {TRAIN: self.kind(host, self.wanted.torch[host])}
         if host == self.wanted.coordinator and self.wanted.tracker is not None:
             found[TRACKER] = self.kind(host, ("cpu", ""))
@@ -176,7 +180,7 @@ class Fleet:
     # -- what is reported ------------------------------------------------------------------------------------
 
     def installed(self, name: str) -> tuple[list[str], dict[str, dict[str, Any]]]:
-        """(hosts with the environment, variables as the role runtime would set them)."""
+        """(hosts with the environment `name`, {host: variables as the role runtime would set them})."""
         variables = {}
         for host in self.hosts:
             kind = self.environments(host).get(name)
@@ -220,7 +224,11 @@ class Fleet:
 def firewall_differences(
     found: Mapping[str, str], rules: Sequence[Mapping[str, str]], comment: str, enable: bool
 ) -> Iterator[str]:
-    """Phrases about ufw. found: status and added, as host_state returns them. rules: to be admitted."""
+    """Phrases about ufw on a host.
+
+    found: {"status", "added"}, as host_state returns them. rules: [{"source", "port"}] to be admitted.
+    comment: the text that marks the rules of this fleet. enable: whether ufw is to be enabled.
+    """
     if found["status"] == "error":
         yield found["added"]
     elif found["status"] != "absent":
@@ -233,7 +241,11 @@ def firewall_differences(
 
 
 def environment_differences(found: State, digest: str, name: str) -> Iterator[str]:
-    """A phrase if an environment is not complete, or not the one of the lock with this digest."""
+    """A phrase if an environment is not complete, or not the one of the lock with this digest.
+
+    found: the environment (see host_state.environment); {} without one. digest: SHA-256 of the lock file.
+    name: of the environment.
+    """
     if not (digest and found.get("linked") and found["name"] == digest[:12] and found["digest"] == digest):
         yield f"its environment ({name}) is not the one of this checkout"
     elif not found["complete"]:
@@ -241,7 +253,10 @@ def environment_differences(found: State, digest: str, name: str) -> Iterator[st
 
 
 def peers(states: Mapping[str, State], me: str) -> list[dict[str, Any]]:
-    """Option `peers` of the module doctor_peers on the host `me`. states: results of host_state, by host."""
+    """Option `peers` of the module doctor_peers on the host `me`: a dict for each other host.
+
+    Keys: host, address, ports. states: {host: result of host_state}.
+    """
     return [
         {"host": host, "address": state["address"], "ports": state["listening"]["ports"]}
         for host, state in states.items()
@@ -250,9 +265,10 @@ def peers(states: Mapping[str, State], me: str) -> list[dict[str, Any]]:
 
 
 def tracker_differences(found: State, wanted: Mapping[str, Any]) -> list[str]:
-    """Phrases about the tracker. found: `tracker` in the result of host_state.
+    """Phrases about the tracker. found: the value `tracker` in the result of host_state.
 
-    wanted: unit (its text), user, environment (name of the folder), login (text of its file; "" for none).
+    wanted: dict with unit (its text), user, environment (name of the folder) and login (text of its file; ""
+    for none).
     """
     login = hashlib.sha256(wanted["login"].rstrip().encode()).hexdigest() if wanted["login"] else ""
     checks = {

@@ -32,9 +32,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None = None) -> str:
-    """A phrase if the file `path` is missing or differs from the manifest; "" if it is correct.
+    """A phrase if a file is missing or differs from the manifest; "" if it is correct.
 
-    The phrase begins with `name`. sha256, size: what the manifest has; size is in bytes, None for any.
+    digests: the stored sha256 of the files. name: of the file, with which the phrase begins. path: where it
+    is. sha256, size: what the manifest has; size is in bytes, None for any.
     """
     if not path.is_file():
         return f"{name} is missing"
@@ -46,10 +47,12 @@ def fault(digests: Digests, name: str, path: Path, sha256: str, size: int | None
 
 
 def verify(folder: Path, manifest_sha256: str, remember: bool = True) -> dict[str, Any]:
-    """Compare the data directory `folder` with its manifest. Returns the result of the module verify_shards.
+    """Compare a data directory with its manifest. Returns the result of the module verify_shards.
 
-    manifest_sha256: of the manifest that the directory has to have, "" for any. remember: whether each sha256
-    is stored beside the data. Raises ValueError for an invalid manifest.
+    folder: the data directory. manifest_sha256: of the manifest that it has to have, "" for any. remember:
+    whether each sha256 is stored beside the data. Keys of the result: findings (phrases), manifest_sha256,
+    shards (number), bytes, hashed (number of files that were read). Raises ValueError for an invalid
+    manifest.
     """
     path = folder / MANIFEST
     result: dict[str, Any] = {"findings": [], "manifest_sha256": "", "shards": 0, "bytes": 0, "hashed": 0}

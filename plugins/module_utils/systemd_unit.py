@@ -29,7 +29,11 @@ LOOPBACK6 = "0" * 24 + "01000000"
 
 
 class Socket(NamedTuple):
-    """A listening TCP socket. loopback: whether it is bound to a loopback address."""
+    """A listening TCP socket.
+
+    port: its port. uid: of its owner. inode: of the socket. loopback: whether it is bound to a loopback
+    address.
+    """
 
     port: int
     uid: int
@@ -88,9 +92,11 @@ def unit_name(name: str) -> str:
 
 
 def read_unit(name: str, now: float, scope: str = "system") -> Unit:
-    """The state of a unit as a dict; a unit that systemd does not know is `inactive`. now: Unix time.
+    """The state of a unit as a dict; a unit that systemd does not know is `inactive`.
 
-    since: Unix time of the last change of state, or None. Raises RuntimeError if systemctl fails.
+    name: of the unit. now: Unix time. scope: system or user, whose systemd has the unit. Keys of the result:
+    name, load_state, active_state, sub_state, result, main_pid, exit_status, restarts, since (Unix time of
+    the last change of state, or None) and scope. Raises RuntimeError if systemctl fails.
     """
     shows = ["systemctl", *manager(scope), "show", "--property=" + PROPERTIES]
     code, out, err = run([*shows, "--", unit_name(name)])
@@ -113,7 +119,7 @@ def read_unit(name: str, now: float, scope: str = "system") -> Unit:
 
 
 def find_unit(name: str, now: float) -> Unit:
-    """The state of a unit, from the systemd that has it.
+    """The state of a unit (see `read_unit`), from the systemd that has it. now: Unix time.
 
     Without root it reads the system's and the user's own systemd; the user's is preferred.
     """
@@ -127,7 +133,7 @@ def find_unit(name: str, now: float) -> Unit:
 
 
 def is_up(unit: Unit) -> bool:
-    """Whether the unit is active, starts, stops or waits for its restart."""
+    """Whether a unit is active, starts, stops or waits for its restart. unit: the result of `read_unit`."""
     return unit["active_state"] not in ("inactive", "failed")
 
 
@@ -143,7 +149,7 @@ def known_units(pattern: str) -> dict[str, str]:
 
 
 def between_attempts(unit: Unit) -> bool:
-    """Whether an attempt is over and the unit waits for its next start."""
+    """Whether an attempt is over and the unit waits for its next start. unit: the result of `read_unit`."""
     waits = unit["sub_state"] in ("condition", "start-pre") and unit["restarts"] > 0
     return unit["sub_state"] == "auto-restart" or waits
 

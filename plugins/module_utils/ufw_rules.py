@@ -14,7 +14,7 @@ RULE = re.compile(r"^ufw (?P<words>.+?)(?: comment '(?P<comment>[^']*)')?$")
 
 
 def parse_added(text: str) -> dict[str, str]:
-    """{rule: comment} of the lines of `ufw show added`, in their order."""
+    """{rule: comment} of the rules in the output of `ufw show added`, in their order. text: that output."""
     matches = [RULE.match(line.strip()) for line in text.splitlines()]
     return {match["words"]: match["comment"] or "" for match in matches if match}
 

@@ -25,11 +25,12 @@ class UnitError(Exception):
 
 
 def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
-    """Stop the unit and remove its boot entry; returns changed, unit, ended (its processes) and diff.
+    """Stop a unit and remove its boot entry. Returns {"changed", "unit", "ended", "diff"}.
 
-    params: the options state, scope, grace, ports and timeout of transient_unit. unit: its present state.
-    check: stop nothing, only return what would change. Raises UnitError if a process or listener of the unit
-    is left.
+    params: the options state, scope, grace, ports and timeout of the module transient_unit. unit: its present
+    state (see read_unit). check: stop nothing, only return what would change. In the result, unit is the
+    state afterwards, and ended has its processes (see describe). Raises UnitError if a process or listener of
+    the unit is left.
     """
     name = unit["name"]
     scope, control = params["scope"], ["systemctl", *manager(params["scope"])]
@@ -69,9 +70,9 @@ def stop(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
 
 
 def kill_after(seconds: float, name: str, scope: str, control: list[str]) -> None:
-    """Stop the unit, and send SIGKILL to the processes that are left after `seconds`.
+    """Stop a unit, and send SIGKILL to the processes that are left after `seconds`.
 
-    control: the command systemctl for `scope`.
+    name, scope: of the unit. control: words of the command systemctl for `scope`.
     """
     run([*control, "stop", "--no-block", "--", name])
     deadline = time.monotonic() + seconds

@@ -34,6 +34,11 @@ def _text(value: Any) -> str:
 
 
 def systemd_quote(value: Any, command: bool = False, file: bool = False) -> str:
+    """`value` as one word of a setting of systemd that takes several words.
+
+    command: whether it is part of a command, where $ begins a variable. file: whether it is written to a unit
+    file, where % begins a specifier.
+    """
     text = _text(value)
     if not PLAIN.fullmatch(text):
         text = '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
@@ -42,10 +47,12 @@ def systemd_quote(value: Any, command: bool = False, file: bool = False) -> str:
 
 
 def systemd_line(value: Any) -> str:
+    """`value` as a setting of systemd that takes the rest of its line, such as User=."""
     return _text(value).replace("%", "%%")
 
 
 def systemd_env(value: Any) -> str:
+    """`value` for a line NAME=VALUE in an environment file of systemd."""
     return '"' + re.sub(r'([\\"$`])', r"\\\1", _text(value)) + '"'
 
 

@@ -29,7 +29,10 @@ NEED_ROOT = {
 
 
 def assignments(properties: Mapping[str, Any]) -> list[str]:
-    """NAME=VALUE texts for systemd-run's --property. Raises RuntimeError for control characters."""
+    """NAME=VALUE texts for systemd-run's --property.
+
+    properties: {name: value, or list of values}. Raises RuntimeError for control characters.
+    """
     made = []
     for name, value in properties.items():
         for item in value if isinstance(value, list) else [value]:
@@ -41,7 +44,11 @@ def assignments(properties: Mapping[str, Any]) -> list[str]:
 
 
 def command_line(params: Mapping[str, Any]) -> list[str]:
-    """The systemd-run command line. Each `$` in argv is doubled, because systemd would expand variables."""
+    """The systemd-run command line of a unit, as words.
+
+    params: the options name, description, scope, user, properties, setenv, argv and boot_condition of the
+    module transient_unit. Each `$` in argv is doubled, because systemd would expand variables.
+    """
     user = params["scope"] == "user"
     command = ["systemd-run", *manager(params["scope"]), "--quiet", "--unit", unit_name(params["name"])]
     if params["description"]:
@@ -58,11 +65,11 @@ def command_line(params: Mapping[str, Any]) -> list[str]:
 
 
 def start(params: Mapping[str, Any], unit: Unit, check: bool) -> dict[str, Any]:
-    """Start the unit unless it is active; returns the fields of the result of transient_unit.
+    """Start a unit unless it is active; returns fields of the result of the module transient_unit.
 
-    These are changed, unit and left_out, and command and diff unless the unit was active. params: options of
-    transient_unit. unit: its present state. check: start nothing. Raises UnitError if the unit cannot be
-    started.
+    params: options of that module. unit: its present state (see read_unit). check: start nothing. Keys of the
+    result: changed, unit, left_out (properties that need root), and command and diff unless the unit was
+    active. Raises UnitError if the unit cannot be started.
     """
     name = unit["name"]
     if not params["argv"]:

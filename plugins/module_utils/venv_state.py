@@ -55,9 +55,10 @@ def read_marker(venv: Path) -> dict[str, Any]:
 
 
 def problems_of(venv: Path, digest: str, python: str) -> list[str]:
-    """Why the environment for this lock has to be made again; [] if it is complete.
+    """Why an environment has to be made again, as phrases; [] if it is complete.
 
-    It is missing, unfinished, built on another Python, or was changed.
+    venv: its folder. digest: of the lock file. python: path of the Python that makes it. It is missing,
+    unfinished, built on another Python, or was changed.
     """
     marker = read_marker(venv)
     if not digest or marker.get("digest") != digest or not (venv / "bin" / "python").exists():

@@ -14,12 +14,13 @@ VPN, BRIDGE = "vpn", "bridge"
 
 
 class Program(NamedTuple):
-    """A program that makes interfaces, and how these are recognised.
+    """A program that makes network interfaces, and how these are recognised.
 
-    kind: VPN or BRIDGE. name: matches the name of an interface. made_as: the kernel's name of its link type.
+    title: its name. kind: VPN or BRIDGE.
+    name: matches the name of an interface. made_as: the kernel's name of its link type.
     networks: addresses in them identify the program on links of the types `on`; "" is a plain interface.
-    see: a command that shows the path of a VPN, with {interface}, {host} and {address} (of the peer). remedy:
-    how the network of a bridge gets other addresses, with {host}.
+    see: a command that shows the path of a VPN, with {interface}, {host} and {address} (of the peer).
+    remedy: how the network of a bridge gets other addresses, with {host}.
     """
 
     title: str

@@ -20,6 +20,11 @@ REQUIREMENTS = "requirements.lock"  # the packages of an environment, and uv, wh
 
 
 class Wheel(NamedTuple):
+    """A wheel in a lock file.
+
+    name, version: of the package. sha256: of the file, as hex digits. file: its name. bytes: its size.
+    """
+
     name: str
     version: str
     sha256: str
@@ -27,10 +32,12 @@ class Wheel(NamedTuple):
     bytes: int
 
     def line(self) -> str:
+        """The line of the lock file about this wheel."""
         return f"{self.name}=={self.version} --hash=sha256:{self.sha256}  # {self.file} {self.bytes}"
 
 
 def sha256_of(path: Path) -> str:
+    """The sha256 of a file as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -43,6 +50,7 @@ def wheel_of(path: Path) -> Wheel:
 
 
 def write_lock(path: Path, wheels: list[Wheel]) -> None:
+    """Write the lock file `path` with a line for each of `wheels`, sorted."""
     path.write_text("".join(wheel.line() + "\n" for wheel in sorted(wheels)), encoding="utf-8")
 
 
@@ -76,7 +84,8 @@ def parse_lock(text: str, source: str) -> list[Wheel]:
 def faults(folder: Path, wheels: list[Wheel], sha256: Callable[[Path], str] = sha256_of) -> list[str]:
     """A phrase for each wheel that is missing in the folder or altered; it begins with the file's name.
 
-    sha256: the function that computes the sha256 of a file.
+    folder: of the wheels. wheels: those of the lock file. sha256: the function that computes the sha256 of a
+    file.
     """
     found = []
     for wheel in wheels:

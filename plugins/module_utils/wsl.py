@@ -17,8 +17,8 @@ def wsl_networking(
     """The networking mode of WSL2: "nat", "mirrored" or another word of Windows; "" if this is no WSL2.
 
     release: of the kernel. printed: by `wslinfo --networking-mode`, "" if the command is missing or fails.
-    links: interfaces by name with `addresses`. gateway_link: the interface of the default route. "unknown" if
-    neither shows the mode.
+    links: {name: interface as a dict with `addresses`}. gateway_link: name of the interface of the default
+    route. "unknown" if neither shows the mode.
     """
     if not is_wsl2(release):
         return ""

@@ -44,7 +44,8 @@ RANK = re.compile(r"^\[rank (\d+)\] ?")
 def since_words(given: Any) -> str:
     """The setting `since` in the syntax of journalctl's --since: 10min and 2h count back from now.
 
-    Raises ValueError for anything that is neither a span nor a moment.
+    given: the setting, such as 10min or "2026-11-21 14:05"; "" for none. Raises ValueError for anything that
+    is neither a span nor a moment.
     """
     text = str(given or "").strip()
     if not text:
@@ -60,9 +61,10 @@ def since_words(given: Any) -> str:
 
 
 def line_of(text: str, moment: float | None = None) -> Line:
-    """{"time", "rank", "text"} of a line. moment: its Unix time, None if unknown.
+    """A line of the log as {"time", "rank", "text"}.
 
-    rank: that of the [rank N] prefix that the trainer writes, None without one. `text` lacks the prefix.
+    text: the line. moment: its Unix time, which becomes `time`; None if unknown. rank: number in the prefix
+    [rank N] that the trainer writes, None without one. The `text` of the result lacks the prefix.
     """
     found = RANK.match(text)
     rank = int(found.group(1)) if found else None
@@ -77,9 +79,11 @@ def message(value: Any) -> str:
 
 
 def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
-    """(lines of the unit with their Unix times, cursor of the last entry).
+    """([(text, Unix time) of each line of the run's unit], cursor of the last entry of the journal).
 
-    count: number of lines, if params has no cursor. Raises ValueError if journalctl refuses `since`.
+    params: options of the module, of which run_id, since and cursor are used. With a cursor, all later lines
+    are read; without one, the newest lines, `count` at most, and with `since` only those after that time. If
+    there are none, the cursor is that of params. Raises ValueError if journalctl refuses `since`.
     """
     command = ["journalctl", "--quiet", "--no-pager", "--output=json", "--output-fields=MESSAGE"]
     command += ["--unit=" + unit_name("nanofleet-" + params["run_id"])]
@@ -98,9 +102,12 @@ def read_journal(params: dict[str, Any], count: int) -> tuple[list[Entry], str]:
 
 
 def read(params: dict[str, Any]) -> dict[str, Any]:
-    """The result of the module for one reading: {"lines", "error", "cursor", "source", "ended"}.
+    """Read the log of a run once; returns the result of the module. params: options of the module.
 
-    params: the options of the module.
+    lines: the newest lines (see `line_of`), params["lines"] at most. error: the first error, as lines.
+    cursor: position of the last line in the journal, for the next reading.
+    source: "journal", or "file" if the lines are those of train.log.
+    ended: whether the unit of the run is neither active nor about to start.
     """
     count = max(SEARCHED, params["lines"])
     lines, cursor = read_journal(params, count)
@@ -123,9 +130,9 @@ def read(params: dict[str, Any]) -> dict[str, Any]:
 
 
 def error_of(lines: list[Entry], count: int) -> list[Line]:
-    """The first error of the last attempt, as lines with times; [] without one.
+    """The first error of the last attempt, as lines (see `line_of`); [] without one.
 
-    lines: of the log. count: the most lines of the result.
+    lines: (text, Unix time) of each line of the log. count: the most lines of the result.
     """
     lines = [line for line in lines if not FRAME.match(line[0])]
     texts = [text for text, _moment in lines]

@@ -30,10 +30,11 @@ from trainer.sync.mode import SyncMode
 
 
 class PlainDDP(SyncMode):
-    """DistributedDataParallel around `model`, with the methods of a sync mode.
+    """Plain DDP in the form of a sync mode, for the benchmark case `ddp`.
 
-    module: the DDP module, which is called instead of `model`. DDP makes each gradient the mean over the
-    ranks, so the summed loss of a rank needs the factor `loss_scale` before backward.
+    module: DistributedDataParallel around `model`, which is called instead of `model`. DDP makes each
+    gradient the mean over the ranks, so the summed loss of a rank needs the factor `loss_scale` before
+    backward. group: the ranks. optimizer: steps all parameters on each rank.
     """
 
     def __init__(
@@ -104,7 +105,10 @@ class PlainDDP(SyncMode):
 
 
 class DDPTrainer(BenchTrainer):
-    """Measures the steps of plain DDP on several ranks. Raises ConfigError for a batch split by speed."""
+    """Measures the steps of plain DDP on several ranks; arguments as for BenchTrainer.
+
+    Raises ConfigError for a batch split by speed.
+    """
 
     sync: PlainDDP
 

@@ -29,7 +29,10 @@ ADAMW_PASSES = 7  # reads weight, gradient and both moments; writes weight and b
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured rates of a process. gemm: in FLOP/s; copy: in bytes/s, reads and writes both counted."""
+    """Measured rates of a process.
+
+    gemm: GEMM rate in FLOP/s. copy: copy bandwidth in bytes/s; read and written bytes both count.
+    """
 
     gemm: float
     copy: float
@@ -42,10 +45,12 @@ class Rates:
 
 @dataclass(frozen=True)
 class StepOperations:
-    """The operations of one rank in a step: FLOPs of the model and of Muon, bytes of AdamW.
+    """The operations of one rank in a step, from which the roofline limit follows.
 
-    `muon_flops` counts the five Polar Express iterations of each matrix, as the optimizer is defined. For
-    long matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
+    model_flops: FLOPs of forward and backward of the model.
+    muon_flops: FLOPs of Muon: five Polar Express iterations for each matrix, as the optimizer is defined. For
+        long matrices in float32, Muon computes fewer FLOPs, because it iterates on the smaller Gram matrix.
+    adamw_bytes: bytes that AdamW reads and writes.
     """
 
     model_flops: int
@@ -53,14 +58,15 @@ class StepOperations:
     adamw_bytes: int
 
     def seconds(self, rates: Rates) -> float:
-        """The roofline limit in seconds."""
+        """The roofline limit of the step in seconds, at the measured `rates`."""
         return (self.model_flops + self.muon_flops) / rates.gemm + self.adamw_bytes / rates.copy
 
 
 def count_operations(model: GPT, optimizer: MuonAdamW, owned: Collection[str], tokens: int) -> StepOperations:
     """Count the operations of a rank in a step.
 
-    owned: the names of the matrices that Muon steps on this rank. tokens: those of this rank in a step.
+    model, optimizer: of the rank. owned: names of the matrices that Muon steps on this rank. tokens: tokens
+    of this rank in a step.
     """
     matrices = optimizer.muon_parameters()
     of_muon = {id(matrix.parameter) for matrix in matrices}
@@ -81,7 +87,8 @@ def iterated_flops(rows: int, cols: int) -> int:
 def measure(dtype: torch.dtype, device: torch.device) -> Rates:
     """Measure GEMM rate and copy bandwidth with all threads of this process: the best of several trials.
 
-    dtype: of the GEMM; the copy is of float32. Takes about a second.
+    dtype: number format of the GEMM; the copy is of float32. device: where both are measured. Takes about a
+    second.
     """
     gemm = gemm_rate(GEMM_SHAPES[device.type], dtype, device)
     source, target = _copy_buffer(device).fill_(1.0), _copy_buffer(device)

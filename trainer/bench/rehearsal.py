@@ -38,7 +38,11 @@ SLOW = 5e9  # FLOP/s of one core, as of an emulated bfloat16: a large GEMM would
 
 
 class Ranks(Collectives):
-    """The ranks that all-reduce together: those of the process group `group`; None: all of the rehearsal."""
+    """The ranks that all-reduce together in the rehearsal.
+
+    world_size: their number. group: their process group; None: all ranks of the rehearsal. Raises
+    RuntimeError if the sum of a first all-reduce is wrong.
+    """
 
     def __init__(self, world_size: int, group: dist.ProcessGroup | None = None) -> None:
         self.world_size, self._group = world_size, group
@@ -53,7 +57,10 @@ class Ranks(Collectives):
             dist.all_reduce(tensor, group=self._group)
 
     def link(self) -> Link:
-        """Measure all-reduces: bandwidth in bytes/s, the mean over the ranks; latency in s, of this rank."""
+        """Measure all-reduces between the ranks.
+
+        Of the result, bandwidth (bytes/s) is the mean over the ranks, and latency (s) that of this rank.
+        """
         link = measure_link(self, CPU)
         assert link is not None, "measured with two ranks at least"
         return link
@@ -65,9 +72,10 @@ def mbit(link: Link) -> float:
 
 
 def gemm_gflops(rates: Mapping[torch.dtype, float]) -> dict[str, float]:
-    """GEMM rates of all threads in GFLOP/s, by the name of the dtype.
+    """GEMM rates of all threads of this process in GFLOP/s: {name of the dtype: rate}.
 
-    rates: {dtype: rate of one core in FLOP/s}.
+    rates: {dtype: rate of one core in FLOP/s}; its keys are measured, and its rates select the size of the
+    GEMM.
     """
     found = {}
     for dtype, one_core in rates.items():
@@ -145,11 +153,18 @@ def predicted_step(
 def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None]) -> None:
     """Measure this host together with the others, and call `report` with the results so far, twice.
 
-    The first call comes before a step is predicted, the second after it. The results are hosts,
-    gemm_gflops, allreduce_mbit (of all hosts), pairs, error ("" if nothing failed), predicted (on rank 0,
-    see step_prediction) and prediction_error. part: hosts (in rank order), rank, master (address of the
-    first host), port (of the rendezvous store), rounds (lists of pairs of ranks that all-reduce at the same
-    time), config (settings of the run by the names of RunConfig's fields).
+    The first call comes before a step is predicted, the second after it. The dict `part` has the keys
+    hosts: names of the hosts, in rank order. rank: of this host.
+    master, port: address and port of the rendezvous store, on the first host.
+    rounds: lists of pairs of ranks; the pairs of a list all-reduce at the same time.
+    config: settings of the run, by the names of RunConfig's fields.
+    The reported dict has
+    hosts: as in `part`. gemm_gflops: {name of the dtype: GFLOP/s of all threads}.
+    allreduce_mbit: effective bandwidth of all hosts in Mbit/s; None if it was not measured.
+    pairs: {"A-B": effective bandwidth of two ranks in Mbit/s}.
+    error: why it failed, "" if it did not.
+    predicted: on rank 0, the predicted step (see step_prediction); else None.
+    prediction_error: why the prediction failed, "" if it did not.
     """
     found: dict[str, Any] = {
         "hosts": part["hosts"], "gemm_gflops": {}, "allreduce_mbit": None, "pairs": {}, "error": "",
@@ -176,6 +191,7 @@ def rehearse(part: Mapping[str, Any], report: Callable[[Mapping[str, Any]], None
 
 
 def first_line(error: Exception) -> str:
+    """The first line of the message of `error`, or the name of its class."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0][:300]
 
 

@@ -45,6 +45,7 @@ LOGGED = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    """Write the report of all measurements in a folder; returns the exit code. argv: without the program."""
     parser = argparse.ArgumentParser(
         prog="python -m trainer.bench.report", description="Report measurements."
     )
@@ -84,19 +85,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load(folder: Path) -> tuple[dict[str, Result], list[str]]:
-    """Read FOLDER/*.json. Returns (results by case, cases whose files have another SCHEMA)."""
+    """Read the results of all benchmark cases in `folder`, from the files CASE.json.
+
+    Returns ({case: result}, names of the cases whose files have another SCHEMA). A result is the content of
+    the file, as BenchTrainer makes it.
+    """
     results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     other = [name for name, result in results.items() if result.get("schema") != SCHEMA]
     return {name: result for name, result in results.items() if name not in other}, other
 
 
 def compare(results: Mapping[str, Result], link_mbit: float = 0.0) -> list[Row]:
-    """A row for each benchmark case: its figures, and its comparison with other cases.
+    """The rows of the report, one for each benchmark case: figures, and comparison with other cases.
 
-    A comparison is left out if the other case was not measured: the ratio to one host and the bound of this
-    ratio need the single-host baseline, the factor over plain DDP needs the case `ddp`.
-    results: {case: its result file}. link_mbit: rate of the link in Mbit/s; 0: as the network cards report
-    it.
+    results: {case: content of its result file}.
+    link_mbit: rate of the link in Mbit/s; 0: as the network cards report it.
+    A row has the keys COPIED of the result, and case, ranks (number), hosts, format, device, step_seconds,
+    predicted_seconds, tok_per_s, share_of_limit, peak_rss (bytes), gemm (FLOP/s, by rank) and cpu_share. With
+    several ranks it also has payload (bytes that a rank sends in a step), payload_by_interface, goodput
+    (bytes/s), reduce_seconds, reduce_measured and link_seconds. If the other case was measured, it has ratio
+    (to the single-host baseline), bound (of this ratio), share_of_bound and bound_by, and over_ddp (factor
+    over the case `ddp`).
     """
     rows = []
     for name, result in results.items():
@@ -225,7 +234,7 @@ def _interpolated(singles: Sequence[Result], tokens: int) -> float | None:
 def as_markdown(results: Mapping[str, Result], rows: Sequence[Row]) -> str:
     """The report as Markdown: the hosts, one table of all cases, then details.
 
-    results: {case: its result file}. rows: the result of `compare`.
+    results: {case: content of its result file}. rows: the result of `compare`.
     """
     first = next(iter(results.values()))
     facts: dict[str, str] = {}
@@ -340,7 +349,7 @@ def draw(path: Path, rows: Sequence[Row]) -> None:
 def log(uri: str, folder: Path, rows: Sequence[Row]) -> None:
     """Create a run on the MLflow server at `uri` with the figures of each case and the files of the report.
 
-    folder: has these files. rows: the result of `compare`.
+    folder: has bench.md, bench.json and bench.png. rows: the result of `compare`.
     """
     import mlflow
 

@@ -33,9 +33,10 @@ LEAST_TOKENS = 64  # of a sampled row
 
 @dataclass(frozen=True)
 class Operations:
-    """How much is computed in the times of a Speed, by which they are scaled to another model.
+    """How much is computed in the seconds of a Speed, by which they are scaled to another model.
 
-    row: FLOPs of forward and backward of one row. muon: FLOPs of Muon's step. adamw: parameters of AdamW.
+    row: FLOPs of forward and backward of one row. muon: FLOPs of Muon's updates. adamw: number of parameters
+    that AdamW steps.
     """
 
     row: int
@@ -44,6 +45,7 @@ class Operations:
 
     @classmethod
     def of(cls, model: GPT, optimizer: MuonAdamW) -> Operations:
+        """The operations of a step of `model` with `optimizer`."""
         matrices = optimizer.muon_parameters()
         by_muon = sum(matrix.parameter.numel() for matrix in matrices)
         return cls(
@@ -94,16 +96,15 @@ def predict(
 ) -> dict[str, Any]:
     """The predicted step of a run, as JSON values.
 
-    plan: of the run. speeds: by rank. link: between the ranks. hosts: names by rank. The result has
-
-    depth, total_batch_size: of the run, the latter in tokens
-    sync: the mode that the run would use
-    modes: for each sync mode `step_s`, seconds of a step, and `network_s`, the seconds of transfers in it,
-        including those that computation hides
-    alone: the single-host baseline
-    speeds: the argument
-    advice: settings that make a step faster, the least change first
-
+    config, plan: settings and plan of the run. speeds: by rank. link: between the ranks. hosts: names by
+    rank. The result has
+    depth, total_batch_size: of the run, the latter in tokens.
+    sync: the mode that the run would use.
+    modes: {sync mode: {"step_s": seconds of a step, "network_s": seconds of the transfers in it, including
+        those that computation hides}}.
+    alone: the single-host baseline, {"host": its name, "step_s": seconds of a step}.
+    speeds: for each rank the fields of its Speed, as a dict.
+    advice: settings that make a step faster, the least change first.
     Transfers are predicted as if all tokens of a step were different: the most that a step can send.
     """
     model, optimizer = _build(plan.model, "meta")

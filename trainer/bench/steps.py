@@ -56,18 +56,29 @@ Result = dict[str, Any]
 
 @dataclass(frozen=True)
 class Mark:
-    """The clocks and byte counters of a rank at the start or end of a step. wall and cpu are in seconds."""
+    """The clocks and byte counters of a rank at the start or end of a step.
+
+    wall: seconds of time.monotonic(). cpu: CPU seconds of this process.
+    counted: bytes sent so far, as the trainer counts them.
+    sent: bytes sent so far, as the network interface counts them; None without its counters.
+    """
 
     wall: float
     cpu: float
-    counted: int  # bytes sent, as the trainer counts them
-    sent: int | None  # as the network interface does; None without its counters
+    counted: int
+    sent: int | None
 
 
 class BenchTrainer(Trainer):
-    """A trainer that measures its steps. After `run`, `result` on rank 0 has the figures that bench reports.
+    """A trainer that measures its steps.
 
-    data_dir: None for synthetic rows.
+    run_file, run_dir, env: as for Trainer. data_dir: None for synthetic rows. After `run`, the attribute
+    `result` on rank 0 is the content of a result file; {} on the other ranks. Its main keys are
+    depth, sequence_len, tokens (of a step), shares (rows by rank), sync, world_size, hosts (by rank).
+    steps: number of measured steps. step_seconds: their median; step_seconds_all: of each.
+    tok_per_s, share_of_limit, split ({phase: seconds of a step}), predicted_seconds.
+    ranks: for each rank a dict with host, device, compute_dtype, threads, rows, rates, peak_rss, counted, and
+        others.
     """
 
     def __init__(

@@ -13,7 +13,10 @@ QUIET = 0.9  # share of its cores below which other processes have influenced th
 
 
 def describe(result: Result) -> str:
-    """The result of one measurement of `trainer bench` as a few lines of text."""
+    """The result of one measurement of `trainer bench` as a few lines of text.
+
+    result: the attribute `result` of BenchTrainer.
+    """
     first = result["ranks"][0]
     paired = len(first["rates_all"]) == result["steps"] + 1
     lines = [
@@ -94,10 +97,12 @@ RESULTS: Columns = {
 def table(rows: Sequence[Result], columns: Columns = RESULTS) -> str:
     """A Markdown table with a line for each of `rows`.
 
-    columns: the heads and how each cell follows from a row.
+    rows: results of measurements (see BenchTrainer), or rows of `compare`. columns: {heading: function of a
+    row that returns the text of the cell}.
     """
     return markdown_table([list(columns), *([cell(row) for cell in columns.values()] for row in rows)])
 
 
 def percent(share: float | None) -> str:
+    """A share from 0 to 1 as text, such as "85 %"; "" for None."""
     return f"{100 * share:.0f} %" if share is not None else ""

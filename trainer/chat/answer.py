@@ -19,9 +19,10 @@ MARKS = {  # special token: (what it begins, what it shows)
 
 
 class Answer:
-    """An answer while it is generated. `text`: what a person reads; `parts`: those of the stored message.
+    """An answer of a model while it is generated.
 
-    A call of the calculator is shown as `EXPRESSION` = RESULT.
+    text: what a person reads; a call of the calculator is shown as `EXPRESSION` = RESULT.
+    parts: the parts of the stored message, each {"type": text, python or python_output, "text": its text}.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

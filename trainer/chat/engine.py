@@ -34,7 +34,13 @@ class ContextOverflowError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. temperature 0: the most likely one; top_k 0: from the whole vocabulary."""
+    """How the tokens of an answer are drawn, and how many.
+
+    temperature: 0 takes the most likely token; the higher, the more varied.
+    top_k: draw from so many most likely tokens; 0: from the whole vocabulary.
+    max_tokens: the most tokens of the answer.
+    seed: of the draws; None: another one for each answer.
+    """
 
     temperature: float = 0.6
     top_k: int = 50
@@ -46,8 +52,10 @@ class Sampling:
 class Tools:
     """What the engine needs of a tokenizer: its special tokens, and the tokens of a calculation's result.
 
-    stop: ids of the tokens that end an answer. python: ids of the tokens before and after a call of the
-    calculator. output: ids of the tokens before and after its result. None: the tokenizer lacks them.
+    tokenizer: the tokenizer.
+    stop: ids of the tokens that end an answer.
+    python: ids of the tokens before and after a call of the calculator; None: the tokenizer lacks them.
+    output: ids of the tokens before and after its result; None: the tokenizer lacks them.
     """
 
     tokenizer: Tokenizer
@@ -79,10 +87,14 @@ class Tools:
 
 
 class SequenceState:
-    """A sequence that is generated: its tokens, its cache, and why it has ended.
+    """A sequence of tokens that is generated, with its cache.
 
-    reason: "stop" after a token that ends an answer, "length" if max_tokens or the context are used up. The
-    token that ends an answer is part of neither `ids` nor the tokens of a step.
+    ids: token ids of the prompt and of the answer so far.
+    prompt_tokens: number of tokens of the prompt.
+    sampling: how tokens are drawn. cache: keys and values of the tokens that are computed.
+    slides: whether a full context loses its older half; if not, the sequence ends there.
+    reason: None while it is generated; "stop" after a token that ends an answer, "length" if max_tokens or
+        the context are used up. The token that ends an answer is not in `ids`.
     """
 
     def __init__(self, prompt: Sequence[int], sampling: Sampling, cache: KVCache, slides: bool) -> None:
@@ -101,10 +113,12 @@ class SequenceState:
 
     @property
     def done(self) -> bool:
+        """Whether the sequence has ended."""
         return self.reason is not None
 
     @property
     def generated(self) -> int:
+        """The number of tokens of the answer so far."""
         return len(self.ids) - self.prompt_tokens
 
     def draw(self, logits_V: Tensor) -> int:
@@ -125,7 +139,12 @@ class SequenceState:
 
 @dataclass
 class Engine:
-    """Generates tokens with a model. tools None: no token ends a sequence, and there is no calculator."""
+    """Generates tokens with a model.
+
+    model: the model. tools: special tokens and the calculator; None: no token ends a sequence, and there is
+    no calculator. piece: the most tokens of a prompt in one model call. stop: ids of the tokens that end an
+    answer, from `tools`.
+    """
 
     model: GPT
     tools: Tools | None = None

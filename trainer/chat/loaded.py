@@ -24,7 +24,13 @@ NOTICE = "This model is not fine-tuned on conversations, so it continues text ra
 
 @dataclass(frozen=True)
 class Loaded:
-    """A model in memory. fine_tuned: whether its run trained it on conversations."""
+    """A checkpoint in memory that is ready to answer.
+
+    engine, tokenizer: generate answers.
+    checkpoint: its directory. run_id, step: the run and the step that it is of.
+    fine_tuned: whether its run is of stage sft, trained on conversations.
+    dtype: format of the weights: float32, bfloat16 or int8.
+    """
 
     engine: Engine
     tokenizer: Tokenizer
@@ -36,11 +42,12 @@ class Loaded:
 
     @property
     def name(self) -> str:
+        """Run and step as text: "d8-1a2b3c4d, step 500"."""
         return f"{self.run_id}, step {self.step}"
 
 
 def load_from(args: argparse.Namespace) -> Loaded:
-    """Load the model of --checkpoint or --run-dir (options of add_model_arguments).
+    """Load the model of --checkpoint or --run-dir. args: options of add_model_arguments.
 
     Raises ConfigError or DataError.
     """
@@ -62,7 +69,10 @@ def newest_in(run_dir: Path) -> Path:
 
 
 def load(checkpoint: Path, dtype: str) -> Loaded:
-    """Load and verify a checkpoint. dtype: as for `set_format`. Raises ConfigError or DataError."""
+    """Load and verify the checkpoint in a directory. dtype: format of the weights, as for `set_format`.
+
+    Raises ConfigError or DataError.
+    """
     meta = read_meta(checkpoint, files=())
     model, tokenizer = load_model(checkpoint)
     for name in ("<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>"):

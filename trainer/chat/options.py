@@ -27,6 +27,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `chat` to `parser`."""
     add_model_arguments(parser)
     parser.add_argument("--prompt", metavar="TEXT", help="answer this once, and end")
     parser.add_argument(
@@ -50,6 +51,7 @@ def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `serve` to `parser`."""
     add_model_arguments(parser)
     parser.add_argument(
         "--follow", action="store_true", help="with --run-dir: load each new checkpoint of the run"

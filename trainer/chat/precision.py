@@ -20,7 +20,11 @@ SMALLEST = 1024  # weights; smaller matrices (the gates) keep their format
 
 
 class Int8Linear(nn.Module):
-    """A linear layer without a bias whose weight is int8, with a float scale for each row."""
+    """A linear layer without a bias whose weight is int8, with a float scale for each row.
+
+    weight_OI: the weight to convert, (outputs, inputs). weight: int8, (outputs, inputs). scale: float,
+    (outputs,); weight * scale is the converted weight.
+    """
 
     weight: Tensor
     scale: Tensor
@@ -41,7 +45,7 @@ class Int8Linear(nn.Module):
 
 @torch.no_grad()
 def set_format(model: GPT, name: str) -> str:
-    """Convert the large matrices of a model to the format `name`; returns the format.
+    """Convert the weights of the large matrices of `model`; returns the format.
 
     name: float32, bfloat16 or int8; auto: the result of `fastest`.
     """

@@ -26,7 +26,11 @@ Ctrl-C stops an answer."""
 
 
 class Chat:
-    """A conversation with a model in the terminal: its messages so far, and the settings of its answers."""
+    """A conversation with a model in the terminal.
+
+    loaded: the model that answers. sampling: how the tokens of its answers are drawn. messages: the
+    conversation so far, a list of dicts with role and content.
+    """
 
     def __init__(self, loaded: Loaded, sampling: Sampling) -> None:
         self.loaded, self.sampling = loaded, sampling
@@ -50,7 +54,7 @@ class Chat:
         self.messages.append({"role": "assistant", "content": answer.parts})
 
     def command(self, line: str) -> bool:
-        """Carry out a command such as /clear; returns whether the chat continues."""
+        """Carry out a command of the chat, such as "/clear"; returns whether the chat continues."""
         name, _, value = line.partition(" ")
         match name:
             case "/quit" | "/exit":
@@ -83,7 +87,7 @@ class Chat:
 
 
 def check_sampling(sampling: Sampling) -> None:
-    """Raise ConfigError for settings out of range."""
+    """Raise ConfigError if a field of `sampling` is out of range."""
     temperature = sampling.temperature
     if not (temperature == 0 or COLDEST <= temperature < 1000):
         raise ConfigError(f"The temperature is {temperature:g}: it takes 0, or {COLDEST:g} to 1000.")
@@ -96,6 +100,10 @@ def check_sampling(sampling: Sampling) -> None:
 
 
 def run_chat(args: argparse.Namespace) -> int:
+    """`chat`: chat until the person ends it, or answer --prompt; returns the exit code 0.
+
+    Raises ConfigError.
+    """
     sampling = Sampling(args.temperature, args.top_k, args.max_tokens, args.seed)
     check_sampling(sampling)
     loaded = load_from(args)

@@ -51,10 +51,11 @@ class CheckpointCopies:
         alive: Callable[[], None] = lambda: None,
         prefers: str = "",
     ) -> None:
-        """All ranks call it.
+        """Connect the hosts that keep copies. All ranks call it.
 
-        alive: called again and again while `finish` waits. prefers: name of the host that keeps copies before
-        others.
+        group: the ranks. folder: the checkpoints of this host. config: has checkpoint_copies, the number of
+        hosts that keep each checkpoint. log: called with each message. alive: called again and again while
+        `finish` waits. prefers: name of the host that keeps copies before others; "" for none.
         """
         self._group, self._folder, self._log = group, folder, log
         self._alive = alive
@@ -88,13 +89,20 @@ class CheckpointCopies:
         return self._link is not None
 
     def has_copy(self, newest: str) -> bool:
-        """On rank 0, whether the copy of the checkpoint `newest` is complete; also if no copies are made."""
+        """On rank 0, whether the copy of a checkpoint is complete; also True if no copies are made.
+
+        newest: path of the checkpoint, as for `is_due`.
+        """
         if self._link is None:
             return True
         return self._last == newest and (self._transfer is None or not self._transfer.busy)
 
     def start(self, newest: str | None) -> None:
-        """Start to copy the checkpoint `newest` of rank 0. All ranks call it after the same step."""
+        """Start to copy a checkpoint of rank 0 to the hosts that keep copies.
+
+        All ranks call it after the same step. newest: on rank 0, path of the checkpoint, as for `is_due`;
+        ignored on other ranks.
+        """
         if self._link is None or not self._link.is_member:
             return
         if self._transfer is not None:
@@ -114,9 +122,10 @@ class CheckpointCopies:
                 self._report()
 
     def finish(self, newest: str | None) -> None:
-        """Complete a copy in progress, then copy the checkpoint `newest`. All ranks call it at the end.
+        """Complete a copy in progress, then copy the newest checkpoint. All ranks call it at the end.
 
-        Waits as long as a slow link takes for the copy. If it is not complete then, logs a warning.
+        newest: on rank 0, path of the checkpoint, as for `is_due`. Waits as long as a slow link takes for the
+        copy. If it is not complete then, logs a warning.
         """
         if not self._has_copies:
             return
@@ -184,7 +193,9 @@ class CheckpointCopies:
 def fetch_newer(group: Collectives, folder: Path, run_id: str, config: RunConfig, log: Log) -> None:
     """If another host has a newer undamaged checkpoint of the run than rank 0, send it to rank 0.
 
-    All ranks call it. Raises Final if that fails, so that no run continues from an older state unnoticed.
+    All ranks call it. group: the ranks. folder: the checkpoints of this host. run_id, config: name and
+    settings of the run. log: called with each message. Raises Final if the transfer fails, so that no run
+    continues from an older state unnoticed.
     """
     leaders = first_ranks(group.peers)
     if config.checkpoint_copies < 2 or len(leaders) < 2:

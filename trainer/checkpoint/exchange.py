@@ -22,16 +22,23 @@ Room = Callable[[str, torch.Size, torch.dtype], Tensor]  # PARAMETER/STATE, shap
 
 
 def new_tensor(path: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """An uninitialised CPU tensor of this shape and dtype; the default of `gather_optimizer`."""
     return torch.empty(shape, dtype=dtype)
 
 
 def flatten(optim: Mapping[str, Mapping[str, Tensor]], prefix: str = "") -> dict[str, Tensor]:
-    """The tensors of {parameter: {state name: tensor}} by their path PREFIX + PARAMETER/STATE."""
+    """Optimizer state as one dict: {PREFIX + "PARAMETER/STATE": tensor}.
+
+    optim: {parameter name: {state name: tensor}}. prefix: text before each key.
+    """
     return {f"{prefix}{name}/{key}": t for name, tensors in optim.items() for key, t in tensors.items()}
 
 
 def unflatten(flat: Mapping[str, Tensor], prefix: str = "") -> dict[str, ParameterState]:
-    """The reverse of `flatten`. Paths that do not start with `prefix` are ignored."""
+    """Optimizer state {parameter name: {state name: tensor}} from the result of `flatten`.
+
+    prefix: the one that `flatten` was given; keys without it are ignored.
+    """
     optim: dict[str, ParameterState] = {}
     for path, tensor in flat.items():
         if path.startswith(prefix):
@@ -43,11 +50,11 @@ def unflatten(flat: Mapping[str, Tensor], prefix: str = "") -> dict[str, Paramet
 def gather_optimizer(
     group: Collectives, sync: SyncMode, optimizer: MuonAdamW, room: Room = new_tensor
 ) -> dict[str, ParameterState]:
-    """Gather the optimizer state of all owner ranks on rank 0: {parameter: {state name: tensor}}.
+    """Gather the optimizer state of all owner ranks on rank 0: {parameter name: {state name: tensor}}.
 
-    The result is complete on rank 0 only. All ranks call it. sync: the sync mode, whose own state is included
-    with the prefix COMMON. room: returns the tensor into which the state of a parameter that is sharded by
-    rows is gathered (`CheckpointWriter.room`).
+    The result is complete on rank 0 only. All ranks call it. group: the ranks. sync: the sync mode, whose own
+    state is included with the prefix COMMON. optimizer: has the state of this rank. room: returns the tensor
+    into which the state of a parameter that is sharded by rows is gathered (`CheckpointWriter.room`).
     """
     state = optimizer.state_dict()
     gathered: dict[str, ParameterState] = {}
@@ -81,9 +88,9 @@ def _gather_rows(
 
 
 def pop_common_state(tensors: ParameterState) -> ParameterState:
-    """Remove and return those tensors of a parameter that are state of the sync mode.
+    """Remove and return those tensors of a parameter's state that belong to the sync mode: {name: tensor}.
 
-    Their names are returned without the prefix COMMON.
+    tensors: {state name: tensor} of one parameter. Names are returned without the prefix COMMON.
     """
     return {key.removeprefix(COMMON): tensors.pop(key) for key in list(tensors) if key.startswith(COMMON)}
 
@@ -109,8 +116,9 @@ def scatter_optimizer(
 ) -> tuple[dict[str, ParameterState], dict[str, ParameterState]]:
     """Send each rank its part of rank 0's optimizer state, and remove it from `state`.
 
-    Returns (the optimizer state of this rank, the state of the sync mode, which all ranks get), both by
-    parameter name. One tensor at a time: a rank that holds a part of the state needs no memory for the whole.
+    group: the ranks. sync: the sync mode, which determines the parts. Returns (the optimizer state of this
+    rank, the state of the sync mode, which all ranks get), both as {parameter name: {state name: tensor}}.
+    One tensor is sent at a time: a rank that holds a part of the state needs no memory for the whole.
     """
     mine: dict[str, ParameterState] = {}
     common: dict[str, ParameterState] = {}

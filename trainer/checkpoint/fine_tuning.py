@@ -17,7 +17,10 @@ from trainer.stages import SFT, parent_of
 
 
 def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
-    """Raise DataError if stage sft is given documents, or stage base conversations."""
+    """Raise DataError if a run of stage sft is given documents, or one of stage base conversations.
+
+    config: has the stage. info: the rows of the data directory `data_dir`.
+    """
     if config.stage == SFT and not info.masked:
         raise DataError(
             f"{data_dir} holds documents, and stage sft trains on conversations. Make a data directory of "
@@ -31,12 +34,13 @@ def check_data(config: RunConfig, info: RowsInfo, data_dir: Path) -> None:
 
 
 def initial_state(path: Path | None, config: RunConfig, model: GPTConfig, hashes: Mapping[str, str]) -> State:
-    """The state at step 0 of a run of stage sft: weights and optimizer state of the checkpoint at `path`.
+    """The state at step 0 of a run of stage sft: weights and optimizer state of another run's checkpoint.
 
-    Step, losses and sync state of the other run are not taken. The optimizer state is empty if the checkpoint
-    has none, as one imported from nanochat. config, model, hashes: settings, model and data hashes of this
-    run. Raises ConfigError or DataError if `path` is None, if the checkpoint is not that of the setting
-    parent, or if its model (apart from sequence_len) or its tokenizer is not that of the run.
+    path: the directory of the checkpoint. config, model: settings and model of this run. hashes: those of its
+    data, as in Dataset. Step, losses and sync state of the other run are not taken. The optimizer state is
+    empty if the checkpoint has none, as one imported from nanochat. Raises ConfigError or DataError if `path`
+    is None, if the checkpoint is not that of the setting parent, or if its model (apart from sequence_len) or
+    its tokenizer is not that of the run.
     """
     if path is None:
         raise ConfigError(

@@ -34,10 +34,11 @@ def save_rank_states(
     keep: int,
     log: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Write the state of each rank on its host; all ranks call it together. Returns entries for meta.json.
+    """Write the state of each rank in a file on its host; all ranks call it together.
 
-    They are {"own_sha256": [sha256 of each rank's file, by rank]}; {} if the ranks have equal states. `log`
-    gets a warning if the file cannot be written.
+    run_dir, step: of the run and the checkpoint. keep: number of checkpoints that are kept. log: gets a
+    warning if the file cannot be written. Returns entries for meta.json: {"own_sha256": [sha256 of each
+    rank's file, by rank]}; {} if the sync mode has equal states on all ranks.
     """
     own = sync.rank_state()
     if not own:
@@ -64,9 +65,9 @@ def save_rank_state(
 ) -> str:
     """Write the state file of this rank and return its sha256. Raises OSError.
 
-    `own` are tensors by name, `optim` the optimizer state by parameter name. The newest `keep` + 1 files
-    stay: the coordinator writes the checkpoint of this step later, and until then a run resumes from an
-    earlier one.
+    own: {name: tensor} from the sync mode. optim: {parameter name: {state name: tensor}}; {} on rank 0. keep:
+    the newest `keep` + 1 files stay: the coordinator writes the checkpoint of this step later, and until then
+    a run resumes from an earlier one.
     """
     path = rank_state_file(run_dir, step, rank)
     path.parent.mkdir(exist_ok=True)
@@ -83,16 +84,17 @@ def save_rank_state(
 
 
 def rank_state_file(run_dir: Path, step: int, rank: int) -> Path:
+    """The path of the state file of `rank` at `step` in a run directory."""
     return run_dir / "own" / f"step_{step:06d}-rank{rank}.pt"
 
 
 def load_rank_state(
     run_dir: Path, meta: Mapping[str, Any], rank: int
 ) -> tuple[dict[str, Tensor], dict[str, ParameterState]] | None:
-    """The tensors by name, and the optimizer state, of a rank at the step of `meta`.
+    """({name: tensor} of the sync mode, optimizer state) of a rank at a checkpoint, from its state file.
 
-    None if the file of `rank` is missing in `run_dir`, or if its sha256 is not the one in `meta`, the
-    content of a checkpoint's meta.json.
+    meta: content of the checkpoint's meta.json. None if the file of `rank` is missing in `run_dir`, or if its
+    sha256 is not the one in `meta`.
     """
     hashes = meta.get("own_sha256", [])
     path = rank_state_file(run_dir, int(meta["step"]), rank)

@@ -46,10 +46,15 @@ DAMAGE = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EIO)
 
 @dataclass
 class TrainState:
-    """Step, losses and newest checkpoint of a run between two steps; `step` counts the completed steps.
+    """The progress of a run between two steps, without its parameters.
 
+    step: number of completed steps.
+    first_loss, loss: loss of the first and of the last step, in nats per token; None before it.
     smooth_loss: moving average of the loss, not corrected for its start at 0 (nanochat's smooth_train_loss).
     training_seconds: of all steps so far, in all attempts.
+    val_bpb, val_bpb_step: result of the last evaluation in bits per byte, and the steps done then.
+    best_val_bpb: the lowest result of an evaluation.
+    checkpoint: path of the newest checkpoint, relative to the run directory.
     """
 
     step: int = 0
@@ -75,10 +80,10 @@ class DamagedCheckpointError(ConfigError):
 
 @dataclass
 class State:
-    """The state of a run at a step: the content of a checkpoint, and of the broadcast at the start.
+    """The state of a run after a step, as a checkpoint contains it.
 
-    `meta` is the content of meta.json, `model` the parameters by name, `optim` the optimizer state by
-    parameter name.
+    meta: content of meta.json, with step. model: {parameter name: tensor}. optim: {parameter name: {state
+    name: tensor}}, for the whole model.
     """
 
     meta: dict[str, Any]
@@ -87,14 +92,15 @@ class State:
 
     @property
     def step(self) -> int:
+        """The number of completed steps."""
         return int(self.meta.get("step", 0))
 
 
 def save(folder: Path, state: State, tokenizer_dir: Path, keep: int = 2) -> Path:
     """Write `state` as the checkpoint of its step to `folder`; returns the path of the checkpoint.
 
-    Then deletes all checkpoints but the newest `keep` and the best. Raises OSError; earlier checkpoints are
-    then unchanged.
+    tokenizer_dir: folder of tokenizer.json, which is copied. keep: all checkpoints but the newest `keep` and
+    the best are then deleted. Raises OSError; earlier checkpoints are then unchanged.
     """
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
@@ -155,8 +161,9 @@ def best(folder: Path) -> Path | None:
 def newest(folder: Path, log: Callable[[str], None]) -> State | None:
     """Read the newest checkpoint in `folder` that is not damaged; None if the folder has no checkpoint.
 
-    A damaged one is logged, skipped and renamed to damaged_step_NNNNNN. Raises ConfigError if all are
-    damaged, or if one is intact and cannot be loaded: a newer release wrote it, or memory is short.
+    A damaged one is skipped and renamed to damaged_step_NNNNNN, and `log` gets a message. Raises ConfigError
+    if all are damaged, or if one is intact and cannot be loaded: a newer release wrote it, or memory is
+    short.
     """
     found = checkpoints(folder)
     damaged: list[Path] = []
@@ -189,7 +196,10 @@ def load(path: Path, log: Callable[[str], None] | None = None) -> State:
 
 
 def model_file(path: Path, meta: Mapping[str, Any]) -> Path:
-    """The path of the parameters in the checkpoint at `path`: model.safetensors; model.pt up to schema 2."""
+    """The path of the file with the parameters of the checkpoint at `path`.
+
+    meta: content of its meta.json. The file is model.safetensors; up to schema 2 it is model.pt.
+    """
     return path / (PICKLED_MODEL if int(meta["schema"]) <= PICKLED_SCHEMA else MODEL)
 
 
@@ -198,8 +208,9 @@ def read_meta(
 ) -> dict[str, Any]:
     """The content of meta.json of the checkpoint at `path`, with settings migrated to this release.
 
-    Verifies the sha256 of `files` first. Raises DamagedCheckpointError naming the damaged file, ConfigError
-    if the checkpoint cannot be loaded.
+    files: the files of the checkpoint whose sha256 is verified first. log: gets a message on settings that
+    this release lacks. Raises DamagedCheckpointError naming the damaged file, ConfigError if the checkpoint
+    cannot be loaded.
     """
     if not path.is_dir():
         raise ConfigError(f"There is no checkpoint directory {path}.")
@@ -281,7 +292,7 @@ def load_model(path: Path) -> tuple[GPT, Tokenizer]:
 
 
 def model_from(config: Mapping[str, Any], weights: Mapping[str, Tensor]) -> GPT:
-    """A model in evaluation mode from the fields of GPTConfig and its parameters by name.
+    """A model in evaluation mode. config: fields of GPTConfig. weights: {parameter name: tensor}.
 
     Raises RuntimeError if these do not fit.
     """
@@ -310,7 +321,10 @@ def _without_buffer(tensor: Tensor) -> Tensor:
 
 
 def save_tensors(tensors: Any, file: BinaryIO) -> None:
-    """Call `torch.save`. A disk error, which torch wraps in a RuntimeError, is raised as OSError."""
+    """Write `tensors` to the open `file` by `torch.save`.
+
+    A disk error, which torch wraps in a RuntimeError, is raised as OSError.
+    """
     try:
         torch.save(tensors, file)
     except RuntimeError as error:
@@ -320,7 +334,10 @@ def save_tensors(tensors: Any, file: BinaryIO) -> None:
 
 
 def save_safetensors(tensors: dict[str, Tensor], path: Path) -> None:
-    """Call `save_file` of safetensors. A disk error, which is only in its message, is raised as OSError."""
+    """Write `tensors`, {name: tensor}, to the file `path` by `save_file` of safetensors.
+
+    A disk error, which is only in its message, is raised as OSError.
+    """
     path.touch()
     mode = path.stat().st_mode
     try:

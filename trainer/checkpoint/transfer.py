@@ -34,15 +34,19 @@ FILE = re.compile(r"(tokenizer/)?[A-Za-z0-9_-][A-Za-z0-9._-]*")
 
 
 class Transfer:
-    """Sends or receives one checkpoint in `folder`. Read the results when `busy` is false.
+    """Sends one checkpoint to other hosts, or receives it, in a thread.
 
-    problems: {host: sentence} on the source; `lost` is a sentence if the connection failed. `sent` and `size`
-    are bytes; `sent` is 0 if all receivers had the checkpoint.
+    Read its attributes when `busy` is false.
+    name: of the checkpoint. size: bytes of its files. sent: bytes sent or received; 0 if all receivers had
+        the checkpoint. seconds: how long it took.
+    problems: on the source, {host: why it has no copy, a sentence}.
+    lost: a sentence if the connection failed; else "".
     """
 
     def __init__(self, link: Subgroup, folder: Path, path: Path | None = None, prunes: bool = True) -> None:
-        """Start the transfer. path: the checkpoint, on the source; None on the receivers.
+        """Start the transfer between the members of `link`, of which one is the source.
 
+        folder: the checkpoints of this host. path: on the source, the checkpoint; None on the receivers.
         prunes: whether a receiver then deletes the checkpoints that the source does not keep.
         """
         self._link, self._folder, self._prunes = link, folder, prunes
@@ -56,9 +60,11 @@ class Transfer:
 
     @property
     def busy(self) -> bool:
+        """Whether the thread still sends or receives."""
         return self._thread.is_alive()
 
     def wait(self, seconds: float | None = None) -> None:
+        """Wait until the transfer has ended, at most `seconds`; None: without a limit."""
         self._thread.join(seconds)
 
     def _run(self, path: Path | None) -> None:

@@ -40,10 +40,13 @@ SETTLE_SECONDS = 60.0  # added for a write of any size
 
 
 class CheckpointWriter:
-    """Writes one checkpoint at a time, in a thread. `saved` is the newest complete checkpoint.
+    """Writes the checkpoints of a run, one at a time, in a thread.
 
-    `problem` is a sentence after a failed write, `shortage` a sentence while the disk has no room; else they
-    are None.
+    folder: of the checkpoints. tokenizer_dir: folder of tokenizer.json, which each checkpoint gets. keep:
+    number of newest checkpoints to keep. log: called with each message. Attributes:
+    saved: path of the newest complete checkpoint; None before the first.
+    problem: a sentence after a failed write; else None.
+    shortage: a sentence while the disk has no room; else None.
     """
 
     def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, log: Callable[[str], None]) -> None:

@@ -31,10 +31,10 @@ ORDER, VALIDATION = 0, 1  # what a permutation is for
 
 @dataclass(frozen=True)
 class Source:
-    """A file or folder of conversations.
+    """A file or folder of conversations to train on.
 
-    weight: how many times an epoch contains each of them. 2: twice; 0.5: a random half of them, which the
-    seed selects.
+    path: of the file or folder. weight: how many times an epoch contains each of its conversations. 2: twice;
+    0.5: a random half of them, which the seed selects.
     """
 
     path: Path

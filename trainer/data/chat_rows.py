@@ -32,9 +32,9 @@ def encode(
 ) -> Iterator[NDArray[np.uint32]]:
     """Yield the token ids of each conversation, cut to `max_tokens`; trained tokens have the bit TRAINED.
 
-    Conversations without a trained token are left out, so that each row has a target. texts: lists of
-    messages as JSON. counts: gets the numbers COUNTED, except padding. Raises DataError if the tokenizer has
-    no tokens for conversations.
+    texts: conversations, each a list of messages as JSON. counts: gets the keys COUNTED, except padding.
+    Conversations without a trained token are left out, so that each row has a target. Raises DataError if the
+    tokenizer has no tokens for conversations.
     """
     counts.update(dict.fromkeys(COUNTED, 0))
     for text in texts:
@@ -53,9 +53,10 @@ def encode(
 def chat_rows(
     texts: Iterable[str], tokenizer: Tokenizer, sequence_len: int, counts: MutableMapping[str, int]
 ) -> Iterator[NDArray[Any]]:
-    """Yield the rows of the conversations `texts`, uint32 of shape (sequence_len + 1,).
+    """Yield the rows of conversations, uint32 of shape (sequence_len + 1,).
 
-    A conversation is cut to the tokens of a row, and to MAX_TOKENS. counts: gets the numbers COUNTED.
+    texts: conversations, each a list of messages as JSON. A conversation is cut to the tokens of a row, and
+    to MAX_TOKENS. counts: gets the keys COUNTED, with numbers of conversations, targets or tokens.
     """
     row_tokens = sequence_len + 1
     tokens = n_rows = 0

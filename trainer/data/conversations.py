@@ -32,7 +32,10 @@ class ConversationError(ValueError):
 
 
 def check(conversation: Any) -> Conversation:
-    """The messages of a parsed line: a list of messages, or {"messages": [...]}. Raises ConversationError."""
+    """The messages of a conversation, a list of dicts with role and content.
+
+    conversation: a parsed line: such a list, or {"messages": such a list}. Raises ConversationError.
+    """
     messages = conversation.get("messages") if isinstance(conversation, dict) else conversation
     if not isinstance(messages, list):
         raise ConversationError("it is neither a list of messages nor an object with such a list as messages")
@@ -135,7 +138,10 @@ def read_files(files: Sequence[Path], skip_bad: bool = False) -> tuple[list[Conv
 
 
 def describe_bad(bad: Sequence[str]) -> str:
-    """The text about bad lines: the first BAD_LINES_SHOWN of them, their number, and what to type."""
+    """The message about bad lines: the first BAD_LINES_SHOWN of them, their number, and what to type.
+
+    bad: texts FILE:LINE: REASON.
+    """
     lines = [*bad[:BAD_LINES_SHOWN]]
     if more := len(bad) - len(lines):
         lines.append(f"and {more} more")

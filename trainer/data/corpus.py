@@ -57,11 +57,11 @@ class _Reading:
 
 
 def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int) -> Counter[str]:
-    """Add the documents of `files` to `spool`, at most `max_bytes` of text (0: no limit).
+    """Add the documents of `files` to `spool`; returns the number of skipped files by reason.
 
-    The order of the files depends on `seed`. With a limit, files are read in turns of about 1/32 of
-    `max_bytes`, so that neither the first folder nor a few huge files fill the corpus. Returns the number of
-    skipped files by reason.
+    max_bytes: the most text; 0: no limit. seed: determines the order of the files. With a limit, files are
+    read by turns, about 1/32 of `max_bytes` each, so that neither the first folder nor a few huge files fill
+    the corpus.
     """
     skipped: Counter[str] = Counter()
     on_disk = sum(file.size for file in files)
@@ -104,9 +104,9 @@ def collect(files: Sequence[SourceFile], spool: Spool, max_bytes: int, seed: int
 
 @dataclass(frozen=True)
 class Plan:
-    """Assigns documents to shards: `n_train` training shards of equal size, then one for validation.
+    """Assigns documents to shards: training shards of equal size, then one for validation.
 
-    total: bytes of all text. train_bytes: bytes of the text for training.
+    total: bytes of all text. n_train: number of training shards. train_bytes: bytes of the text for training.
     """
 
     total: int
@@ -115,7 +115,7 @@ class Plan:
 
     @classmethod
     def make(cls, total: int, shard_bytes: int) -> Self:
-        """Plan training shards of about `shard_bytes` each for `total` bytes of text."""
+        """The plan for `total` bytes of text, with training shards of about `shard_bytes` each."""
         val = min(shard_bytes, max(total // VALIDATION_PART, min(MIN_VALIDATION, total // 5)))
         return cls(total, max(1, round((total - val) / shard_bytes)), total - val)
 
@@ -132,7 +132,7 @@ class Plan:
 def write_shards(spool: Spool, folder: Path, n_bytes: int, shard_bytes: int) -> list[Entry]:
     """Write the documents of `spool`, `n_bytes` in all, to `folder` as shards of about `shard_bytes` each.
 
-    Returns their manifest entries, with the keys name, sha256, bytes, documents, text_bytes and split.
+    Returns a manifest entry for each shard: a dict with name, sha256, bytes, documents, text_bytes and split.
     """
     plan = Plan.make(n_bytes, shard_bytes)
     entries = []
@@ -160,7 +160,10 @@ def _planned(spool: Spool, plan: Plan) -> Iterator[tuple[int, bytes]]:
 
 
 def write_shard(path: Path, documents: Iterator[bytes], progress: Progress) -> tuple[int, int]:
-    """Write `documents`, in UTF-8, to the parquet file `path`; returns their number and their bytes."""
+    """Write `documents`, in UTF-8, to the parquet file `path`; returns (their number, their bytes).
+
+    progress: counts the bytes.
+    """
     schema = pa.schema([("text", pa.string())])
     n_documents = n_bytes = 0
     with open(path, "wb") as file:
@@ -192,9 +195,10 @@ def _groups(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
 def build_shards(
     files: Sequence[SourceFile], folder: Path, max_bytes: int, shard_bytes: int, seed: int
 ) -> tuple[list[Entry], Counter[str]]:
-    """Write the text of `files` to `folder` as shards; returns manifest entries, and skipped files by reason.
+    """Write the text of `files` to `folder` as shards; returns (manifest entries, skipped files by reason).
 
-    Raises DataError if there are fewer than two distinct documents.
+    max_bytes: the most text; 0: no limit. shard_bytes: about the text of a shard. seed: determines the order.
+    For the entries see `write_shards`. Raises DataError if there are fewer than two distinct documents.
     """
     with Spool(folder, seed) as spool:
         skipped = collect(files, spool, max_bytes, seed)
@@ -225,7 +229,10 @@ def source_digest(files: Sequence[SourceFile], *arguments: object) -> str:
 
 
 def read_manifest(data_dir: Path) -> dict[str, Any]:
-    """The content of manifest.json in `data_dir`. Raises DataError if the file is missing or damaged."""
+    """The content of manifest.json in `data_dir`, a dict. Raises DataError if it is missing or damaged.
+
+    Its keys are schema, shards (list of entries, see `write_shards`), tokenizer_sha256 and others.
+    """
     return read_schema_1(data_dir / MANIFEST, "manifest", str(data_dir), _checked)
 
 

@@ -18,15 +18,18 @@ from trainer.data.tokenizer import FILE_NAME, Tokenizer
 
 @dataclass(frozen=True)
 class Dataset:
-    """The training data of a rank: the rows of both splits, the tokenizer, and `hashes`.
+    """The training data of a rank.
 
-    `hashes` maps "manifest", "tokenizer" and "rows" to the first 16 hex digits of a sha256. They must be
-    equal on all ranks.
+    tokenizer: the tokenizer.
+    info: the packed rows.
+    train, val: the rows of each split, (n, T+1) token ids.
+    hashes: {"manifest", "tokenizer", "rows"}: the first 16 hex digits of a sha256 each. They must be equal on
+        all ranks.
     """
 
     tokenizer: Tokenizer
     info: RowsInfo
-    train: Split | NDArray[Any]  # (n, T+1)
+    train: Split | NDArray[Any]
     val: Split | NDArray[Any]
     hashes: dict[str, str]
 
@@ -34,8 +37,8 @@ class Dataset:
     def open(cls, data_dir: Path, sequence_len: int, threads: int = 0) -> Dataset:
         """Open `data_dir` with rows of `sequence_len` + 1 tokens. Missing or damaged rows are packed.
 
-        `threads` threads encode the text (0: one per usable core). Raises DataError if the data are missing,
-        damaged or too little.
+        threads: number of threads that encode the text; 0: one per usable core. Raises DataError if the data
+        are missing, damaged or too little.
         """
         if not data_dir.is_dir():
             raise DataError(

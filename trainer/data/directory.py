@@ -41,9 +41,13 @@ Make = Callable[[Path], tuple[list[Entry], Counter[str]]]
 class Prepared:
     """The figures of a prepared data directory, which `prepare` prints at its end.
 
-    `val_bytes`: bytes of text in the validation shard. `reused`: "" if shards and tokenizer are new, "shards"
-    if the shards were kept, "all" if both were kept. `skipped`: number of files by reason. `seconds`: by
-    step, and "all".
+    documents, text_bytes: number of documents, and bytes of their text.
+    shards: number of shards, that for validation included.
+    val_bytes: bytes of text in the validation shard.
+    vocab_size: tokens of the tokenizer.
+    reused: "" if shards and tokenizer are new, "shards" if the shards were kept, "all" if both were kept.
+    skipped: {reason: number of files}.
+    seconds: {step of the preparation, or "all": seconds}.
     """
 
     documents: int
@@ -51,13 +55,13 @@ class Prepared:
     shards: int
     val_bytes: int
     vocab_size: int
-    reused: str  # "", "shards" or "all"
+    reused: str
     skipped: dict[str, int] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
 
 
 class Clock:
-    """Measures the seconds of each step of a preparation; `seconds` has them by the name of the step."""
+    """Measures how long each step of a preparation takes. seconds: {name of the step: its seconds}."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -196,9 +200,12 @@ def make_directory(
 ) -> Prepared:
     """Make shards and tokenizer in `out`, unless it has those of this digest already.
 
-    The caller holds the lock of `out`. digest: of the sources and options. make: writes the shards.
-    vocab_size: tokens of a new tokenizer. tokenizer_dir: an existing one to copy instead. clock: measures
-    the steps. notes: more entries for the manifest.
+    The caller holds the lock of `out`.
+    digest: of the sources and options.
+    make: writes the shards to a folder; returns (manifest entries, skipped files by reason).
+    vocab_size: tokens of a new tokenizer. tokenizer_dir: an existing one to copy instead; None for a new one.
+    clock: measures the steps.
+    notes: more entries for the manifest.
     """
     for leftover in out.glob(".preparing-*"):
         shutil.rmtree(leftover)

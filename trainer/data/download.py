@@ -40,8 +40,8 @@ def public_shards(base_url: str, count: int, val_shard: int | None = None) -> tu
 def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
     """Download the shards `names` to `folder`, `WORKERS` at a time; returns their manifest entries, in order.
 
-    The entries lack the key `split`. `sums` maps file names to their known sha256. Raises DataError if a
-    download fails; partial files are kept.
+    The entries are as from `write_shards`, without the key `split`. sums: {file name: known sha256}. Raises
+    DataError if a download fails; partial files are kept.
     """
     with Progress(f"downloading {len(names)} shards") as progress:
         shared = SharedState(progress, len(names))
@@ -69,9 +69,10 @@ def download(base_url: str, names: Sequence[str], folder: Path, sums: Mapping[st
 def fetch(url: str, path: Path, sha256: str, shared: SharedState) -> Entry:
     """Download the shard at `url` to `path` unless it exists; returns its manifest entry, without `split`.
 
-    sha256: of the file, 64 hex digits, or "" if it is not known. shared: what concurrent downloads share. The
-    file name ends with `.part` until length, text and, if known, sha256 are verified. If they are wrong, the
-    file is downloaded once more from the start. Raises DataError if the second file is wrong too.
+    sha256: of the file, 64 hex digits, or "" if it is not known. shared: progress, sizes and stop event of
+    concurrent downloads. The file name ends with `.part` until length, text and, if known, sha256 are
+    verified. If they are wrong, the file is downloaded once more from the start. Raises DataError if the
+    second file is wrong too.
     """
     if path.exists() and (entry := inspect(path))["sha256"] == (sha256 or entry["sha256"]):
         shared.progress.add_existing(entry["bytes"])

@@ -139,10 +139,10 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def read_schema_1(path: Path, kind: str, out: str, parse: Callable[[dict[str, Any]], T]) -> T:
-    """The result of `parse` for the JSON file `path`, a `kind` of schema 1 such as "manifest".
+    """The result of the function `parse` for the object in the JSON file `path`, which has schema 1.
 
-    Raises DataError if the file is missing, of another schema or damaged. `out` is the folder that the
-    message about a missing file gives to --out.
+    kind: what the file is, such as "manifest", for messages. out: the folder that the message about a missing
+    file gives to --out. Raises DataError if the file is missing, of another schema or damaged.
     """
     try:
         content = json.loads(path.read_bytes())

@@ -22,10 +22,10 @@ IGNORED_TARGET = -1  # a target without a loss, as in trainer.model.loss
 
 
 class Split:
-    """Rows of shape (n, T+1), indexed by an array of row numbers.
+    """The rows of a split, (n, T+1) token ids, indexed by an array of row numbers.
 
-    Each read verifies the rows that it returns. `sums` is the CRC-32 of each row, shape (n,); `name` is the
-    path of the file, for messages; `masked`: whether only tokens with the bit TRAINED are targets.
+    Each read verifies its rows. rows: the rows. sums: uint32, (n,), the CRC-32 of each row. name: path of the
+    file, for messages. masked: whether only tokens with the bit TRAINED are targets.
     """
 
     def __init__(self, rows: NDArray[Any], sums: NDArray[np.uint32], name: str, masked: bool = False) -> None:
@@ -59,13 +59,14 @@ def row_sums(rows: NDArray[Any]) -> NDArray[np.uint32]:
 
 
 class Sequences(NamedTuple):
-    """Rows of token ids, without the bit TRAINED, and a target for each of their first T positions.
+    """Rows of token ids, and a target for each of their first T positions.
 
-    The target of a position is the next token, or IGNORED_TARGET if that token has no loss.
+    tokens: (rows, T+1), without the bit TRAINED. targets: int64, (rows, T): the next token, or IGNORED_TARGET
+    if that token has no loss.
     """
 
-    tokens: NDArray[Any]  # (rows, T+1)
-    targets: NDArray[np.int64]  # (rows, T)
+    tokens: NDArray[Any]
+    targets: NDArray[np.int64]
 
 
 def read_sequences(data: Split | NDArray[Any], numbers: NDArray[np.int64]) -> Sequences:
@@ -120,12 +121,18 @@ def batch_rows(seed: int, step: int, rows_per_step: int, n_rows: int) -> NDArray
 
 
 class Batch(NamedTuple):
-    """The global batch of a step. Every rank reads all of it; `rank_rows` gives the rows of one rank."""
+    """The global batch of a step. Every rank reads all of it; `rank_rows` selects the rows of one rank.
 
-    tokens: NDArray[Any]  # (rows, T+1)
-    active: NDArray[np.int64]  # the active rows: all input ids, each once, ascending
-    checksum: int  # of the rows, their numbers and `active`: below 2^53, so that a float64 holds it
-    targets: NDArray[np.int64]  # (rows, T)
+    tokens: token ids, (rows, T+1).
+    active: int64, the active rows of embeddings: all input ids, each once, ascending.
+    checksum: of the rows, their numbers and `active`; below 2^53, so that a float64 holds it.
+    targets: int64, (rows, T); IGNORED_TARGET where a token has no loss.
+    """
+
+    tokens: NDArray[Any]
+    active: NDArray[np.int64]
+    checksum: int
+    targets: NDArray[np.int64]
 
 
 def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: int) -> Batch:
@@ -144,15 +151,15 @@ def read_batch(data: Split | NDArray[Any], seed: int, step: int, rows_per_step: 
 
 
 def count_targets(targets: NDArray[np.int64]) -> int:
-    """The number of targets with a loss."""
+    """The number of targets that have a loss. targets: token ids of any shape."""
     return int(np.count_nonzero(targets != IGNORED_TARGET))
 
 
 def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[Any]:
-    """The contiguous slice of the global batch `rows` that `rank` trains on.
+    """The contiguous rows of the global batch that one rank trains on.
 
-    `shares` holds the rows per rank, in rank order. Raises ValueError if their sum is not the length of
-    `rows`.
+    rows: (rows, ...), the global batch. shares: rows per rank, in rank order. rank: selects the part. Raises
+    ValueError if the sum of `shares` is not the length of `rows`.
     """
     if sum(shares) != len(rows) or min(shares) < 0:
         raise ValueError(f"shares {list(shares)} do not make up a batch of {len(rows)} rows")
@@ -161,7 +168,10 @@ def rank_rows(rows: NDArray[Any], shares: Sequence[int], rank: int) -> NDArray[A
 
 
 def active_rows(rows: NDArray[Any], shares: Sequence[int]) -> list[NDArray[np.int64]]:
-    """The active rows of each rank: the input ids in its slice of the global batch, each once, ascending."""
+    """For each rank, the input ids in its rows of the global batch, each once, ascending.
+
+    rows: token ids of the global batch, (rows, T+1). shares: rows per rank, in rank order.
+    """
     slices = (rank_rows(rows, shares, rank) for rank in range(len(shares)))
     return [np.unique(each[:, :-1]).astype(np.int64) for each in slices]
 

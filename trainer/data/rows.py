@@ -40,11 +40,15 @@ BLOCK_BYTES = 2**20  # per read, about
 
 @dataclass(frozen=True)
 class RowsInfo:
-    """The packed rows of a data directory for one sequence length, in the folder `path`.
+    """The packed rows of a data directory for one sequence length.
 
-    `packed` is False if `pack` found existing rows; `seconds` and `tokens_per_s` are then 0. `sums` maps
-    "train" and "val" to the CRC-32 of each row; it is empty if the files were not verified. `masked`: whether
-    the rows are of conversations; `counts` then has the numbers of chat_rows.COUNTED by split.
+    path: folder of the files. digest: of what determines the rows (see `rows_digest`).
+    sequence_len, vocab_size: T, and the tokens of the tokenizer.
+    train_rows, val_rows: rows of each split. train_sha256, val_sha256: of their files.
+    packed: whether `pack` has made them now; seconds and tokens_per_s describe this, and are 0 if not.
+    masked: whether the rows are of conversations.
+    counts: of conversations, {split: {key of chat_rows.COUNTED: number}}; else {}.
+    sums: {"train" or "val": CRC-32 of each row}; {} if the files were not verified.
     """
 
     path: Path
@@ -64,10 +68,12 @@ class RowsInfo:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of a row in the files."""
         return (self.sequence_len + 1) * self.dtype.itemsize
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The number format of the token ids in the files."""
         return np.dtype(np.uint32) if self.masked else row_dtype(self.vocab_size)
 
     def open(self, split: str) -> NDArray[Any]:
@@ -81,7 +87,10 @@ class RowsInfo:
 
 
 def is_chat(manifest: Mapping[str, Any]) -> bool:
-    """Whether the shards of a data directory are conversations, not documents."""
+    """Whether the shards of a data directory are conversations, not documents.
+
+    manifest: content of its manifest.json.
+    """
     return manifest.get("kind") == CONVERSATIONS
 
 
@@ -91,10 +100,10 @@ def row_dtype(vocab_size: int) -> np.dtype[Any]:
 
 
 def rows_digest(manifest: dict[str, Any], tokenizer_sha256: str, sequence_len: int) -> str:
-    """The sha256, 64 hex digits, of what determines the rows.
+    """The sha256, 64 hex digits, of what determines the packed rows.
 
-    That is: the version of the packing algorithm, the shards, the tokenizer and the sequence length; and that
-    they hold conversations, if they do.
+    manifest: content of manifest.json, of which the sha256 of the shards and the kind count.
+    tokenizer_sha256: of the tokenizer. sequence_len: T. The version of the packing algorithm also counts.
     """
     shards = [shard["sha256"] for shard in manifest["shards"]]
     content = [PACKING, shards, tokenizer_sha256, sequence_len]

@@ -60,10 +60,10 @@ def find_shards(folder: Path) -> list[SourceFile]:
 
 
 def inspect(path: Path, progress: Progress | None = None) -> Entry:
-    """The manifest entry of the shard `path`: name, sha256, bytes, documents and text_bytes, but no split.
+    """The manifest entry of the shard `path`: a dict with name, sha256, bytes, documents and text_bytes.
 
-    Reads the file twice: for its hash and for its text. Raises DataError, naming the file, if it is not a
-    shard of text.
+    It lacks the key `split`. progress: counts the bytes. Reads the file twice: for its hash and for its text.
+    Raises DataError, naming the file, if it is not a shard of text.
     """
     try:
         sha256 = file_sha256(path, None if progress is None else progress.add)
@@ -93,8 +93,8 @@ def inspect(path: Path, progress: Progress | None = None) -> Entry:
 def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) -> list[Entry]:
     """Link or copy `files` to `folder`; returns their manifest entries. The last file is for validation.
 
-    `sums` maps file names to their expected sha256. Raises DataError if a sha256 differs, or if a file is not
-    a shard of text.
+    sums: {file name: expected sha256}. For the entries see `inspect`; they also have the key `split`. Raises
+    DataError if a sha256 differs, or if a file is not a shard of text.
     """
     total = 2 * sum(file.size for file in files)
     with (
@@ -126,7 +126,7 @@ def adopt(files: Sequence[SourceFile], folder: Path, sums: Mapping[str, str]) ->
 
 
 def with_splits(entries: Iterable[Entry]) -> list[Entry]:
-    """The manifest entries with the key `split`: "val" for the last entry, "train" for the others."""
+    """The manifest entries with one more key, `split`: "val" for the last entry, "train" for the others."""
     named = list(entries)
     return [entry | {"split": "val" if entry is named[-1] else "train"} for entry in named]
 

@@ -40,12 +40,13 @@ MANUAL = "manual page(s), which need mandoc on PATH"
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """Path, size in bytes and modification time of a file that may contain text.
+    """A file that may contain text. There may be millions of these objects.
 
-    Size and time serve to detect changes. There may be millions of these objects.
+    name: its full path. size: in bytes. mtime_ns: time of its last change in ns. Size and time serve to
+    detect changes.
     """
 
-    name: str  # the full path
+    name: str
     size: int
     mtime_ns: int
 
@@ -130,7 +131,7 @@ def _roots(sources: Sequence[Path], leave_out: Path | None) -> list[Path]:
 
 
 def documents(file: SourceFile, limit: int) -> Iterator[str]:
-    """Yield the documents of `file`, each of at most `limit` characters.
+    """Yield the documents of `file`. limit: the most characters of a document; longer text is split.
 
     Raises SkippedFileError for a file that is not text or cannot be read, DataError for a damaged parquet
     file.

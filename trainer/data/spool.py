@@ -28,9 +28,10 @@ INDEX = np.dtype([("high", "<u8"), ("low", "<u8"), ("size", "<u4")])
 
 
 class Spool:
-    """Collects documents in temporary files in `folder`, then yields them shuffled and without duplicates.
+    """Collects documents in temporary files, then yields them shuffled and without duplicates.
 
-    `seed` determines the order. The system deletes the files when the process ends.
+    folder: of the files, which the system deletes when the process ends. seed: determines the order. Iterate
+    over the object after `close_input`.
     """
 
     def __init__(self, folder: Path, seed: int) -> None:

@@ -49,7 +49,11 @@ MIN_VOCAB_SIZE = 256 + len(SPECIAL_TOKENS)
 
 
 class Tokenizer:
-    """A byte-level BPE tokenizer. Tokens have ids in merge order; the ids of the special tokens follow."""
+    """A byte-level BPE tokenizer. Tokens have ids in merge order; the ids of the special tokens follow.
+
+    ranks: the bytes of each token, in the order of their ids. pattern: regular expression that splits text
+    into pieces. specials: names of the special tokens.
+    """
 
     def __init__(
         self, ranks: Sequence[bytes], pattern: str = SPLIT_PATTERN, specials: Sequence[str] = SPECIAL_TOKENS

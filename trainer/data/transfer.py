@@ -36,7 +36,10 @@ class StoppedError(Exception):
 
 
 class InterruptedTransferError(Exception):
-    """Raised if a request failed or a response ended early. Another try may succeed after `pause` seconds."""
+    """Raised if a request failed or a response ended early, so that another try may succeed.
+
+    reason: what has failed. pause: seconds that the server asks to wait before the next try.
+    """
 
     def __init__(self, reason: str, pause: float = 0.0) -> None:
         super().__init__(reason)
@@ -44,7 +47,13 @@ class InterruptedTransferError(Exception):
 
 
 class SharedState:
-    """State that concurrent transfers share: progress, file sizes by URL, and the event `stop`."""
+    """State that concurrent downloads share.
+
+    progress: counts their bytes. n_files: number of files.
+    stop: event that ends all of them.
+    sizes: {URL: size of the file in bytes}, as far as known.
+    unverified: names of the files whose sha256 is not known.
+    """
 
     def __init__(self, progress: Progress, n_files: int = 1) -> None:
         self.progress = progress
@@ -63,7 +72,10 @@ class SharedState:
 
 
 class Retries:
-    """Counts the consecutive failures of a URL and sleeps between the tries."""
+    """Counts the consecutive failures of the download of `url`, and sleeps between the tries.
+
+    shared: the state of all downloads, whose event `stop` ends a sleep.
+    """
 
     def __init__(self, url: str, shared: SharedState) -> None:
         self.url, self.shared = url, shared
@@ -93,10 +105,16 @@ class Retries:
 
 @dataclass
 class RemoteFile:
-    """Metadata of the file at `url`, from the first response. Unknown values: size -1, sha256 ""."""
+    """What the server reports about a file in its first response.
+
+    url: of the file.
+    validator: ETag or Last-Modified, to verify that later responses are of the same file; "" if unknown.
+    size: in bytes; -1 if unknown.
+    sha256: 64 hex digits; "" if unknown.
+    """
 
     url: str
-    validator: str = ""  # ETag or Last-Modified, to verify that later responses are of the same file
+    validator: str = ""
     size: int = -1
     sha256: str = ""
 
@@ -107,7 +125,11 @@ class Transfer:
     def __init__(
         self, url: str, path: Path, shared: SharedState, advice: str = "Check --base-url and --count."
     ) -> None:
-        """advice: what to do if the server has no such file."""
+        """Read the metadata of a partial file, if there is one.
+
+        url: of the file. path: where it is written. shared: the state of all downloads. advice: what to do if
+        the server has no such file, for the message.
+        """
         self.path, self.shared, self.advice = path, shared, advice
         self.metadata_path = path.with_name(f"{path.name}.json")
         self.remote = self._read_metadata(url)
@@ -222,9 +244,10 @@ class Transfer:
 
 
 def open_url(url: str, headers: Mapping[str, str]) -> tuple[Any, str]:
-    """Send a GET request; returns the response, and the sha256 that a model hub sends (X-Linked-ETag) or "".
+    """Send a GET request; returns (response, the sha256 that a model hub sends in X-Linked-ETag, or "").
 
-    Raises InterruptedTransferError for failures that may be temporary, urllib's HTTPError for others.
+    headers: more headers of the request. Raises InterruptedTransferError for failures that may be temporary,
+    urllib's HTTPError for others.
     """
     redirects = _Redirects()
     request = urllib.request.Request(

@@ -37,10 +37,14 @@ Fields = dict[str, str]
 
 @dataclass(frozen=True)
 class Record:
-    """The record of one rank: `compared` fields must be equal on all ranks, `shown` fields are only printed.
+    """What one rank reports about itself before step 0, to be compared with the other ranks.
 
-    `problem` is the reason why the rank cannot train; empty if it can. `facts` describe its host, for the
-    tracker.
+    rank, host, address: of the rank.
+    compared: {name: text} of what must be equal on all ranks: settings, versions, hashes of code and data.
+    shown: {name: text} of what is only printed, such as interface and arithmetic.
+    problem: why the rank cannot train, a sentence; "" if it can.
+    facts: {name: text} about its host, for the tracker (see host_facts).
+    endpoint: address of its health endpoint; "" without one.
     """
 
     rank: int
@@ -50,10 +54,11 @@ class Record:
     shown: Fields
     problem: str = ""
     facts: Fields = field(default_factory=dict)
-    endpoint: str = ""  # address of its health endpoint
+    endpoint: str = ""
 
     @property
     def peer(self) -> Peer:
+        """Rank, host and address of this record."""
         return Peer(self.rank, self.host, self.address)
 
     def __str__(self) -> str:
@@ -71,9 +76,12 @@ def make_record(
 ) -> Record:
     """The record of this rank: settings, versions, hashes of code and data, and facts of the host.
 
-    options: what this rank can compute on. rows: its packed rows. hashes: of its data, by name. These are
-    None on a rank that could not determine them. problem: why this rank cannot train, or "". endpoint: the
-    address of its health endpoint.
+    env, run_file: of this rank.
+    options: what it can compute on; None if that is unknown.
+    rows: its packed rows; None if it has none.
+    hashes: {name: digest} of its data; None if it has none.
+    problem: why it cannot train, a sentence; "" if it can.
+    endpoint: address of its health endpoint; "" without one.
     """
     compared = {
         "run_id": run_file.run_id,
@@ -108,9 +116,10 @@ def check_consistency(
 ) -> list[Record]:
     """Exchange the records of all ranks through the rendezvous store; returns them in rank order.
 
-    A rank must arrive within `arrival_seconds`; ranks for which `is_alive` is true have LOADING_SECONDS more.
-    Raises Final on every rank if one cannot train or if records differ; Retryable if a rank does not arrive
-    or the store is lost.
+    store: None with one rank. mine: the record of this rank. world_size: number of ranks. arrival_seconds: in
+    which the other ranks must arrive; those for which `is_alive`, a function of the rank, is true have
+    LOADING_SECONDS more. Raises Final on every rank if one cannot train or if records differ; Retryable if a
+    rank does not arrive or the store is lost.
     """
     records = [mine] if store is None else _exchange(store, mine, world_size, arrival_seconds, is_alive)
     if len({record.problem for record in records}) > 1:
@@ -124,7 +133,10 @@ def check_consistency(
 
 
 def check_layout(records: list[Record]) -> None:
-    """Raise Final unless the ranks run on the hosts of the run file, in its order."""
+    """Raise Final unless the ranks run on the hosts of the run file, in its order.
+
+    records: of all ranks, in rank order.
+    """
     named = records[0].compared.get("hosts", "").split()
     found = [host for host, _ in itertools.groupby(record.host for record in records)]
     if named and found != named:
@@ -165,7 +177,10 @@ def _exchange(
 
 
 def compare(records: list[Record]) -> dict[str, list[str]]:
-    """The compared fields that differ: name -> the value of each rank, in rank order ("-": no value)."""
+    """The compared fields that differ: {field: its value on each rank, in rank order; "-" for none}.
+
+    records: of all ranks, in rank order.
+    """
     names = list(dict.fromkeys(name for record in records for name in record.compared))
     values = {name: [record.compared.get(name, "-") for record in records] for name in names}
     differing = {name: row for name, row in values.items() if len(set(row)) > 1}
@@ -175,7 +190,10 @@ def compare(records: list[Record]) -> dict[str, list[str]]:
 
 
 def name_differences(differences: dict[str, list[str]], records: list[Record]) -> str:
-    """A clause for each field that differs, with its values and hosts. Arguments: those of `explain`."""
+    """A clause for each field that differs, with its values and hosts, as text.
+
+    differences, records: as for `explain`.
+    """
     clauses = []
     for name, row in differences.items():
         usual = Counter(row).most_common(1)[0][0]  # if equally frequent, that of rank 0

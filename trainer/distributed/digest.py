@@ -33,7 +33,7 @@ def tensor_digest(tensor: Tensor) -> int:
 def minority_ranks(values: Sequence[Hashable]) -> list[int]:
     """The ranks whose value is not that of more than half of all ranks; all ranks if there is no majority.
 
-    `values` has the value of each rank.
+    values: the value of each rank, in rank order.
     """
     usual, count = Counter(values).most_common(1)[0]
     return [rank for rank, value in enumerate(values) if 2 * count <= len(values) or value != usual]
@@ -42,7 +42,7 @@ def minority_ranks(values: Sequence[Hashable]) -> list[int]:
 def compare_batches(group: Collectives, checksums: Sequence[int], step: int) -> None:
     """Raise Retryable on every rank if the ranks have read different batches for `step`, counted from 1.
 
-    `checksums` has the checksum of the batch of each rank (`Batch.checksum`).
+    group: the ranks. checksums: `Batch.checksum` of each rank, in rank order.
     """
     if len(set(checksums)) == 1:
         return
@@ -70,7 +70,10 @@ class ParameterCheck:
     """
 
     def __init__(self, group: Collectives, model: nn.Module, run_dir: Path) -> None:
-        """Read the digests of an earlier attempt. All ranks call this together: it gathers their steps."""
+        """Read the digests of an earlier attempt. All ranks call this together: it gathers their steps.
+
+        group: the ranks. model: its parameters are compared. run_dir: has the digests.
+        """
         self._group, self._model = group, model
         self._compared_at = 0  # the step of the last comparison
         self._path = run_dir / f"digests-{group.rank}.json"

@@ -56,7 +56,10 @@ class PeerLost(Retryable):
 
 @dataclass(frozen=True)
 class Peer:
-    """Rank, host and IP address of a rank. Messages name it "rank 1 (laptop)"."""
+    """A rank as the other ranks know it. Messages name it "rank 1 (laptop)".
+
+    rank: its number. host: name of its host. address: IP address of the host.
+    """
 
     rank: int
     host: str
@@ -67,7 +70,15 @@ class Peer:
 
 
 class Collectives:
-    """The collectives of the ranks of a run. `open` returns when all ranks are connected."""
+    """The collectives of the ranks of a run. `open` creates it when all ranks are connected.
+
+    rank, world_size: of this rank. peers: all ranks, in rank order.
+    owner_speeds: relative speed of each rank, by which matrices are assigned to owner ranks; empty: equal.
+    bytes_sent: that this rank has sent so far.
+    is_waiting: whether the main thread waits in a collective.
+    interruption: returns why to give up waiting for the other ranks, or ""; None: a wait ends only with its
+        collective.
+    """
 
     def __init__(self, env: RankEnv, peers: list[Peer]) -> None:
         self.rank = env.rank
@@ -158,7 +169,7 @@ class Collectives:
     def broadcast_owned(self, owned: Mapping[int, Tensor]) -> None:
         """Broadcast the flat tensor of each owner rank; the other ranks receive it in place.
 
-        `owned` maps an owner rank to its tensor and has the same keys on all ranks.
+        owned: {owner rank: tensor}, with the same keys on all ranks.
         """
         self.wait([self.start_broadcast(tensor, owner) for owner, tensor in owned.items()])
 
@@ -324,16 +335,18 @@ class Collectives:
                 raise Final(f"{peer}: {sentence.decode()}")
 
     def broadcast_tensors(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
-        """Broadcast the named tensors of rank 0; the others pass None and receive them on the CPU."""
+        """Broadcast the tensors of rank 0; returns them, on other ranks on the CPU.
+
+        tensors: on rank 0 {name: tensor}; None on the other ranks.
+        """
         if self.world_size == 1:
             return dict(tensors or {})
         return _transfer(tensors, lambda flat: self.broadcast_owned({0: flat}))
 
     def send_to_coordinator(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """Send the named tensors of rank `owner` to rank 0, which returns them; other ranks return {}.
+        """Send the tensors of rank `owner` to rank 0, which returns them on the CPU; other ranks return {}.
 
-        All ranks call it. Received tensors are on the CPU. `tensors` of ranks other than the owner are
-        ignored.
+        All ranks call it. tensors: {name: tensor}; those of ranks other than the owner are ignored.
         """
         if owner == 0:
             return dict(tensors) if self.rank == 0 else {}
@@ -352,7 +365,10 @@ class Collectives:
         return received
 
     def open_channel(self, name: str) -> Channel:
-        """Connect the ranks a second time, for use by another thread. All ranks call it. Raises PeerLost."""
+        """Connect the ranks a second time, for use by another thread. All ranks call it. Raises PeerLost.
+
+        name: of the connection, equal on all ranks.
+        """
         if self.world_size == 1:
             return Channel(self, None)
         with self._peer_errors():
@@ -389,7 +405,10 @@ class Collectives:
 
 
 class Channel:
-    """A second process group of the same ranks, which one other thread may use beside the first."""
+    """A second process group of the same ranks, which one other thread may use beside the first.
+
+    group: the first one. process_group: torch's handle of the second one; None with one rank.
+    """
 
     def __init__(self, group: Collectives, process_group: Any) -> None:
         self._group, self._process_group = group, process_group
@@ -430,7 +449,7 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
 
 
 def formats_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Name, data type and shape of each tensor, as JSON."""
+    """Name, data type and shape of each tensor, as JSON. tensors: {name: tensor}."""
     formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
     return json.dumps(formats).encode()
 

@@ -22,16 +22,19 @@ def prefix_of(env: RankEnv) -> str:
 
 
 def open_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.Store:
-    """Connect to the rendezvous store, which the caller owns if `is_master`.
+    """Connect to the rendezvous store; returns it. Its keys get the prefix of this attempt.
 
-    Keys of the returned store have the prefix of this attempt. Raises RuntimeError or ValueError if the store
-    does not answer within `seconds`.
+    env: has the address of the store. is_master: whether the caller opens and owns it. seconds: the longest
+    wait. Raises RuntimeError or ValueError if the store does not answer in time.
     """
     return dist.PrefixStore(prefix_of(env), open_tcp_store(env, is_master, seconds))
 
 
 def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_SECONDS) -> dist.TCPStore:
-    """The same without the prefix. With port 0 the master lets the kernel pick one, its attribute `port`."""
+    """As `open_store`, but the keys of the returned store have no prefix.
+
+    With port 0 in `env`, the owner lets the kernel pick a port, the attribute `port` of the store.
+    """
     return dist.TCPStore(
         env.master_addr,
         env.master_port,
@@ -43,7 +46,10 @@ def open_tcp_store(env: RankEnv, is_master: bool = False, seconds: float = JOIN_
 
 
 def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
-    """The end of an attempt whose rank could not connect to the rendezvous store within `seconds`."""
+    """The exception for a rank that could not connect to the rendezvous store within `seconds`.
+
+    env: has the address of the store. error: of the failed connection.
+    """
     cause = (str(error).strip().splitlines() or [type(error).__name__])[0]
     return Retryable(
         f"The rendezvous store at {env.master_addr}:{env.master_port} did not answer within "
@@ -54,8 +60,9 @@ def no_store(env: RankEnv, seconds: float, error: Exception) -> Retryable:
 def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist.Store:
     """Connect to the rendezvous store and register this rank; returns the store.
 
-    Keys of the returned store have the prefix of this attempt. Raises Retryable if the store does not answer
-    within `seconds`, or if the rank is registered already: it is then the store of an attempt that is ending.
+    env, run_id: environment and run of this rank. Keys of the returned store have the prefix of this attempt.
+    Raises Retryable if the store does not answer within `seconds`, or if the rank is registered already: it
+    is then the store of an attempt that is ending.
     """
     try:
         mine = open_store(env, is_master=env.is_coordinator and not env.agent_store, seconds=seconds)
@@ -72,7 +79,10 @@ def join_store(env: RankEnv, run_id: str, seconds: float = JOIN_SECONDS) -> dist
 
 
 def wait_for_keys(store: dist.Store, keys: dict[int, str], seconds: float) -> list[int]:
-    """Wait until each rank has set its key in `keys`; returns the ranks that have not after `seconds`."""
+    """Wait until each rank has set its key; returns the ranks that have not after `seconds`.
+
+    store: has the keys. keys: {rank: its key}.
+    """
     deadline = time.monotonic() + seconds
     missing = sorted(keys)
     while True:

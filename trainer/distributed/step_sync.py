@@ -23,15 +23,20 @@ FLAGS = 6  # stop, save, failed_save, change, snapshot, copy
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one rank on a step: loss_sum in nats, seconds of computation, rows.
+    """What one rank reports to the others at the end of a step.
 
-    Rank 0 also sends requests to all ranks. `stop`: end the run; `save`: write a checkpoint; `failed_save`: a
-    checkpoint could not be written; `copy`: send the newest checkpoint to the hosts that keep copies;
-    `shares`: split the batch in another way.
-    In an elastic run, `change` (from any rank): ranks leave or join after this step; `snapshot`: copy the
-    state to rank 0.
-    `next_batch` is compared one step ahead, because the active rows of a batch determine the shapes of the
-    collectives of its step: they can only complete if all ranks have the same batch.
+    loss_sum: sum of the losses of its rows, in nats.
+    seconds: that it has computed. rows: number of its rows.
+    next_batch: checksum of the next step's batch. It is compared one step ahead, because the active rows of a
+        batch determine the shapes of the collectives of its step: they can only complete if all ranks have
+        the same batch.
+    Requests of rank 0 to all ranks:
+    stop: end the run. save: write a checkpoint. failed_save: a checkpoint could not be written.
+    copy: send the newest checkpoint to the hosts that keep copies.
+    shares: rows per rank from the next step on; empty: unchanged.
+    snapshot: in an elastic run, copy the state to rank 0.
+    Request of any rank of an elastic run:
+    change: ranks leave or join after this step.
     """
 
     loss_sum: float
@@ -43,13 +48,19 @@ class StepReport:
     change: bool = False
     snapshot: bool = False
     copy: bool = False
-    shares: tuple[int, ...] = ()  # rows per rank from the next step on; empty: unchanged
-    next_batch: int = 0  # checksum of the next step's batch
+    shares: tuple[int, ...] = ()
+    next_batch: int = 0
 
 
 @dataclass(frozen=True)
 class StepSummary:
-    """The result on every rank: losses summed, seconds and `next_batches` by rank, requests of rank 0."""
+    """What every rank receives at the end of a step: the reports of all ranks, combined.
+
+    loss_sum: sum of the losses of the step, in nats.
+    seconds: that each rank has computed, by rank. next_batches: `next_batch` of each rank.
+    shares: rows per rank from the next step on; empty: unchanged.
+    stop, save, failed_save, change, snapshot, copy: whether a rank has made this request (see StepReport).
+    """
 
     loss_sum: float
     seconds: list[float]
@@ -64,13 +75,16 @@ class StepSummary:
 
 
 class StepSync:
-    """The sum of all ranks' step reports: `start` begins the all-reduce, `finish` returns the summary."""
+    """Combines the step reports of all ranks: `start` begins the all-reduce, `finish` returns the summary.
+
+    group: the ranks. rows_per_step: rows of a step over all ranks, with which the reported rows are compared.
+    """
 
     def __init__(self, group: Collectives, rows_per_step: int) -> None:
         self._group, self._rows_per_step = group, rows_per_step
 
     def start(self, report: StepReport) -> tuple[Tensor, Pending]:
-        """Start the all-reduce with the report of this rank; returns the argument of `finish`."""
+        """Start the all-reduce with the `report` of this rank; returns the argument of `finish`."""
         seconds, shares, batches = ([0.0] * self._group.world_size for _ in range(3))
         seconds[self._group.rank] = report.seconds
         batches[self._group.rank] = float(report.next_batch)
@@ -82,7 +96,10 @@ class StepSync:
         return shared, self._group.start_all_reduce(shared)
 
     def finish(self, started: tuple[Tensor, Pending]) -> StepSummary:
-        """Wait for the all-reduce; returns its summary. Raises Final if the ranks' rows are not a step."""
+        """Wait for the all-reduce; returns the summary. started: the result of `start`.
+
+        Raises Final if the rows of all ranks do not add up to a step.
+        """
         shared, pending = started
         self._group.wait([pending])
         loss_sum, rows, *rest = shared.tolist()

@@ -19,7 +19,11 @@ from trainer.distributed.process_group import UNMEASURED_TIMEOUT, Collectives
 
 
 class Subgroup:
-    """The members of a subgroup; `source` is the rank that broadcasts. Failures raise PeerLost."""
+    """A process group of some ranks of a run. Failures raise PeerLost.
+
+    rank: of this process in the whole group. members: ranks of the subgroup, ascending.
+    peers: the same ranks with their hosts. source: the rank that broadcasts.
+    """
 
     def __init__(self, group: Collectives, process_group: Any, members: Sequence[int], source: int) -> None:
         self._group, self._process_group = group, process_group
@@ -29,7 +33,11 @@ class Subgroup:
 
     @classmethod
     def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:
-        """Connect `members`. All ranks of `group` call it, in the same order with other collectives."""
+        """Connect the ranks `members`.
+
+        All ranks of `group` call it, in the same order with other collectives. name: of the subgroup. source:
+        the member that broadcasts.
+        """
         ranks = sorted(members)
         try:
             made = dist.new_group(ranks, UNMEASURED_TIMEOUT, backend="gloo", group_desc=name)
@@ -39,6 +47,7 @@ class Subgroup:
 
     @property
     def is_member(self) -> bool:
+        """Whether this rank is a member."""
         return self.rank in self.members
 
     def broadcast(self, tensor: Tensor) -> None:

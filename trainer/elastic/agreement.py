@@ -30,7 +30,10 @@ SHORTEST_DELAY_SECONDS, LONGEST_DELAY_SECONDS = 5.0, 120.0
 
 
 class Coordinator:
-    """Decides the members. `clock` and `sleep` are those of the module time; a simulation has its own."""
+    """Decides which ranks are the members of an elastic run: proposes views to the members and commits them.
+
+    The attribute `me` is the member on this rank.
+    """
 
     def __init__(
         self,
@@ -42,10 +45,15 @@ class Coordinator:
         sleep: Callable[[float], None] = time.sleep,
         is_replaced: Callable[[], bool] | None = None,
     ) -> None:
-        """min_hosts: in each view; of a coordinator that was elected, a majority, for which a change waits.
+        """Begin as the coordinator of a run.
 
-        is_replaced: of such a coordinator, whether other hosts have elected another one. None: it was not
-        elected.
+        keys: the messages between the ranks (keys.py).
+        me: this rank. world_size: number of ranks at launch.
+        min_hosts: the least number of hosts in a view. For a coordinator that was elected, it is a majority
+            of the hosts, and a change of the members waits for so many.
+        clock, sleep: those of the module time; a simulation has its own.
+        is_replaced: returns whether other hosts have elected another coordinator; None if this one was not
+            elected.
         """
         self._keys, self.me, self._world_size, self._min_hosts = keys, me, world_size, min_hosts
         self._clock, self._sleep, self._is_replaced = clock, sleep, is_replaced
@@ -57,11 +65,11 @@ class Coordinator:
         is_loading: Callable[[int], bool] = lambda number: False,
         expected: Iterable[int] | None = None,
     ) -> View:
-        """Wait for all hosts, at most FIRST_SECONDS; longer for those that load. Returns the first view.
+        """Wait for the ranks of the run, at most FIRST_SECONDS, and agree on the first view; returns it.
 
-        expected: the ranks that come, if others are lost; None: all. With at least min_hosts members the run
-        starts without those that have not arrived. Raises Final if the records of the members differ;
-        Retryable if too few arrive.
+        is_loading: returns whether the rank with this number still loads; the wait then continues. expected:
+        the ranks that will come; None: all. With at least min_hosts hosts the run starts without the ranks
+        that have not arrived. Raises Final if the records of the members differ; Retryable if too few arrive.
         """
         began, everyone = self._clock(), set(range(self._world_size))
         awaited = everyone if expected is None else everyone & set(expected)
@@ -83,11 +91,12 @@ class Coordinator:
     def next_view(
         self, view: View, is_dead: Callable[[Member], bool], seconds: float = READY_SECONDS
     ) -> View:
-        """Agree on the view that follows `view`: the members that are ready, and applicants.
+        """Agree on the view that follows `view`; returns it.
 
-        The other members set their key `ready` when they stop. Waits at most `seconds` for those for which
-        `is_dead` is false. Raises Retryable if fewer than min_hosts are left; a coordinator that was elected
-        first waits QUORUM_SECONDS for hosts that come back.
+        It has the members that are ready, and applicants. is_dead: returns whether a member cannot become
+        ready. seconds: the longest wait for the members for which it is false; a member sets its key `ready`
+        when it has stopped. Raises Retryable if fewer than min_hosts hosts are left; a coordinator that was
+        elected first waits QUORUM_SECONDS for hosts that come back.
         """
         generation, began = view.generation, self._clock()
         leaving = {member.number for member in view.members if self._leaves(member)}
@@ -114,7 +123,12 @@ class Coordinator:
         return len({member.record.host for member in members}) < self._min_hosts
 
     def applicants(self, members: Iterable[Member]) -> list[Member]:
-        """The ranks that ask to join and may. One whose record differs from the coordinator's is refused."""
+        """The ranks that have asked to join and that the coordinator admits, as members.
+
+        members: the present members, which are left out. A rank is left out while it waits after several
+        losses. A rank whose record differs from the coordinator's is refused: its key `refused` gets the
+        reason.
+        """
         there = {member.number for member in members}
         admitted = []
         for member in self._applicants(set(range(1, self._world_size)) - there):
@@ -132,16 +146,19 @@ class Coordinator:
         return admitted
 
     def leavers(self, view: View) -> list[Member]:
-        """The members of `view` that have announced that they end."""
+        """The members of `view` that have announced that they end (their key `leave`)."""
         return [member for member in view.members if self._leaves(member)]
 
     def replaced(self, view: View) -> list[Member]:
-        """The members of `view` of which a newer process asks to join: theirs has ended."""
+        """The members of `view` whose process has ended: a newer process of the same rank asks to join."""
         newer = {each.number: each.incarnation for each in self._applicants(view.numbers)}
         return [each for each in view.members if newer.get(each.number, 0) > each.incarnation]
 
     def end(self, outcome: str, reason: str) -> None:
-        """Tell ranks that wait to join that the run ends."""
+        """Announce the end of the run to the ranks that wait to join.
+
+        outcome: finished, stopped, retryable or final. reason: a sentence.
+        """
         self._keys.set("ended", json.dumps([outcome, reason]))
 
     def _agree(
@@ -214,7 +231,11 @@ class Coordinator:
 
 
 class Follower:
-    """A rank other than the coordinator: asks to join, and accepts views."""
+    """A rank other than the coordinator: asks to join the run, and accepts views.
+
+    keys: the messages between the ranks (keys.py). me: this rank as a member. clock, sleep: those of the
+    module time; a simulation has its own.
+    """
 
     def __init__(
         self,
@@ -226,22 +247,26 @@ class Follower:
         self._keys, self.me, self._clock, self._sleep = keys, me, clock, sleep
 
     def ask(self) -> None:
-        """Ask to join."""
+        """Ask the coordinator to make this rank a member of the next view."""
         self._keys.set(f"join/{self.me.number}", json.dumps(_plain(self.me)))
 
     def leave(self) -> None:
-        """Announce that this member ends after the step that it is in."""
+        """Announce that this member ends after the present step."""
         self._keys.set(f"leave/{self.me.number}", str(self.me.incarnation))
 
     def ready(self, generation: int) -> None:
-        """Announce that this member has left the collectives of `generation`."""
+        """Announce that this member no longer takes part in collectives of the view `generation`.
+
+        The coordinator waits for this before it proposes the next view.
+        """
         self._keys.set(f"ready/{generation}/{self.me.number}", str(self.me.incarnation))
 
     def follow(self, generation: int, seconds: float | None = VIEW_SECONDS) -> View:
-        """Wait for a committed view after `generation`, and accept proposals of it on the way.
+        """Wait for a committed view newer than `generation` that has this rank; returns it.
 
-        Raises Retryable if the coordinator leaves this member out or no view comes within `seconds` (None:
-        wait for ever); Final if the coordinator refuses this member; the end of the run if it has ended.
+        Accepts its proposal. seconds: the longest wait; None: without end, for a rank that joins. Raises
+        Retryable if the coordinator leaves this member out or no view comes in time; Final if the coordinator
+        refuses this rank; the outcome of the run if the run has ended.
         """
         began, accepted = self._clock(), generation
         while seconds is None or self._clock() - began < seconds:

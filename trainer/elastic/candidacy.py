@@ -58,13 +58,20 @@ PORT_SECONDS = 10.0  # for the process of the last attempt to close its port
 
 
 class Candidacy:
-    """Asks the other hosts and answers them, in threads, until the process ends."""
+    """The part of this host in elections of a coordinator: threads ask the other hosts and answer them.
+
+    election: the rule that decides, with what this host has learned.
+    quorum: the hosts that a coordinator needs, with itself.
+    is_first: whether the run had no coordinator before.
+    store: the rendezvous store, if this host is the coordinator; else None.
+    electors: on the coordinator, indices of the hosts that had a connection to it when it was elected.
+    """
 
     def __init__(self, env: RankEnv, run_file: RunFile, run_dir: Path, log: RunLogger) -> None:
-        """Start to answer at the port that `env` has for the rendezvous store.
+        """Start to answer at the port that `env` has for the rendezvous store, and to ask the other hosts.
 
-        Raises Retryable if the port is in use, ConfigError if the secret of the fleet or term.json cannot be
-        read.
+        env: has the addresses of all hosts. run_file: the run. run_dir: keeps the term in term.json. Raises
+        Retryable if the port is in use, ConfigError if the secret of the fleet or term.json cannot be read.
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)
@@ -102,7 +109,7 @@ class Candidacy:
 
     @property
     def newer_term(self) -> bool:
-        """Whether hosts have elected another coordinator since."""
+        """Whether the hosts have elected another coordinator since the term of this host."""
         return self.election.known > self.election.term
 
     @property
@@ -111,15 +118,16 @@ class Candidacy:
         return self._name(0)
 
     def expected(self) -> list[int] | None:
-        """On the coordinator, the ranks that will join; None if all are expected, as in a first term."""
+        """On the coordinator, the ranks that will join the run; None for all, as in a first election."""
         hosts = len(self._env.addresses)
         return None if self.is_first else [(host - self._env.rank) % hosts for host in self.electors]
 
     def elect(self) -> RankEnv:
-        """Wait until a coordinator is elected; returns the environment with the ranks counted from its host.
+        """Wait until the hosts have elected a coordinator; returns the environment of this rank under it.
 
-        On the coordinator, `store` is open then. Raises Retryable if none is elected within FIRST_SECONDS, or
-        within LATER_SECONDS if the run had one before.
+        In this environment rank 0 is on the host of the coordinator. On the coordinator, the attribute
+        `store` is then open. Raises Retryable if no host is elected within FIRST_SECONDS, or within
+        LATER_SECONDS if the run had a coordinator before.
         """
         began = reported = time.monotonic()
         wait, status = REPORT_SECONDS, None
@@ -212,7 +220,10 @@ class Candidacy:
         return found
 
     def answer(self, connection: socket.socket) -> None:
-        """Answer a host that asks. Raises OSError, or ValueError for a message without a valid signature."""
+        """Answer another host that has opened `connection` to ask this one.
+
+        Raises OSError, or ValueError for a message without a valid signature.
+        """
         deadline, mine = time.monotonic() + ANSWER_SECONDS, secrets.token_hex(16)
         send_line(connection, {"nonce": mine}, deadline)
         message = _read(connection, deadline)
@@ -226,18 +237,28 @@ class Candidacy:
 
 
 class Signer:
-    """Signs and verifies the messages between the hosts of a run."""
+    """Signs and verifies the notices that the hosts of a run exchange in an election.
+
+    secret: of the fleet. run_file: its run_id and hosts are part of each signature.
+    """
 
     def __init__(self, secret: bytes, run_file: RunFile) -> None:
         self._secret, self._context = secret, [run_file.run_id, *run_file.hosts]
 
     def sign(self, kind: str, first: str, second: str, notice: dict[str, Any]) -> str:
-        """The signature of a message. first, second: the nonces of the receiver and of the sender."""
+        """The signature of a message, as hex digits.
+
+        kind: "ask" or "answer". first, second: the nonces of the receiver and of the sender. notice: fields
+        of the Notice in the message.
+        """
         text = json.dumps([self._context, kind, first, second, notice], sort_keys=True).encode()
         return hmac.new(self._secret, text, hashlib.sha256).hexdigest()
 
     def verified(self, kind: str, first: str, second: str, message: dict[str, Any]) -> dict[str, Any]:
-        """The notice in a message. Raises ValueError if it is not signed."""
+        """The fields of the Notice in `message`, a dict with notice and signature.
+
+        kind, first, second: as for `sign`. Raises ValueError if the signature is wrong.
+        """
         notice = dict(message["notice"])
         expected = self.sign(kind, first, second, notice)
         if not hmac.compare_digest(str(message["signature"]).encode(), expected.encode()):
@@ -275,9 +296,10 @@ def _read(connection: socket.socket, deadline: float) -> dict[str, Any]:
 
 
 def read_term(path: Path, hosts: Sequence[str]) -> int:
-    """The term in term.json; NONE without the file. Raises ConfigError if it is damaged.
+    """The term in the file `path`, a term.json; NONE if there is no file.
 
-    If the run had other hosts then, it is the next term of the first of `hosts`.
+    hosts: names of the hosts of the run. If the file was written for other hosts, the result is the next term
+    in which the first of `hosts` is the coordinator. Raises ConfigError if the file is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))

@@ -33,11 +33,15 @@ NONE = -1  # the term before the first one
 
 @dataclass(frozen=True)
 class Notice:
-    """What a host sends to another one.
+    """The message that a host sends to each other host in an election.
 
-    host: its index. term: the highest term in which it takes or took part. known: the highest term of which
-    it has learned. seen: the hosts that asked it lately. supports: the host that it wants as the coordinator;
-    None while it trains. port: of its rendezvous store, if it coordinates `term`; else 0.
+    host: index of the sender in the list of hosts.
+    term: the highest term in which the sender takes or took part in training; NONE before the first.
+    known: the highest term of which the sender has learned.
+    seen: indices of the hosts that have asked the sender in the last FRESH_SECONDS, and its own.
+    supports: index of the host that the sender wants as the coordinator; None if it wants none, and while it
+        trains, because it then has one.
+    port: port of the sender's rendezvous store, if the sender is the coordinator of `term`; else 0.
     """
 
     host: int
@@ -49,7 +53,10 @@ class Notice:
 
     @classmethod
     def load(cls, values: dict[str, Any]) -> Notice:
-        """The notice in a message. Raises LookupError, TypeError or ValueError if it is none."""
+        """The notice whose fields are in the dict `values`.
+
+        Raises LookupError, TypeError or ValueError for bad ones.
+        """
         supports = values["supports"]
         return cls(
             int(values["host"]),
@@ -62,7 +69,11 @@ class Notice:
 
 
 class Elected(NamedTuple):
-    """The coordinator of a term: its index, and the port of its store; 0 if this host is it and opens one."""
+    """The result of an election.
+
+    term: its number. host: index of the host that is the coordinator of this term. port: of its rendezvous
+    store; 0 if this host is the coordinator and has yet to open the store.
+    """
 
     term: int
     host: int
@@ -70,10 +81,15 @@ class Elected(NamedTuple):
 
 
 class Election:
-    """The part of one host in an election. The caller stores the term of `decide` before it acts on it.
+    """What one host has learned from the notices of the others, and the rule that finds the coordinator.
 
-    me: index of this host. hosts: their number. quorum: the hosts that a coordinator needs, with itself.
-    term: the one on the disk of this host, or NONE.
+    me: index of this host in the list of hosts. hosts: number of hosts.
+    quorum: the hosts that a coordinator needs, with itself.
+    term: the term on the disk of this host, or NONE; later the term of the present coordinator.
+    known: the highest term of which this host has learned.
+    port: port of this host's rendezvous store, once it is the coordinator; else 0.
+    is_over: whether `decide` has found a coordinator.
+    The caller writes the term of `decide` to the disk before it acts on it.
     """
 
     def __init__(
@@ -95,26 +111,26 @@ class Election:
     # -- what this host learns -------------------------------------------------------------------------
 
     def asked(self, notice: Notice) -> None:
-        """Another host has asked this one, so it has a connection to it."""
+        """Record the notice of a host that has asked this one: that host can connect to this one."""
         self._asked[notice.host] = self._clock(), notice
         self.known = max(self.known, notice.term, notice.known)
 
     def answered(self, notice: Notice) -> None:
-        """Another host has answered, so this one has a connection to it."""
+        """Record the notice with which another host has answered: this host can connect to that one."""
         self._answered[notice.host] = self._clock(), notice
         self.known = max(self.known, notice.term, notice.known)
 
     def notice(self) -> Notice:
-        """What this host sends to the others."""
+        """The notice that this host sends to the others now."""
         supports = None if self.is_over else self._supported()
         return Notice(self.me, self.term, self.known, tuple(self.seen()), supports, self.port)
 
     def seen(self) -> list[int]:
-        """The hosts that asked this one lately, and itself."""
+        """Indices of the hosts that have asked this host in the last FRESH_SECONDS, and its own."""
         return sorted({self.me, *self._fresh(self._asked)})
 
     def reached(self) -> list[int]:
-        """The hosts that answered this one lately, and itself."""
+        """Indices of the hosts that have answered this host in the last FRESH_SECONDS, and its own."""
         return sorted({self.me, *self._fresh(self._answered)})
 
     def _fresh(self, notices: dict[int, tuple[float, Notice]]) -> dict[int, Notice]:
@@ -124,7 +140,10 @@ class Election:
     # -- what it decides -------------------------------------------------------------------------------
 
     def decide(self) -> Elected | None:
-        """The coordinator, once there is one; this host if a quorum supports it. Sets `term` to its term."""
+        """The elected coordinator, which is this host if a quorum supports it; None while there is none.
+
+        Sets `term` to the term of the coordinator.
+        """
         leaders = [
             each
             for each in self._fresh(self._answered).values()

@@ -30,7 +30,11 @@ from trainer.distributed.consistency import Record
 
 @dataclass(frozen=True)
 class Member:
-    """A rank that takes part or asks to: its rank at launch, its incarnation, and its consistency record."""
+    """A rank that is a member of an elastic run, or asks to become one.
+
+    number: its rank at launch. incarnation: counts the processes that started as this rank; this one has the
+    highest. record: its consistency record.
+    """
 
     number: int
     incarnation: int
@@ -42,7 +46,11 @@ class Member:
 
 @dataclass(frozen=True)
 class View:
-    """The members of a generation, in rank order, and the device kind of the run ("": not decided yet)."""
+    """The members of an elastic run between two changes.
+
+    generation: number of the view. members: in rank order; a member's rank is its position here. kind: device
+    kind of the run, "cpu"; "" before it is decided.
+    """
 
     generation: int
     members: tuple[Member, ...]
@@ -50,27 +58,35 @@ class View:
 
     @property
     def numbers(self) -> list[int]:
+        """The rank at launch of each member."""
         return [member.number for member in self.members]
 
     def has(self, number: int, incarnation: int) -> bool:
+        """Whether the process `incarnation` of the launch rank `number` is a member."""
         return any(each.number == number and each.incarnation == incarnation for each in self.members)
 
     def dump(self) -> str:
+        """The view as JSON text, for the rendezvous store."""
         return json.dumps(asdict(self))
 
     @classmethod
     def load(cls, text: str) -> View:
+        """The view of which `dump` has returned `text`."""
         values = json.loads(text)
         members = tuple(load_member(each) for each in values["members"])
         return cls(values["generation"], members, values["kind"])
 
 
 def load_member(values: dict[str, Any]) -> Member:
+    """The member with the fields in `values`: number, incarnation and record (a dict of Record's fields)."""
     return Member(values["number"], values["incarnation"], Record(**values["record"]))
 
 
 class Keys(Protocol):
-    """The operations on the store that membership needs. They raise RuntimeError if the store is lost."""
+    """The keys and values in the rendezvous store by which ranks agree on the members.
+
+    The methods raise RuntimeError if the store is lost.
+    """
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -82,7 +98,10 @@ class Keys(Protocol):
 
 
 class StoreKeys:
-    """The keys of membership in a store of torch.distributed. Several threads may use an object."""
+    """The keys of membership in a rendezvous store of torch.distributed.
+
+    Several threads may use one object.
+    """
 
     def __init__(self, store: dist.Store) -> None:
         self._store = dist.PrefixStore("members", store)

@@ -43,7 +43,13 @@ SUPERSEDED = "Other hosts have elected another coordinator. This one joins it."
 
 
 class Membership:
-    """This rank's part in the agreement. `view` is the newest view; `env` the launch of this rank."""
+    """The members of an elastic run as this rank sees them, and its part in changing them.
+
+    view: the newest view that has this rank.
+    env: the environment of this rank; its rank is the one at launch.
+    store: the rendezvous store.
+    left: event that is set when this member may end.
+    """
 
     view: View
 
@@ -55,10 +61,11 @@ class Membership:
         end_process: Callable[[Retryable], None],
         candidacy: Candidacy | None = None,
     ) -> None:
-        """Connect to the store, which the coordinator opens.
+        """Connect to the rendezvous store, which the coordinator opens.
 
-        end_process: ends this process from another thread. candidacy: of a run with failover, whose
-        coordinator was elected and has opened its store.
+        env, run_id: environment and run of this rank. end_process: ends this process, called from another
+        thread with the outcome. candidacy: with coordinator_failover, the elections, whose coordinator has
+        opened its store; else None. Raises RunEnd if this rank may not take part.
         """
         self.env, self._log, self._candidacy = env, log, candidacy
         secret = read_secret()
@@ -101,7 +108,11 @@ class Membership:
     # -- the agreement, on the main thread -------------------------------------------------------------
 
     def join(self, record: Record, min_hosts: int, is_loading: Callable[[int], bool]) -> View:
-        """Take part from the next view on. The coordinator waits for the others first."""
+        """Become a member of the next view; returns the view.
+
+        The coordinator first waits for the other ranks. record: the consistency record of this rank.
+        min_hosts: the setting. is_loading: returns whether the rank with this number still loads.
+        """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
         if self.env.is_coordinator:
@@ -123,9 +134,10 @@ class Membership:
         return self.view
 
     def change(self, seconds: float) -> View:
-        """Agree on the next view, after a step or a loss. Raises Retryable if this rank is not in it.
+        """Agree with the other members on the next view, after a step or a loss; returns it.
 
-        seconds: the longest wait for a member that still computes and answers.
+        seconds: the longest wait for a member that still computes and answers. Raises Retryable if this rank
+        is not in the view.
         """
         seconds = max(READY_SECONDS, seconds)
         before = self.view
@@ -149,18 +161,21 @@ class Membership:
         return bool(self._coordinator and self._candidacy and self._candidacy.newer_term)
 
     def break_off(self, reason: str) -> None:
-        """Tell the other members that this one no longer waits for them, and why."""
+        """Announce to the other members that this rank no longer waits for them. reason: why, a sentence."""
         self._break(self.view, reason)
         with contextlib.suppress(RuntimeError):
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
     @property
     def is_first(self) -> bool:
-        """Whether the run starts with the current view; otherwise this rank has joined one that trains."""
+        """Whether the run starts with the current view. If not, this rank has joined a run that trains."""
         return not self.view.kind
 
     def decide_kind(self, kind: str) -> str:
-        """The device kind of the run: `kind` in the first view, later that of the members. Raises Final."""
+        """The device kind of the run: `kind` in the first view, later that of the members.
+
+        kind: "cpu" or "cuda". Raises Final for "cuda".
+        """
         if self.view.kind:
             return self.view.kind
         if kind != "cpu":
@@ -170,7 +185,10 @@ class Membership:
         return kind
 
     def end(self, outcome: str, reason: str) -> None:
-        """On the coordinator, tell ranks that wait to join that the run ends."""
+        """On the coordinator, announce the end of the run to the ranks that wait to join.
+
+        outcome: finished, stopped, retryable or final. reason: a sentence.
+        """
         if self._coordinator:
             with contextlib.suppress(RuntimeError):
                 self._coordinator.end(outcome, reason)
@@ -203,22 +221,28 @@ class Membership:
     # -- what other threads and the training loop ask ---------------------------------------------------
 
     def interruption(self) -> str:
-        """Why the members no longer wait for each other; "" while they do."""
+        """Why the members no longer wait for each other, a sentence; "" while they do."""
         generation, reason = self._broken
         return reason if generation == self.view.generation else ""
 
     @property
     def wants_change(self) -> bool:
-        """Whether members should change after this step: a rank asks to join or leave, or this one ends."""
+        """Whether the members should change after this step.
+
+        True if a rank asks to join or leave, this rank ends, or the hosts have elected another coordinator.
+        """
         return self._wanted or self._leaving.is_set() or self._is_superseded
 
     @property
     def is_leaving(self) -> bool:
-        """Whether this member ends after the change that follows this step."""
+        """Whether this rank ends after the next change of the members."""
         return self._leaving.is_set()
 
     def leave(self, seconds: float) -> bool:
-        """Ask to end after this step, from another thread; returns whether that happened within `seconds`."""
+        """Ask to end after this step. Called on another thread than the training one.
+
+        Returns whether the members have changed without this rank within `seconds`; False on the coordinator.
+        """
         if self._follower is None:
             return False
         with contextlib.suppress(RuntimeError):
@@ -231,11 +255,15 @@ class Membership:
     # -- the thread that watches -----------------------------------------------------------------------
 
     def watch(self, age: Callable[[int], float | None]) -> None:
-        """Start the thread. age: seconds since the last status of the rank NUMBER; None before the first."""
+        """Start the thread that finds lost members and ranks that ask to join or leave.
+
+        age: function of a rank at launch: seconds since its last run status; None before the first.
+        """
         self._age = age
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def stop(self) -> None:
+        """End the threads that watch members and store."""
         self._stopped.set()
 
     def _watch(self) -> None:

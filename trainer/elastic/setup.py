@@ -31,12 +31,18 @@ CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five ti
 
 
 class ElasticSetup(RunSetup):
-    """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect."""
+    """Sets up a rank of an elastic run, whose ranks agree on the members of the run before they connect.
+
+    membership: the members, once the store is open.
+    end_process: ends this process from another thread than the training one.
+    candidacy: the elections, with coordinator_failover; else None.
+    terms: [term, step after which it began] for each term of the run, with coordinator_failover.
+    """
 
     membership: Membership | None = None
-    end_process: Callable[[Retryable], None]  # from another thread than the training one
-    candidacy: Candidacy | None = None  # with coordinator_failover
-    terms: list[list[int]]  # the terms of the run, each with the step after which it began
+    end_process: Callable[[Retryable], None]
+    candidacy: Candidacy | None = None
+    terms: list[list[int]]
 
     def _open_store(self) -> dist.Store:
         self.membership = Membership(
@@ -54,6 +60,7 @@ class ElasticSetup(RunSetup):
 
     @property
     def joined(self) -> Membership:
+        """The membership, which exists once the store is open."""
         assert self.membership is not None
         return self.membership
 
@@ -93,9 +100,10 @@ class ElasticSetup(RunSetup):
         self._connect_view(self.joined.view)
 
     def connect_members(self, view: View, state: State | None) -> None:
-        """Connect the members of `view`, and continue from `state`, which rank 0 has; None: its newest one.
+        """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.
 
-        Model, optimizer and sync mode are new. Rows are split equally, or as the fixed shares of the members.
+        state: on rank 0, the state after which the training continues; None: that of its newest checkpoint.
+        Other ranks receive it. Rows are split equally, or in proportion to the fixed shares of the members.
         Raises PeerLost if a member is lost meanwhile.
         """
         self.run_status.enter("resume")

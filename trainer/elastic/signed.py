@@ -55,29 +55,31 @@ def read_secret() -> bytes:
 
 
 def sign(secret: bytes, nonce: str, key: str, value: str) -> str:
-    """The signature of a message."""
+    """The signature (HMAC-SHA256, hex digits) of `value` under `key` in the attempt with `nonce`."""
     text = json.dumps([nonce, key, value]).encode()
     return hmac.new(secret, text, hashlib.sha256).hexdigest()
 
 
 def is_signed(secret: bytes, message: list[str], key: str) -> bool:
-    """Whether `message` (nonce, signature, value) is signed with `secret`."""
+    """Whether a message at `key` is signed with `secret`. message: [nonce, signature, value]."""
     nonce, signature, value = message
     return hmac.compare_digest(signature.encode(), sign(secret, nonce, key, value).encode())
 
 
 def split(text: str) -> list[str]:
-    """Nonce, signature and value of what a key holds; empty ones if it is no message."""
+    """[nonce, signature, value] of the text at a key; three empty texts if it is no signed message."""
     parts = text.split(" ", 2)
     return parts if len(parts) == 3 else ["", "", ""]
 
 
 class SignedKeys:
-    """Keys whose values are signed. A value that is not signed as it has to be is treated as not set.
+    """Keys whose values are signed. A value without a valid signature is treated as not set.
 
-    report: called once for each key with such a value, with the key and a message about it. Counters are not
-    signed: they only number the processes of a rank. Whoever changes one can keep a process from becoming a
-    member, as whoever can write to the store can by other means, but cannot make one a member.
+    keys: where the values are stored. secret: of the fleet. nonce: of this attempt of the coordinator.
+    report: called once for each key with an invalid value, with the key and a message about it. Counters are
+    not signed: they only number the processes of a rank. Whoever changes a counter can keep a process from
+    becoming a member, as anybody who can write to the store can by other means, but cannot make a process a
+    member.
     """
 
     def __init__(self, keys: Keys, secret: bytes, nonce: str, report: Callable[[str, str], None]) -> None:
@@ -88,9 +90,10 @@ class SignedKeys:
     def announce(
         cls, keys: Keys, secret: bytes, run_id: str, report: Callable[[str, str], None], term: str = ""
     ) -> SignedKeys:
-        """The keys of the coordinator, which has just opened the store: they have a new nonce.
+        """The keys of the coordinator, which has just opened the store.
 
-        term: the one in which it was elected.
+        Writes a new signed nonce to the store. keys, secret, report: as for the class. run_id: of the run.
+        term: the term in which the coordinator was elected, as text; "" without an election.
         """
         signed = cls(keys, secret, secrets.token_hex(16), report)
         signed.set("nonce", f"{run_id} {term}".rstrip())
@@ -107,10 +110,12 @@ class SignedKeys:
         seconds: float = NONCE_SECONDS,
         term: str = "",
     ) -> SignedKeys:
-        """The keys of another rank, with the nonce of the coordinator.
+        """The keys of a rank other than the coordinator. Waits for the coordinator's nonce and verifies it.
 
-        term: the one in which this host takes part. Raises Final if the coordinator has another secret or
-        another run; Retryable if it writes no nonce, or is in another term.
+        keys, secret, report: as for the class. run_id: of the run. number: this rank at launch. seconds: the
+        longest wait. term: the term in which this host takes part, as text; "" without an election. Raises
+        Final if the coordinator has another secret or another run; Retryable if it writes no nonce, or is in
+        another term.
         """
         began = time.monotonic()
         while not (text := keys.get("nonce")):
@@ -143,7 +148,7 @@ class SignedKeys:
         return signed
 
     def over(self, keys: Keys) -> SignedKeys:
-        """The same over another connection to the store."""
+        """The same signed keys over another connection to the store, for another thread."""
         other = SignedKeys(keys, self._secret, self._nonce, self._report)
         other._reported = self._reported
         return other

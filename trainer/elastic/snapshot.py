@@ -33,16 +33,28 @@ MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
 
 @dataclass
 class Copy:
-    """The state at a step: by rank, the formats and the bytes of its part."""
+    """The state of a run after a step, as parts that the ranks have sent to the coordinator.
+
+    meta: content of meta.json of a checkpoint of this step.
+    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of).
+    parts: for each rank, the bytes of these tensors, uint8, flat; on another rank its own part only.
+    rows: {parameter name: for each rank, the numbers of the rows that it owns}.
+    """
 
     meta: dict[str, Any] = field(default_factory=dict)
     formats: list[bytes] = field(default_factory=list)
-    parts: list[Tensor] = field(default_factory=list)  # uint8, by rank
-    rows: dict[str, list[Tensor]] = field(default_factory=dict)  # name -> the rows of each rank
+    parts: list[Tensor] = field(default_factory=list)
+    rows: dict[str, list[Tensor]] = field(default_factory=dict)
 
 
 class Snapshots:
-    """The copies of one process group. `newest` is the last complete one; only the coordinator has it."""
+    """Makes copies of the state of a run in the memory of the coordinator, for one process group.
+
+    newest: on the coordinator, the last complete copy; None without one.
+    pause: seconds for which training paused to make the newest copy.
+    megabytes: data that the coordinator receives for it.
+    seconds: how long the transfer of it took.
+    """
 
     def __init__(self, group: Collectives, newest: Copy | None) -> None:
         self._group, self.newest = group, newest
@@ -57,19 +69,22 @@ class Snapshots:
 
     @property
     def age(self) -> float:
-        """Seconds since the newest copy was started, or since the group was opened."""
+        """Seconds since a copy was started, or since the process group was opened."""
         return time.monotonic() - self._started_at
 
     @property
     def is_busy(self) -> bool:
+        """Whether a copy is being sent."""
         return self._thread is not None and self._thread.is_alive()
 
     def start(
         self, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
     ) -> None:
-        """Copy the part of this rank and start to send it. All ranks call it after the same step.
+        """Copy the part of this rank and start to send it to the coordinator.
 
-        meta: of the step, on the coordinator. Raises PeerLost if the copy before failed.
+        All ranks call it after the same step. parameters: {name: tensor} of the model. sync, optimizer: have
+        the state of this rank. meta: on the coordinator, content of meta.json for this step. Raises PeerLost
+        if the transfer of the copy before has failed.
         """
         self.finish()
         began = self._started_at = time.monotonic()
@@ -85,7 +100,7 @@ class Snapshots:
         self._thread.start()
 
     def finish(self) -> None:
-        """Wait for the copy that is being sent. Raises PeerLost if a member is lost meanwhile."""
+        """Wait until the started copy has arrived. Raises PeerLost if a member is lost meanwhile."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -94,7 +109,7 @@ class Snapshots:
             raise problem
 
     def stop(self) -> None:
-        """Wait until the thread has given up, after a loss that interrupts it."""
+        """After a loss, wait until the thread that sends a copy has given up."""
         with contextlib.suppress(PeerLost):
             self.finish()
 
@@ -124,7 +139,7 @@ class Snapshots:
 
 
 def state_of(copy: Copy | None) -> State | None:
-    """The state in a copy; None without one."""
+    """The state of the run that `copy` contains, as of a checkpoint; None if `copy` is None."""
     if copy is None:
         return None
     model: dict[str, Tensor] = {}

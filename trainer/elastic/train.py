@@ -35,7 +35,11 @@ COPY_MINUTES = 5.0
 
 
 class ElasticTrainer(Trainer):
-    """Runs one attempt at an elastic run on this rank."""
+    """Runs one attempt at an elastic run on this rank.
+
+    setup: sets up this rank, after each change of the members too. copies: copies of the state in the memory
+    of the coordinator. candidacy: the elections, with coordinator_failover; else None.
+    """
 
     setup_class = ElasticSetup
     setup: ElasticSetup
@@ -55,7 +59,11 @@ class ElasticTrainer(Trainer):
         log: RunLogger,
         from_checkpoint: Path | None = None,
     ) -> Self:
-        """The trainer of this rank. With coordinator_failover, the hosts elect a coordinator first."""
+        """The trainer of this rank.
+
+        With coordinator_failover, first waits until the hosts have elected a coordinator. Arguments: as for
+        Trainer.
+        """
         candidacy = None
         if env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size):
             candidacy = Candidacy(env, run_file, run_dir, log)

@@ -17,7 +17,10 @@ from trainer.model.gpt import GPT
 
 
 class Evaluation(NamedTuple):
-    """The result of an evaluation: val_bpb in bits per byte of text, val_loss in nats per token."""
+    """The result of an evaluation on the validation split.
+
+    val_bpb: bits per byte of text. val_loss: mean loss in nats per token.
+    """
 
     val_bpb: float
     val_loss: float
@@ -35,10 +38,12 @@ def evaluate(
 ) -> Evaluation:
     """Compute bits per byte and loss on the first rows of a split. A collective call, equal on all ranks.
 
-    rows: (n, T+1) token ids; of conversations, only trained tokens are targets. token_bytes: (V,) bytes of
-    text of each token, 0 for special tokens, which val_bpb leaves out. eval_tokens: number of positions to
-    evaluate, rounded up to whole rows of T; at most all rows. device_batch_size: rows of a forward pass.
-    shares: rows of a step by rank, in proportion to which the ranks divide the evaluated rows.
+    rows: (n, T+1) token ids; of conversations, only trained tokens are targets.
+    token_bytes: (V,) bytes of text of each token; 0 for special tokens, which val_bpb leaves out.
+    eval_tokens: number of positions to evaluate, rounded up to whole rows of T; at most all rows.
+    device_batch_size: rows of a forward pass.
+    group: the ranks.
+    shares: rows of a step by rank; the ranks divide the evaluated rows in the same proportions.
     """
     n_rows = min(len(rows), math.ceil(eval_tokens / (rows.shape[1] - 1)))
     mine = rank_rows(np.arange(n_rows), proportional_split(shares, n_rows), group.rank)

@@ -41,7 +41,11 @@ GREEDY = Sampling(temperature=0.0, top_k=0, max_tokens=256, seed=42)
 
 @dataclass(frozen=True)
 class Question:
-    """A question. With choices, `answer` is the letter of the right one; else the text that is expected."""
+    """A question for a model that was tuned to chat.
+
+    question: its text. choices: texts of the choices; empty for a question without choices. answer: with
+    choices, the letter of the right one; else the text that is expected.
+    """
 
     question: str
     choices: tuple[str, ...]
@@ -49,6 +53,7 @@ class Question:
 
     @property
     def letters(self) -> str:
+        """The letters of the choices, such as "ABCD"; "" without choices."""
         return LETTERS[: len(self.choices)]
 
     def prompt(self, tokenizer: Tokenizer) -> list[int]:
@@ -65,14 +70,19 @@ class Question:
 
 @dataclass(frozen=True)
 class ChatTask:
-    """A file of questions, all with choices or all without; `name` is that of the file."""
+    """The questions of a file, all with choices or all without.
+
+    name: of the file, without extension. questions: in the order of the file. digest: sha256 (hex) of the
+    file.
+    """
 
     name: str
     questions: tuple[Question, ...]
-    digest: str  # sha256 (hex) of the file
+    digest: str
 
     @property
     def is_categorical(self) -> bool:
+        """Whether the questions have choices."""
         return bool(self.questions[0].choices)
 
     @property
@@ -85,7 +95,11 @@ class ChatTask:
 
 @dataclass(frozen=True)
 class ChatResult:
-    """The result of a task: questions answered right, all questions, accuracy of guessing (0 to 1)."""
+    """The result of a chat task.
+
+    correct: questions that the model answered right. items: all questions. baseline: accuracy of guessing,
+    from 0 to 1.
+    """
 
     correct: int
     items: int
@@ -93,6 +107,7 @@ class ChatResult:
 
     @property
     def accuracy(self) -> float:
+        """The share of the questions that were answered right, from 0 to 1."""
         return self.correct / self.items
 
     @property
@@ -101,13 +116,16 @@ class ChatResult:
         return (self.accuracy - self.baseline) / (1 - self.baseline)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """The result as JSON values: accuracy, centered, correct and items."""
         figures = {"correct": self.correct, "items": self.items}
         return {"accuracy": self.accuracy, "centered": self.centered, **figures}
 
 
 def read_task(path: Path) -> ChatTask:
-    """Read the questions of a file. Raises DataError, which names the file and the line."""
+    """Read the questions in the file `path`, JSON lines.
+
+    Raises DataError, which names the file and the line.
+    """
     try:
         raw = path.read_bytes()
         lines = raw.decode("utf-8-sig").split("\n")
@@ -166,12 +184,14 @@ def evaluate_task(
     samples: int = 1,
     on_block: Callable[[int], None] = ignore,
 ) -> ChatResult:
-    """Count the right answers of all ranks. A collective call with the same result on any number of ranks.
+    """Let the model answer all questions of `task`; returns how many answers are right. A collective call.
 
-    sampling, samples: of a generative task. `samples` answers to each question are generated; the question
-    counts as right if one of them is. With temperature 0, one answer is generated. on_block: called before
-    each block of questions, with the number of questions that are done. Raises DataError if a letter is not
-    one token.
+    group: the ranks, which divide the questions. The result does not depend on their number.
+    sampling: how answers without choices are generated.
+    samples: answers that are generated to each such question; it counts as right if one of them is right.
+        With temperature 0, one answer is generated.
+    on_block: called before each block of questions, with the number of questions that are done.
+    Raises DataError if a letter of a choice is not a single token.
     """
     correct = 0
     with model.longer_context(LONGEST_CONTEXT * model.config.sequence_len):
@@ -200,7 +220,10 @@ def _is_right(
 
 
 def likeliest_letter(model: GPT, tokenizer: Tokenizer, prompt: list[int], letters: str) -> str:
-    """The letter with the highest logit after the prompt. Raises DataError if one is not a single token."""
+    """The one of `letters` with the highest logit after the prompt. prompt: token ids.
+
+    Raises DataError if a letter is not a single token.
+    """
     ids = [check_letter(tokenizer, letter) for letter in letters]
     kept = torch.tensor([prompt[-model.cos.size(0) :]], device=model.device)
     last = torch.zeros(kept.shape, dtype=torch.bool, device=model.device)
@@ -217,7 +240,10 @@ def check_letter(tokenizer: Tokenizer, letter: str) -> int:
 
 
 def complete(model: GPT, tokenizer: Tokenizer, prompt: list[int], sampling: Sampling) -> Iterator[int]:
-    """Yield the tokens of an answer, up to the end of the assistant's message or of the document."""
+    """Yield the token ids of the answer to `prompt`, token ids, up to the end of the assistant's message.
+
+    sampling: how tokens are drawn. An answer also ends where the document ends.
+    """
     ends = (special(tokenizer, END), tokenizer.bos_id)
     for token in generate(model, prompt, sampling):
         if token in ends:

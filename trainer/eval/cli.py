@@ -25,6 +25,7 @@ DEVICES = ("auto", "cpu", "cuda")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `eval` to `parser`."""
     add = parser.add_argument
     add("--checkpoint", type=Path, required=True, metavar="DIR", help="a step_NNNNNN directory")
     add("--data-dir", type=Path, metavar="DIR", help="the output of prepare, for --bpb")

@@ -33,7 +33,11 @@ LONGEST_CONTEXT = 10
 
 @dataclass(frozen=True)
 class TaskResult:
-    """The result of a task: items answered right, all items, and the centered accuracy (`Task.centered`)."""
+    """The result of a task of CORE.
+
+    correct: items that the model answered right. items: all items. centered: the accuracy on a scale on which
+    guessing is 0 and all right is 1.
+    """
 
     correct: int
     items: int
@@ -41,17 +45,18 @@ class TaskResult:
 
     @property
     def accuracy(self) -> float:
+        """The share of the items that were answered right, from 0 to 1."""
         return self.correct / self.items
 
 
 def task_result(task: Task, correct: int, items: int) -> TaskResult:
-    """The result of a task with `correct` right answers to `items` items."""
+    """The result of `task` if `correct` of `items` items are answered right."""
     return TaskResult(correct, items, task.centered(correct / items))
 
 
 @dataclass(frozen=True)
 class CoreResult:
-    """The results of all tasks by label, in the order of the bundle."""
+    """The result of an evaluation of CORE. tasks: {label of a task: its result}, in the bundle's order."""
 
     tasks: Mapping[str, TaskResult] = field(default_factory=dict)
 
@@ -61,7 +66,10 @@ class CoreResult:
         return sum(result.centered for result in self.tasks.values()) / len(self.tasks)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: the metric, and accuracy, centered accuracy and items of each task."""
+        """The result as JSON values.
+
+        core_metric: the CORE metric. tasks: {label: dict with accuracy, centered, correct and items}.
+        """
         tasks = {
             label: {
                 "accuracy": result.accuracy,
@@ -95,8 +103,10 @@ class CoreResult:
 class Progress:
     """How far an evaluation of CORE is when a block of items begins.
 
-    task: the label of the current task. done, items: its finished items, and all of its items. part: about
-    the share of the whole evaluation that is done, from 0 to 1. seconds: since the evaluation began.
+    task: label of the current task.
+    done: finished items of this task. items: all items of this task.
+    part: about the share of the whole evaluation that is done, from 0 to 1.
+    seconds: since the evaluation began.
     block_tokens: tokens of the block, padding included, on the rank that has the most.
     """
 
@@ -109,6 +119,7 @@ class Progress:
 
     @property
     def seconds_left(self) -> float | None:
+        """Estimated seconds until the evaluation is done; None at its start."""
         return self.seconds / self.part * (1 - self.part) if self.part else None
 
 
@@ -134,10 +145,13 @@ def evaluate_core(
 ) -> CoreResult:
     """Evaluate all tasks of `bundle`. A collective call; every rank returns the same result.
 
-    finished: results of tasks that are not evaluated again, equal on all ranks. on_block is called before
-    each block of items, on_task after each task with its label, result and seconds. Ranks take items in
-    proportion to `shares`; empty: equally many. Raises StoppedEvaluationError after a block in which
-    `should_stop` of a rank is true.
+    group: the ranks.
+    finished: {label: result} of tasks that are not evaluated again, equal on all ranks.
+    on_block: called before each block of items, with the progress.
+    on_task: called after each task, with its label, result and seconds.
+    shares: the ranks divide the items in these proportions; empty: equally.
+    should_stop: called after each block. If it returns True on a rank, all ranks raise
+        StoppedEvaluationError.
     """
     results = dict(finished or {})
     open_tasks = [task for task in bundle.tasks if task.label not in results]
@@ -168,7 +182,7 @@ def evaluate_core(
 
 
 def work_of(task: Task) -> float:
-    """About how long a task takes compared to others: the characters of all its prompts."""
+    """About how long `task` takes, to compare tasks: the characters of the prompts of an average item."""
     fields = {CHOICE: "query", SCHEMA: "continuation", LANGUAGE: "context"}
     characters, prompts = 0, 0
     for item in task.items:
@@ -195,9 +209,10 @@ def _is_correct(model: GPT, task: Task, gold: int, prompts: list[Prompt]) -> boo
 
 @dataclass(frozen=True)
 class Span:
-    """The scores of a prompt: mean loss of its scored tokens in nats, and whether each is the arg max.
+    """The scores of one prompt of an item of CORE.
 
-    The loss is nan if no token is scored.
+    loss: mean loss of its scored tokens in nats; nan if no token is scored. exact: whether the model ranks
+    each scored token first.
     """
 
     loss: float
@@ -205,7 +220,10 @@ class Span:
 
 
 def score_prompts(model: GPT, prompts: list[Prompt]) -> list[Span]:
-    """Score the prompts of an item in one batch, padded at the end with the first token, which is BOS."""
+    """Score the prompts of one item in one batch; returns the scores of each prompt, in order.
+
+    The prompts are padded at their ends with the first token, which is BOS.
+    """
     longest = max(len(prompt.tokens) for prompt in prompts)
     ids = torch.full((len(prompts), longest), prompts[0].tokens[0])
     chosen = torch.zeros(ids.shape, dtype=torch.bool)  # the position before each scored token predicts it

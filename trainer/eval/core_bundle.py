@@ -42,9 +42,16 @@ Item = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """A task: its items in the order of evaluation, and how their prompts are made.
+    """A task of CORE.
 
-    baseline: the accuracy of guessing, in percent. `where` names the data file, for messages.
+    label: its name.
+    kind: multiple_choice, schema or language_modeling.
+    fewshot: number of solved items that a prompt shows before the item itself.
+    delimiter: text between a question and its answer.
+    baseline: accuracy of guessing, in percent.
+    items: dicts in the order of evaluation. By kind they have query, choices and gold; context_options,
+        continuation and gold; or context and continuation. gold is the index of the right option.
+    where: path of the data file, for messages.
     """
 
     label: str
@@ -56,13 +63,16 @@ class Task:
     where: str = ""
 
     def centered(self, accuracy: float) -> float:
-        """The accuracy on a scale on which guessing is 0 and all correct is 1."""
+        """`accuracy`, from 0 to 1, on a scale on which guessing is 0 and all right is 1."""
         return (accuracy - 0.01 * self.baseline) / (1 - 0.01 * self.baseline)
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """The tasks of a bundle. `digest` is the sha256 (hex) of the names and contents of all files in use."""
+    """The tasks of CORE in a folder.
+
+    tasks: in the order of core.yaml. digest: sha256 (hex) of the names and contents of all files in use.
+    """
 
     tasks: tuple[Task, ...]
     digest: str
@@ -70,7 +80,7 @@ class Bundle:
     def limited(self, max_per_task: int) -> Bundle:
         """The bundle with at most `max_per_task` items of each task; 0: all.
 
-        Raises DataError if a task then has too few items for its examples.
+        Raises DataError if a task then has too few items for the solved ones that its prompts show.
         """
         tasks = []
         for task in self.tasks:

@@ -28,10 +28,11 @@ PUBLIC = {"nanochat": "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_b
 
 
 def fetch_bundle(url: str, sha256: str, folder: Path) -> None:
-    """Download the zip file at `url` and unpack its bundle to `folder`, unless that has one already.
+    """Download a zip file and unpack its CORE bundle to `folder`, unless the folder has a bundle already.
 
-    url: or a name in PUBLIC. sha256: of the zip file, 64 hex digits, or "" if it is not known. Raises
-    DataError. Processes of one host may call it at once: one downloads, the others wait.
+    url: of the zip file, or a name in PUBLIC. sha256: of the zip file, 64 hex digits, or "" if it is not
+    known. Raises DataError. Several processes of one host may call it at once: one downloads, the others
+    wait.
     """
     url = PUBLIC.get(url, url)
     if not url.startswith(("http://", "https://")):

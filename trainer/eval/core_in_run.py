@@ -23,10 +23,11 @@ def evaluate(
     watchdog: Watchdog,
     should_stop: Callable[[], bool],
 ) -> CoreResult | None:
-    """Evaluate CORE on all ranks. A collective call. Returns None if `should_stop` of a rank became true.
+    """Evaluate CORE on all ranks, between two steps. A collective call. None if a rank was asked to stop.
 
-    shares: the rows of a step by rank. The watchdog times each block of items separately: a block is late if
-    it takes longer than training steps with as many tokens.
+    shares: rows of a step by rank; the ranks divide the items in these proportions. run_status, watchdog:
+    those of this rank. should_stop: called after each block of items; returns whether to stop. The watchdog
+    times each block separately: a block is late if it takes longer than training steps with as many tokens.
     """
     before = watchdog.evaluation_steps
     slowest = min(shares) * model.config.sequence_len  # tokens of a step on one rank

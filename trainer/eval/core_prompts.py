@@ -22,16 +22,20 @@ BETWEEN = "\n\n"  # after an example
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids of a prompt, BOS first. The tokens from `start` on are scored, each from those before it."""
+    """A prompt of an item of CORE.
+
+    tokens: its token ids, BOS first. start: index of the first scored token. Each token from there on is
+    scored by the loss with which the model predicts it from the tokens before it.
+    """
 
     tokens: Sequence[int]
     start: int
 
 
 def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> list[Prompt]:
-    """The prompts of item `number` of the task: one per choice, or one if the item has no choices.
+    """The prompts of one item of `task`: one per option, or a single one if the item has no options.
 
-    A prompt of more than `limit` tokens keeps its last ones.
+    number: index of the item. limit: the most tokens of a prompt; of a longer one the last tokens are kept.
     """
     texts = _texts(task, number)
     tokens = [[tokenizer.bos_id, *tokenizer.encode(text)] for text in texts]
@@ -49,9 +53,9 @@ def make_prompts(task: Task, number: int, tokenizer: Tokenizer, limit: int) -> l
 
 
 def prompt_cost(task: Task, number: int) -> int:
-    """About how long item `number` takes compared to others: its prompts times the characters of the longest.
+    """About how long an item of `task` takes, to compare items. number: index of the item.
 
-    The shorter prompts are padded to the longest one.
+    It is the number of its prompts times the characters of the longest one, to which the others are padded.
     """
     texts = _texts(task, number)
     prompts = 1 if task.kind == LANGUAGE else len(texts)

@@ -47,9 +47,10 @@ NAME = "eval"  # in the place of a run_id
 
 
 class Evaluation:
-    """Evaluates a checkpoint: bits per byte, CORE, a sample and chat tasks, each if `parts` has it.
+    """Evaluates a checkpoint on one rank or several: bits per byte, CORE, a sample of text, chat tasks.
 
-    `run` is a collective call; the results are in `results` of rank 0.
+    args: options of `python -m trainer eval`. parts: which of the four are evaluated. env, log: of this rank.
+    `run` is a collective call; on rank 0 the results are then in the attribute `results`.
     """
 
     shared: SharedModel
@@ -68,7 +69,7 @@ class Evaluation:
         self._reported_at = 0.0
 
     def run(self) -> None:
-        """Evaluate all parts. Raises RunEnd, ConfigError or DataError."""
+        """Evaluate all parts that are asked for. Raises RunEnd, ConfigError or DataError."""
         self._connect()
         self.model, self.tokenizer = self.shared.broadcast(self.group)
         self.model.to(self.device)
@@ -280,7 +281,7 @@ class Evaluation:
 
 
 def task_line(label: str, result: TaskResult, seconds: float) -> str:
-    """A line of the log on a finished task of CORE."""
+    """The line of the log on a finished task of CORE. seconds: how long its evaluation took."""
     return (
         f"CORE {label}: accuracy {result.accuracy:.4f}, centered {result.centered:.4f} "
         f"({counted(result.items, 'item')}, {duration(seconds)})"

@@ -1,4 +1,4 @@
-"""What an evaluation evaluates, from the options of `python -m trainer eval`."""
+"""The parts of an evaluation, from the options of `python -m trainer eval`."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ BUNDLE = "core"  # in a data directory
 
 @dataclass(frozen=True)
 class Parts:
-    """What is evaluated; `core` is a folder with a bundle."""
+    """Which parts of an evaluation of a checkpoint are made.
+
+    bpb: whether to compute bits per byte on the validation split.
+    core: folder with the tasks of the CORE metric (a CORE bundle); None: CORE is not evaluated.
+    sample: whether to generate a sample of text.
+    chat: files of questions for chat tasks; empty: none.
+    """
 
     bpb: bool
     core: Path | None
     sample: bool
-    chat: tuple[Path, ...] = ()  # files of questions
+    chat: tuple[Path, ...] = ()
 
 
 def parts_of(args: argparse.Namespace) -> Parts:
-    """What to evaluate. Raises ConfigError for options that contradict each other."""
+    """The parts that the options ask for. args: options of `python -m trainer eval`.
+
+    Without --bpb, --core, --sample and --chat-task these are a sample; with --data-dir also bits per byte,
+    and CORE if the data directory has a folder core/. Raises ConfigError for options that contradict each
+    other.
+    """
     if args.core_max_per_task < 0 or args.eval_tokens < 0:
         raise ConfigError("--core-max-per-task and --eval-tokens take whole numbers from 0.")
     if args.bpb and args.data_dir is None:

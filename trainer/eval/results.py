@@ -22,10 +22,18 @@ SCHEMA = 1
 
 
 class Results:
-    """Reads and writes the files in `folder`; without one, nothing is kept."""
+    """The results of an evaluation, in the files eval.json, core.json and core.csv of a folder.
+
+    folder: the folder, which is made if it is missing; None: nothing is written. parts: the results by part,
+    as in eval.json: {"bpb", "core", "chat", "sample"}, each if it was evaluated.
+    """
 
     def __init__(self, folder: Path | None, checkpoint: Mapping[str, Any]) -> None:
-        """`checkpoint` identifies the checkpoint. Raises ConfigError if the folder has results of another."""
+        """Read the results that the folder has.
+
+        checkpoint: identifies the checkpoint: step, run_id and sha256 (by file). Raises ConfigError if the
+        folder has results of another checkpoint, or cannot be made.
+        """
         self.folder, self.checkpoint = folder, dict(checkpoint)
         self.parts: dict[str, Any] = self._read(RESULT, {"checkpoint": self.checkpoint}).get("parts", {})
         self._core: dict[str, Any] = {}
@@ -36,17 +44,17 @@ class Results:
                 raise ConfigError(f"--out {folder} cannot be created: {error.strerror}.") from None
 
     def add(self, part: str, result: Any) -> None:
-        """Set the result of a part in eval.json."""
+        """Set the result of the part `part`, such as "bpb", in eval.json. result: JSON values."""
         self.parts[part] = result
         if self.folder is not None:
             content = {"schema": SCHEMA, "checkpoint": self.checkpoint, "parts": self.parts}
             write_json(self.folder / RESULT, content)
 
     def begin_core(self, bundle: Bundle, max_per_task: int) -> dict[str, list[int]]:
-        """The finished tasks of an interrupted CORE evaluation: {label: [right answers, items]}.
+        """The tasks of CORE that an interrupted evaluation has finished: {label: [right answers, items]}.
 
-        max_per_task: the limit of items of a task; 0: none. Raises ConfigError if core.json in the folder has
-        results of another bundle or limit, or is damaged.
+        bundle: the tasks. max_per_task: the most items of a task; 0: all. Raises ConfigError if core.json in
+        the folder has results of another bundle or limit, or is damaged.
         """
         key = {"checkpoint": self.checkpoint, "bundle": bundle.digest, "max_per_task": max_per_task}
         self._core = {"schema": SCHEMA, **key, "tasks": self._read(CORE, key).get("tasks", {})}
@@ -57,13 +65,16 @@ class Results:
         return dict(tasks)
 
     def add_task(self, label: str, result: TaskResult) -> None:
-        """Keep the result of a CORE task."""
+        """Write the result of the CORE task `label` to core.json, so that it is not evaluated again."""
         self._core["tasks"][label] = [result.correct, result.items]
         if self.folder is not None:
             write_json(self.folder / CORE, self._core)
 
     def add_core(self, result: CoreResult, max_per_task: int) -> None:
-        """Set the result of CORE in eval.json, and write its table."""
+        """Set the result of CORE in eval.json, and write core.csv.
+
+        max_per_task: the most items of a task; 0: all.
+        """
         self.add("core", {**result.to_dict(), "max_per_task": max_per_task, "bundle": self._core["bundle"]})
         if self.folder is not None:
             write_whole(self.folder / TABLE, result.to_csv().encode())

@@ -26,7 +26,7 @@ SAMPLING = Sampling(temperature=0.8, top_k=0, max_tokens=64, seed=42)
 
 
 def generate(model: GPT, tokens: list[int], sampling: Sampling) -> Iterator[int]:
-    """Yield the token ids that continue `tokens`.
+    """Yield the token ids that continue `tokens`, token ids. sampling: how they are drawn.
 
     When the context is full, its older half is dropped, so that long texts stay cheap.
     """
@@ -35,9 +35,9 @@ def generate(model: GPT, tokens: list[int], sampling: Sampling) -> Iterator[int]
 
 
 def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, sampling: Sampling) -> Iterator[str]:
-    """Yield text that continues `prompt`, in pieces of whole characters, until the document ends.
+    """Yield the text that continues `prompt`, in pieces of whole characters, until the document ends.
 
-    It ends with the token BOS or after max_tokens tokens.
+    sampling: how tokens are drawn. The text ends with the token BOS or after the most tokens of `sampling`.
     """
     ids: list[int] = []
     shown = ""
@@ -53,7 +53,10 @@ def stream_text(model: GPT, tokenizer: Tokenizer, prompt: str, sampling: Samplin
 
 
 def sample(model: GPT, tokenizer: Tokenizer, stage: str = BASE) -> str:
-    """A text that shows what the model does: PROMPT continued, or in stage sft QUESTION answered."""
+    """A text that shows what the model does. stage: of its run, base or sft.
+
+    In stage base it is the text PROMPT, continued. In stage sft it is the question QUESTION and its answer.
+    """
     if stage != SFT:
         return PROMPT + "".join(stream_text(model, tokenizer, PROMPT, SAMPLING))
     answer = Answer(tokenizer)
@@ -65,9 +68,9 @@ def sample(model: GPT, tokenizer: Tokenizer, stage: str = BASE) -> str:
 
 
 def write(model: GPT, tokenizer: Tokenizer, run_dir: Path, stage: str = BASE) -> str:
-    """Generate a sample for a model of this stage and write it to sample.txt in the run directory.
+    """Generate a sample of text and write it to sample.txt in the run directory; returns the text.
 
-    Returns the text. Raises OSError.
+    model, tokenizer: generate it. stage: of the run, base or sft. Raises OSError.
     """
     text = sample(model, tokenizer, stage)
     write_whole(run_dir / KEPT, (text + "\n").encode())
@@ -83,6 +86,7 @@ def last(run_dir: Path) -> str | None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """`sample`: print text that continues --prompt; returns the exit code 0. Raises ConfigError."""
     if 0 < args.temperature < COLDEST:
         raise ConfigError(f"--temperature is {args.temperature:g}: it takes 0, or {COLDEST:g} or more.")
     if args.max_tokens < 1:

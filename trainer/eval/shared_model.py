@@ -30,7 +30,12 @@ TOKENIZER = "tokenizer.json"  # among the tensors of the broadcast; no parameter
 
 
 class SharedModel:
-    """The checkpoint of an evaluation. `meta`: what all ranks know of its meta.json, {} if it is unusable."""
+    """The checkpoint that all ranks evaluate, of which only rank 0 has the files.
+
+    env: of this rank. store: the rendezvous store; None with one rank. checkpoint: its directory on rank 0.
+    The attribute `meta` has the keys ANNOUNCED of its meta.json on all ranks; {} if the checkpoint cannot be
+    used.
+    """
 
     def __init__(self, env: RankEnv, store: dist.Store | None, checkpoint: Path) -> None:
         self.env, self.store, self.checkpoint = env, store, checkpoint
@@ -38,9 +43,10 @@ class SharedModel:
         self._read: tuple[GPT, Tokenizer] | None = None
 
     def announce(self) -> None:
-        """Read meta.json on rank 0 and send it to the others. Raises ConfigError on rank 0, or Retryable.
+        """Read meta.json on rank 0 and send it to the other ranks, which set `meta`.
 
-        After an error of rank 0 `meta` is empty on the other ranks.
+        Raises ConfigError on rank 0 if it cannot be used; `meta` is then {} on the other ranks. Raises
+        Retryable if rank 0 sends nothing in time.
         """
         if not self.env.is_coordinator:
             self.meta = self._receive()
@@ -66,7 +72,10 @@ class SharedModel:
             ) from None
 
     def read(self) -> Tokenizer | None:
-        """On rank 0, load and verify model and tokenizer; returns the tokenizer. Raises ConfigError."""
+        """On rank 0, load and verify model and tokenizer; returns the tokenizer. None on the other ranks.
+
+        Raises ConfigError.
+        """
         if self.env.is_coordinator:
             self._read = load_model(self.checkpoint)
         return self._read and self._read[1]

@@ -12,9 +12,9 @@ BLOCK = 16  # items of a rank between two sums over the ranks
 
 
 def blocks(n_items: int, group: Collectives) -> Iterator[range]:
-    """Yield the numbers of the items of each block, as a range, in order.
+    """Yield the indices of the items of each block, as a range, in order.
 
-    n_items: of the task. group: the ranks.
+    n_items: number of items of the task. group: the ranks; each has BLOCK items of a block.
     """
     size = BLOCK * group.world_size
     for first in range(0, n_items, size):
@@ -24,11 +24,11 @@ def blocks(n_items: int, group: Collectives) -> Iterator[range]:
 def own_items(
     block: range, group: Collectives, costs: Sequence[float] = (), shares: Sequence[int] = ()
 ) -> list[int]:
-    """The items of a block that this rank evaluates, in order.
+    """The indices of those items of a block that this rank evaluates, in order.
 
-    costs: about how long each item of the block takes; empty: equally long. shares: in proportion to which
-    the ranks take work; empty: equally much. The most expensive item goes first, each to the rank that would
-    be done first with it (longest processing time first).
+    block: indices of its items. group: the ranks. costs: about how long each item of the block takes; empty:
+    equally long. shares: proportions in which the ranks divide the work; empty: equally. The most expensive
+    item is assigned first, each to the rank that would be done first with it (longest processing time first).
     """
     costs = costs or [1.0] * len(block)
     shares = shares or [1] * group.world_size
@@ -43,7 +43,7 @@ def own_items(
 
 
 def add_up(group: Collectives, *values: float) -> list[int]:
-    """The sums over all ranks of each of the given values, as integers. All ranks must call it."""
+    """The sum of each of `values` over all ranks, as integers. All ranks call it with equally many values."""
     totals = torch.tensor(values, dtype=torch.float64)
     group.all_reduce([totals])
     return [round(total) for total in totals.tolist()]

@@ -35,9 +35,14 @@ RESERVE_BYTES = 2**15  # kept on the disk, so that a full disk has room for the 
 
 
 class Attempt:
-    """One attempt at a run on this rank: holds the rank's lock and figures, and writes its outcome file once.
+    """One attempt at a run on this rank: holds the rank's lock, and writes its outcome file once.
 
     The file is outcome.json for local rank 0, outcome-RANK.json for other local ranks.
+    path: of the outcome file.
+    reason: why the attempt has ended; "" before its end.
+    left: a sentence, if this rank has left an elastic run in order; else "".
+    before_end: function of (the end, seconds) that another thread calls before it ends the process; it
+        completes a checkpoint that is being written, and returns the end.
     """
 
     def __init__(self, run_dir: Path, env: RankEnv) -> None:
@@ -89,11 +94,11 @@ class Attempt:
             ) from None
 
     def begin_as(self, env: RankEnv) -> None:
-        """Record the rank that this process has since the hosts elected a coordinator."""
+        """Record the rank that this process has since the hosts elected a coordinator. env: has that rank."""
         self._env = env
 
     def update(self, **figures: Any) -> None:
-        """Set fields of the outcome, such as step, loss and checkpoint, for the file that `end` writes."""
+        """Set figures for the outcome file, which `end` writes. figures: fields of OutcomeRecord."""
         self._figures = dataclasses.replace(self._figures, **figures)
 
     def at_end(self, call: Callable[[str, bool], None]) -> None:
@@ -105,6 +110,7 @@ class Attempt:
 
     @property
     def step(self) -> int:
+        """The number of completed steps, as far as `update` has set it."""
         return self._figures.step
 
     @property
@@ -115,8 +121,9 @@ class Attempt:
     def end(self, outcome: str, reason: str, hurry: bool = False, settled: bool | None = None) -> bool:
         """Write the outcome file and call the functions of `at_end`. False if the attempt has ended already.
 
-        outcome: finished, stopped, retryable or final. reason: a sentence. hurry: for the functions of
-        `at_end`. settled: whether no attempt follows; None: it depends on `outcome`.
+        outcome: finished, stopped, retryable or final. reason: a sentence. hurry: whether the process is
+        about to exit, for the functions of `at_end`. settled: whether no attempt follows; None: True for all
+        outcomes but retryable.
         """
         with self._lock:
             if self._ended:
@@ -146,7 +153,10 @@ class Attempt:
         return True
 
     def end_process(self, end: RunEnd, log: RunLogger) -> None:
-        """End the attempt and this process from another thread than the training one, unless it has ended."""
+        """End the attempt and this process from another thread than the training one, unless it has ended.
+
+        end: outcome and reason. log: gets both.
+        """
         end = self.before_end(end, math.inf)
         if self.end(end.outcome, str(end), hurry=True):
             log.ended(end.outcome, str(end))
@@ -160,9 +170,11 @@ def run_attempt(
     make: Callable[[], Run],
     start: Callable[[Run, Attempt, RunLogger], str],
 ) -> int:
-    """Run one attempt: `make()` returns the run file, `start(...)` trains and returns the reason of its end.
+    """Run one attempt at a run on this rank; returns the exit code.
 
-    Writes the outcome and returns the exit code. An exception of either function becomes the outcome.
+    run_dir, env, log: of this rank. make: returns the run file. start: trains with the run file, the attempt
+    and the log; returns the reason of its end. The outcome is written. An exception of either function
+    becomes the outcome.
     """
     set_up_streams()
     attempt = Attempt(run_dir, env)
@@ -192,7 +204,7 @@ def run_attempt(
 def watch_torchrun(attempt: Attempt, log: RunLogger) -> None:
     """Start a thread that ends this rank, as retryable, when its parent process torchrun has exited.
 
-    torchrun that is killed does not end its ranks.
+    torchrun that is killed does not end its ranks. attempt, log: of this rank.
     """
     torchrun = os.getppid()
 

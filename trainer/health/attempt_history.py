@@ -35,7 +35,11 @@ Line = dict[str, Any]
 
 
 def history(run_dir: Path) -> list[Line]:
-    """The lines of attempts.jsonl, the oldest first; damaged lines are left out."""
+    """The lines of attempts.jsonl in a run directory, the oldest first; damaged lines are left out.
+
+    A line is a dict with the keys KEYS (outcome, reason, step and others), settled, alone, began (Unix time)
+    and `asked_anew` (whether a person requested the attempt).
+    """
     try:
         raw = (run_dir / HISTORY).read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -48,12 +52,15 @@ def history(run_dir: Path) -> list[Line]:
 
 
 def outcomes(run_dir: Path) -> list[Line]:
-    """The contents of the outcome files of all ranks of this host."""
+    """The contents of the outcome files of all ranks of this host, dicts as in outcome.json."""
     return [end for path in sorted(run_dir.glob("outcome*.json")) if (end := _load(path))]
 
 
 def shutdowns(run_dir: Path) -> list[Path]:
-    """The outcome files of attempts that SIGTERM ended, perhaps because the host was shutting down."""
+    """The paths of the outcome files of attempts that SIGTERM ended.
+
+    The host was perhaps shutting down.
+    """
     paths = [(path, _load(path)) for path in run_dir.glob("outcome*.json")]
     return [path for path, end in paths if end.get("outcome") == "stopped" and not end.get("settled")]
 
@@ -109,7 +116,7 @@ def begin(run_dir: Path) -> None:
 
 
 def end(run_dir: Path, outcome: Line) -> None:
-    """Add the running attempt, with the content of outcome.json, to attempts.jsonl. Raises OSError."""
+    """Add the running attempt to attempts.jsonl. outcome: content of its outcome.json. Raises OSError."""
     line = {name: outcome.get(name) for name in (*KEYS, "settled", "alone")}
     _add(run_dir, line | _start_of(_load(run_dir / RUNNING)))
     (run_dir / RUNNING).unlink(missing_ok=True)
@@ -129,7 +136,10 @@ def settle(run_dir: Path) -> None:
 
 
 def unrecorded(run_dir: Path) -> Line:
-    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} without one."""
+    """The line that attempts.jsonl lacks, of an attempt that was killed or never began; {} without one.
+
+    For its keys see `history`.
+    """
     announced = _load(run_dir / ANNOUNCED)
     if not announced:
         return _killed_attempt(run_dir)

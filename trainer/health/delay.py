@@ -30,10 +30,16 @@ def stall_seconds() -> float:
 
 
 class DelayReport:
-    """Decides when a late stage is reported again, and when a lost rank ends the attempt."""
+    """Decides when a late stage is reported again, and when a lost rank ends the attempt.
+
+    reported: whether a report was logged for the present delay.
+    """
 
     def __init__(self, stall: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """stall: the stall time in seconds."""
+        """Begin without a delay.
+
+        stall: the stall time in seconds (see `stall_seconds`). clock: that of the module time, for tests.
+        """
         self._every, self._clock = min(REPORT_SECONDS, stall / 4), clock
         self._longest = IMPAIRED_STALLS * stall
         # Seconds that a verdict must last before it ends the attempt.
@@ -54,10 +60,10 @@ class DelayReport:
         return self._clock() >= self._next
 
     def should_report(self, lost: Mapping[int, Verdict], late_seconds: float) -> bool:
-        """Record the verdicts on the `lost` ranks; returns whether to log a report now.
+        """Record the verdicts on lost ranks; returns whether to log a report now.
 
-        True at the first call, when a verdict changes, and when `late_seconds` has doubled since the last
-        report.
+        lost: {lost rank: its verdict}. late_seconds: how long the stage is late. True at the first call, when
+        a verdict changes, and when `late_seconds` has doubled since the last report.
         """
         now, before, self._lost = self._clock(), self._lost, {}
         self._next = now + self._every
@@ -72,7 +78,11 @@ class DelayReport:
 
     @property
     def is_over(self) -> bool:
-        """Whether a rank has had one verdict, or several in turn, for so long that the attempt ends."""
+        """Whether a rank has been lost for so long that the attempt ends.
+
+        It has had one verdict for the time that this verdict allows, or several for the longest of these
+        times.
+        """
         now = self._clock()
         return any(
             now - since >= self._limits[verdict] or now - lost_since >= self._longest

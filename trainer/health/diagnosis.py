@@ -25,7 +25,13 @@ class Freshness(StrEnum):
 
 
 class EndpointResult(StrEnum):
-    """The result of a query to a rank's health endpoint."""
+    """The result of a query to a rank's health endpoint.
+
+    ANSWERS: the rank has answered. CUT_SHORT: small packets pass, packets of full size do not.
+    REFUSES: the connection was refused, or closed by something that is not this rank.
+    SILENT: the kernel accepted the connection, and the process sent nothing.
+    UNREACHABLE: there was no connection. UNKNOWN: the address of the endpoint has not arrived yet.
+    """
 
     ANSWERS = "answers"
     CUT_SHORT = "cut short"  # a small packet came back; packets of full size do not pass
@@ -38,8 +44,10 @@ class EndpointResult(StrEnum):
 class Verdict(StrEnum):
     """The diagnosed state of a rank; `describe_rank` in report.py has a sentence for each.
 
-    UNHEARD: the address of its health endpoint is unknown and its status is stale. ABSENT: neither its
-    address nor a status has arrived.
+    RUNS: its process runs. IMPAIRED: it runs, but not all traffic with it passes.
+    FROZEN: its process does not run. GONE: its process has ended. UNREACHABLE: its host does not answer.
+    UNHEARD: the address of its health endpoint is unknown and its status is stale.
+    ABSENT: neither its address nor a status has arrived.
     """
 
     RUNS = "runs"
@@ -52,6 +60,7 @@ class Verdict(StrEnum):
 
     @property
     def is_dead(self) -> bool:
+        """Whether the rank is frozen, gone or unreachable."""
         return self in (Verdict.FROZEN, Verdict.GONE, Verdict.UNREACHABLE)
 
 
@@ -82,9 +91,9 @@ def shows_host(endpoint: EndpointResult) -> bool:
 
 
 def diagnose(freshness: Freshness, endpoint: EndpointResult, reachable: bool) -> Verdict:
-    """Look up the verdict on a rank in TABLE.
+    """The verdict on a rank, from TABLE.
 
-    `freshness` is that of its run status, `endpoint` the result of a query to its health endpoint,
-    `reachable` whether a query to another health endpoint on the same host showed that the host is reachable.
+    freshness: age of its last run status. endpoint: result of a query to its health endpoint. reachable:
+    whether a query to another health endpoint on the same host showed that the host is reachable.
     """
     return TABLE[endpoint, reachable or shows_host(endpoint)][freshness]

@@ -34,7 +34,10 @@ PADDING = "." * 2048  # more than a packet of 1500 bytes
 
 
 class EndpointAddress(NamedTuple):
-    """IP address and port of a health endpoint, and the secret that both sides of a query must know."""
+    """The address of a health endpoint.
+
+    address: IP address. port: its port. secret: a text that both sides of a query must know.
+    """
 
     address: str
     port: int
@@ -42,6 +45,7 @@ class EndpointAddress(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> EndpointAddress | None:
+        """The address in `text`, "ADDRESS PORT SECRET"; None if it is no such text."""
         try:
             address, port, secret = text.split(" ")
             return cls(address, int(port), secret) if 0 < int(port) < 65536 else None
@@ -53,17 +57,21 @@ class EndpointAddress(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """The result of a query to a rank, and its run status, which is empty if the rank did not answer."""
+    """The result of a query to a rank.
+
+    result: how the query ended. status: the run status of the rank; empty if the rank did not answer.
+    """
 
     result: EndpointResult
     status: RunStatusRecord = RunStatusRecord()
 
 
 class HealthEndpoint(socketserver.ThreadingTCPServer):
-    """Answers queries on the IP address `address` with the run status that `answer(stacks)` returns.
+    """Answers queries about this rank, in threads, until `close`.
 
-    `stacks` is whether the query asks for the stacks of all threads. Several threads may call `answer` at
-    once. If MOST_CONNECTIONS clients have not sent the secret yet, a new one closes the oldest of theirs.
+    address: IP address of this host. answer: returns the run status; its argument is whether the query asks
+    for the stacks of all threads. Several threads may call it at once. If MOST_CONNECTIONS clients have not
+    sent the secret yet, a new one closes the oldest of theirs.
     """
 
     daemon_threads = True
@@ -137,9 +145,10 @@ class _Query(socketserver.BaseRequestHandler):
 
 
 def query(address: EndpointAddress, stacks: bool = False, seconds: float = QUERY_SECONDS) -> Answer:
-    """Query the health endpoint at `address`; with `stacks`, also for the stacks of all threads.
+    """Query the health endpoint at `address`.
 
-    Connecting takes at most `seconds`, and so does the answer.
+    stacks: whether to also ask for the stacks of all threads. seconds: the most for connecting, and again for
+    the answer.
     """
     # A connection that closes early is tried again: an endpoint with too many connections closes one; and if
     # the process has just ended, the next connection is refused.

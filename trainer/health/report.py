@@ -20,11 +20,12 @@ DOCTOR = "`ansible-playbook doctor.yml` finds the fault"
 
 @dataclass(frozen=True)
 class RankEvidence:
-    """The evidence on one rank, from which `verdict` follows.
+    """What is known about one rank while a step is late.
 
-    `endpoint`: result of a query to its health endpoint. `status`: its last run status, which arrived `age`
-    seconds ago; `freshness` is the class of this age. `reachable`: whether any health endpoint on its host
-    responded.
+    peer: the rank.
+    endpoint: result of a query to its health endpoint.
+    status: its last run status, which arrived `age` seconds ago. freshness: the class of this age.
+    reachable: whether any health endpoint on its host has responded.
     """
 
     peer: Peer
@@ -36,6 +37,7 @@ class RankEvidence:
 
     @property
     def verdict(self) -> Verdict:
+        """The diagnosed state of the rank."""
         return diagnose(self.freshness, self.endpoint, self.reachable)
 
     @property
@@ -45,11 +47,15 @@ class RankEvidence:
 
     @property
     def is_waiting(self) -> bool:
+        """Whether the rank runs and waits for others in a collective."""
         return self.verdict == Verdict.RUNS and self.status.waits
 
 
 def describe_rank(each: RankEvidence) -> str:
-    """The diagnosis of one rank as a sentence without a full stop: "rank 0 (tower) waits in sync"."""
+    """The diagnosis of one rank as a sentence without a full stop: "rank 0 (tower) waits in sync".
+
+    each: the evidence on that rank.
+    """
     peer, status, verdict = each.peer, each.status, each.verdict
     if verdict == Verdict.ABSENT:
         return f"{peer} has not arrived"
@@ -118,7 +124,10 @@ def _effort(status: RunStatusRecord) -> str:
 
 
 def describe_delay(evidence: Sequence[RankEvidence]) -> str:
-    """One sentence on a late step, with a part for each rank; the ranks that delay the others come first."""
+    """One sentence on a late step, with a part for each rank. evidence: of each rank.
+
+    The ranks that delay the others come first.
+    """
     waiting = [each for each in evidence if each.is_waiting]
     if len(waiting) == len(evidence) > 1:
         phases = sorted({each.status.position for each in waiting})
@@ -139,8 +148,8 @@ def describe_delay(evidence: Sequence[RankEvidence]) -> str:
 def describe_loss(evidence: Sequence[RankEvidence], fallback: str, stood_still: float = 0.0) -> str:
     """The reason why an attempt ends, as sentences: the lost ranks and a remedy, then impaired traffic.
 
-    fallback: the sentence if no rank is lost, or "". stood_still: the seconds for which this process did not
-    run, as after a suspend; 0 is not mentioned.
+    evidence: of each rank. fallback: the sentence if no rank is lost, or "". stood_still: the seconds for
+    which this process did not run, as after a suspend; 0 is not mentioned.
     """
     dead = [each for each in evidence if each.verdict.is_dead]
     impaired = [capitalize(describe_rank(each)) for each in evidence if each.verdict == Verdict.IMPAIRED]
@@ -164,4 +173,5 @@ def _remedy(dead: Sequence[RankEvidence]) -> str:
 
 
 def capitalize(sentence: str) -> str:
+    """`sentence` with a capital at its start."""
     return sentence[:1].upper() + sentence[1:]

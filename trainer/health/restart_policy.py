@@ -27,10 +27,11 @@ LIMIT = 30
 
 
 class RestartDecision(NamedTuple):
-    """Whether to start another attempt (`again`), and the reason as a sentence.
+    """Whether this host starts another attempt at a run.
 
-    `fruitless` is the number of last attempts in a row without progress, `wait_seconds` the wait before the
-    next attempt.
+    again: whether to start it. reason: why, a sentence.
+    fruitless: the number of last attempts in a row without progress.
+    wait_seconds: the wait before the next attempt.
     """
 
     again: bool
@@ -42,8 +43,8 @@ class RestartDecision(NamedTuple):
 def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> RestartDecision:
     """Decide whether to start another attempt at the run in `run_dir`. Writes nothing.
 
-    `limit` is the number of attempts in a row without progress after which to give up. With
-    `first_must_step`, a first attempt without a step is not repeated.
+    limit: the number of attempts in a row without progress after which to give up. first_must_step: whether a
+    first attempt without a step is not repeated.
     """
     ends = attempt_history.outcomes(run_dir)
     for kind in SETTLED:  # what is final for one rank of this host is final for all
@@ -68,8 +69,9 @@ def judge(run_dir: Path, limit: int = LIMIT, first_must_step: bool = False) -> R
 def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
     """Decide, after the host has booted, whether to start the run again that its shutdown has ended.
 
-    An orderly shutdown ends the ranks by SIGTERM: their outcome `stopped` is not settled, and its file is
-    deleted here. A file named stop in the run directory, a request to stop, prevents the start.
+    run_dir, limit: as for `judge`. An orderly shutdown ends the ranks by SIGTERM: their outcome `stopped` is
+    not settled, and its file is deleted here. A file named stop in the run directory, a request to stop,
+    prevents the start.
     """
     if (run_dir / "stop").exists():
         return RestartDecision(False, "stopped: the run was asked to stop before the host went down")
@@ -79,7 +81,10 @@ def judge_after_boot(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
 
 
 def judge_at_end(run_dir: Path, limit: int = LIMIT) -> RestartDecision:
-    """Decide, when an attempt has ended, whether to start the run again if the host boots. Writes nothing."""
+    """Decide, when an attempt has ended, whether to start the run again if the host boots. Writes nothing.
+
+    run_dir, limit: as for `judge`.
+    """
     if attempt_history.shutdowns(run_dir):
         return RestartDecision(True, "The attempt was ended by SIGTERM, perhaps because its host goes down.")
     return judge(run_dir, limit)
@@ -90,7 +95,10 @@ def _reason(end: dict[str, Any]) -> str:
 
 
 def wait_after(fruitless: int) -> float:
-    """Seconds to wait after that many attempts in a row without progress: 0, 0, 5, 10, 20, 40, 60, 60 ..."""
+    """Seconds to wait before the next attempt: 0, 0, 5, 10, 20, 40, 60, 60 ...
+
+    fruitless: the number of last attempts in a row without progress.
+    """
     if fruitless < 2:
         return 0.0
     return min(LONGEST_WAIT_SECONDS, FIRST_WAIT_SECONDS * 2.0 ** min(fruitless - 2, 10))
@@ -112,6 +120,7 @@ def _fruitless(lines: list[dict[str, Any]]) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `again` to `parser`."""
     parser.add_argument("--run-dir", type=Path, required=True, metavar="DIR", help="the run's directory")
     parser.add_argument(
         "--limit",

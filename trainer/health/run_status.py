@@ -41,23 +41,31 @@ CPU_WINDOW = 5  # publications over which the share of a core is measured
 
 
 class Stage(NamedTuple):
-    """A unit of work that the watchdog times: a step, an evaluation, loading."""
+    """A unit of work that the watchdog times: a step, an evaluation, loading.
 
-    name: str  # step, or a phase outside of steps
-    step: int  # the number of steps done before it
-    seconds: float  # since then
+    name: "step", or a phase outside of steps. step: the number of steps done before it. seconds: since it
+    began.
+    """
+
+    name: str
+    step: int
+    seconds: float
 
 
 class RunStatus:
-    """Writes phase, step and figures of this rank to heartbeat-RANK.json in the run directory.
+    """Keeps the run status of this rank, and writes it to heartbeat-RANK.json in the run directory.
 
-    `lap()` returns the seconds spent in each phase since its last call.
+    path: of the file. is_waiting: returns whether the rank waits in a collective; the setup sets it.
     """
 
     def __init__(
         self, run_dir: Path, env: RankEnv, run_id: str, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Call this on the thread that trains: the CPU time of the calling thread is measured."""
+        """Begin in the phase load.
+
+        Call this on the thread that trains: the CPU time of this thread is measured. run_dir: of the
+        heartbeat file. env, run_id: environment and run of this rank. clock: that of the module time.
+        """
         self.path = run_dir / f"heartbeat-{env.rank}.json"
         self.is_waiting: Callable[[], bool] = lambda: False  # whether the rank waits in a collective
         self._clock = clock
@@ -77,6 +85,7 @@ class RunStatus:
         threading.Thread(target=self._work, args=(every_seconds,), name="run status", daemon=True).start()
 
     def stop(self) -> None:
+        """End the thread that writes the heartbeat file."""
         self._stopped.set()
 
     def _work(self, every_seconds: float) -> None:
@@ -90,6 +99,7 @@ class RunStatus:
 
     @property
     def phase(self) -> str:
+        """The current phase, one of PHASES; "" before the first."""
         return self._record.phase
 
     def enter(self, phase: str) -> None:
@@ -125,13 +135,13 @@ class RunStatus:
         self._switch(before)  # not after an error, which happened in sync
 
     def lap(self) -> dict[str, float]:
-        """Seconds by phase since the last call of `lap`, including the current phase so far."""
+        """{phase: seconds in it} since the last call of `lap`, including the current phase so far."""
         self.enter(self.phase)
         seconds, self._seconds = self._seconds, {}
         return seconds
 
     def update(self, **figures: Any) -> None:
-        """Set fields of the record, such as step, loss or val_bpb, and write the heartbeat file."""
+        """Set fields of the run status, and write the heartbeat file. figures: fields of RunStatusRecord."""
         self._set(**figures)
         self._enter_stage(self._clock())
         self._write()
@@ -161,7 +171,7 @@ class RunStatus:
         return self._record.step_seconds or 0.0
 
     def record(self) -> RunStatusRecord:
-        """A copy of the record with the values of this moment: stage, seconds in the phase, CPU share."""
+        """A copy of the run status with the values of this moment: stage, seconds in the phase, CPU share."""
         return replace(
             self._record,
             stage=self.stage.name,
@@ -187,7 +197,7 @@ class RunStatus:
 
 
 class CpuUsage:
-    """Measures the share of a CPU core that the constructing thread has used in the last seconds."""
+    """Measures the share of a CPU core that the thread which has created the object uses."""
 
     def __init__(self) -> None:
         self._marks: deque[tuple[float, float]] = deque(maxlen=CPU_WINDOW + 1)

@@ -18,9 +18,10 @@ class Sensors:
         self._throttle_events = throttle_events()
 
     def read(self) -> dict[str, float | bool | None]:
-        """The fields temperature (degrees Celsius, hottest zone) and throttled (since the last read, or now).
+        """The present readings: {"temperature", "throttled"}.
 
-        A value is None if the host does not provide it.
+        A value is None if the host does not provide it. temperature: degrees Celsius of the hottest zone.
+        throttled: whether the processor was slowed since the last call, or is now.
         """
         events = throttle_events()
         slowed = None

@@ -31,9 +31,10 @@ RECONNECT_SECONDS = 10.0  # between attempts to connect to a store that was lost
 
 
 class ReceivedStatus(NamedTuple):
-    """The last run status received from a rank, and its number: each publication of a rank has the next one.
+    """The last run status that was received from a rank.
 
-    `at` is the value of time.monotonic() on this host when the number was first read.
+    status: the run status. number: each publication of a rank has the next one. at: value of time.monotonic()
+    on this host when this number was first read.
     """
 
     status: RunStatusRecord
@@ -42,11 +43,15 @@ class ReceivedStatus(NamedTuple):
 
     @property
     def age(self) -> float:
+        """Seconds since the status was received."""
         return time.monotonic() - self.at
 
 
 class StatusExchange:
-    """Publishes the run status of this rank and reads those of the other ranks, each second, in a thread."""
+    """Publishes the run status of this rank and reads those of the other ranks, each second, in a thread.
+
+    env: of this rank. received: {rank: its last status}, for the other ranks.
+    """
 
     def __init__(self, env: RankEnv) -> None:
         self._env, self._prefix, self.is_started = env, "", False
@@ -61,11 +66,12 @@ class StatusExchange:
         self.received: dict[int, ReceivedStatus] = {}
 
     def start(self, prefix: str, status: Callable[[], RunStatusRecord]) -> None:
-        """Start the thread. `prefix` is that of the keys in the store; `status()` is called each second."""
+        """Start the thread. prefix: of the keys in the store. status: returns the run status of this rank."""
         self._prefix, self._status, self.is_started = prefix, status, True
         threading.Thread(target=self._work, name="status exchange", daemon=True).start()
 
     def stop(self) -> None:
+        """End the thread."""
         self._stopped.set()
 
     def publish(self, seconds: float = 1.0) -> None:

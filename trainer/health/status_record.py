@@ -22,27 +22,39 @@ FOR_PEERS = (
 
 
 class RankEnd(NamedTuple):
-    """The end of a rank that it publishes to the other ranks: outcome and reason, as in its outcome file."""
+    """The end of a rank, as it publishes it to the other ranks.
+
+    outcome, reason: as in its outcome file. is_echo: whether it ends only because another rank is lost.
+    """
 
     outcome: str
     reason: str
-    is_echo: bool  # it ends only because another rank is lost
+    is_echo: bool
 
 
 class SavedCheckpoint(TypedDict):
-    """A completely written checkpoint. `path` is relative to the run directory."""
+    """A completely written checkpoint.
+
+    step: number of completed steps. time: Unix time at which it was written. path: relative to the run
+    directory.
+    """
 
     step: int
-    time: float  # seconds since the epoch
+    time: float
     path: str
 
 
 @dataclass(slots=True)
 class RunFigures:
-    """The figures that both run status and outcome have. None: not known."""
+    """The figures that both run status and outcome have. None: not known.
+
+    run_id: name of the run. step: completed steps. num_iterations: steps of the run.
+    loss: of the last step, in nats per token. val_bpb: of the last evaluation, in bits per byte.
+    tok_per_s: tokens per second, over all ranks.
+    """
 
     run_id: str | None = None
-    step: int = 0  # steps done
+    step: int = 0
     num_iterations: int | None = None
     loss: float | None = None
     val_bpb: float | None = None
@@ -51,17 +63,43 @@ class RunFigures:
 
 @dataclass(slots=True)
 class OutcomeRecord(RunFigures):
-    """The figures of an attempt in outcome.json; tok_per_s is the mean over recent steps."""
+    """The figures of an attempt in outcome.json, besides those of RunFigures.
+
+    tok_per_s: here the mean over recent steps.
+    first_loss: loss of the first step of the run.
+    checkpoint: path of the newest checkpoint, relative to the run directory.
+    sample: the last sample of text.
+    alone: the host to which the run is transferred, a dict with host, seconds, together and `said` (see
+        TransferToHost); else None.
+    """
 
     first_loss: float | None = None
-    checkpoint: str | None = None  # path relative to the run directory
+    checkpoint: str | None = None
     sample: str | None = None
-    alone: dict[str, Any] | None = None  # the host to which the run is transferred
+    alone: dict[str, Any] | None = None
 
 
 @dataclass(slots=True)
 class RunStatusRecord(RunFigures):
-    """Rank, progress and condition of one rank. None: not known, or not measured on this host."""
+    """The run status of one rank, besides the fields of RunFigures. None: not known, or not measured here.
+
+    rank, world_size, host, pid: of the rank and its process.
+    phase: what the rank does. entered: Unix time at which the phase began.
+    tok_per_s: of the last step. tok_per_s_average: over recent steps. step_seconds: of the median step.
+    eta_seconds: expected until the last step. sync_share: share of a step's seconds in the phase sync.
+    shares: rows per rank. checkpoint: the newest one.
+    stall_seconds: after which a step is late at the least.
+    `blame`: the diagnosis of a late step. warning: a sentence.
+    time: Unix time at which the heartbeat file was written.
+    cpu: share of a core that the training thread uses. temperature: degrees Celsius. throttled: whether the
+        processor is slowed.
+    stage: unit of work that the watchdog times, step or a phase outside of steps. phase_seconds: since the
+        phase began. waits: whether the rank waits in a collective.
+    interface, up, received: name of the network interface, whether it is active, bytes per second that
+        arrive.
+    endpoint: address of the health endpoint. ended: how the rank has ended; None before.
+    line, stacks: on request, the innermost line of the main thread and the stacks of all threads.
+    """
 
     rank: int | None = None
     world_size: int | None = None
@@ -69,44 +107,47 @@ class RunStatusRecord(RunFigures):
     pid: int | None = None
 
     phase: str = ""
-    entered: float | None = None  # seconds since the epoch at which the phase began
+    entered: float | None = None
     tok_per_s_average: float | None = None
-    step_seconds: float | None = None  # of the median step
+    step_seconds: float | None = None
     eta_seconds: float | None = None
-    sync_share: float | None = None  # of a step's seconds
-    shares: list[int] | None = None  # rows per rank
-    checkpoint: SavedCheckpoint | None = None  # the newest
+    sync_share: float | None = None
+    shares: list[int] | None = None
+    checkpoint: SavedCheckpoint | None = None
     stall_seconds: float | None = None
-    blame: str | None = None  # the diagnosis of a late step
+    blame: str | None = None
     warning: str | None = None
-    time: float | None = None  # seconds since the epoch at which the file was written
+    time: float | None = None
 
-    cpu: float | None = None  # share of a core
-    temperature: float | None = None  # degrees Celsius
+    cpu: float | None = None
+    temperature: float | None = None
     throttled: bool | None = None
 
-    stage: str = ""  # the unit of work that the watchdog times: step, or a phase outside of steps
+    stage: str = ""
     phase_seconds: float = 0.0
-    waits: bool = False  # in a collective
+    waits: bool = False
     interface: str = ""
-    up: bool | None = None  # whether the interface is
-    received: float | None = None  # bytes per second at the interface
-    endpoint: str = ""  # the address of the health endpoint
+    up: bool | None = None
+    received: float | None = None
+    endpoint: str = ""
     ended: RankEnd | None = None
-    line: str = ""  # on request: the innermost line of the main thread
-    stacks: str = ""  # on request: the stacks of all threads
+    line: str = ""
+    stacks: str = ""
 
     def heartbeat(self) -> dict[str, Any]:
-        """The content of the heartbeat file: all fields except those in FOR_PEERS."""
+        """The content of the heartbeat file: {field: value} of all fields except those in FOR_PEERS."""
         return {name: getattr(self, name) for name in _IN_FILE}
 
     def message(self) -> dict[str, Any]:
-        """The fields that this rank sends to other ranks: name -> value of those in IN_BOTH and FOR_PEERS."""
+        """What this rank sends to other ranks: {field: value} of the fields in IN_BOTH and FOR_PEERS."""
         return {name: getattr(self, name) for name in IN_BOTH + FOR_PEERS}
 
     @classmethod
     def load(cls, values: Mapping[str, Any]) -> RunStatusRecord:
-        """The record of a heartbeat or message; ignores other keys. TypeError for a malformed `ended`."""
+        """The run status with the fields in `values`, a heartbeat or message; other keys are ignored.
+
+        Raises TypeError for a malformed `ended`.
+        """
         known = {f.name: values[f.name] for f in dataclasses.fields(cls) if f.name in values}
         if known.get("ended"):
             known["ended"] = RankEnd(*known["ended"])

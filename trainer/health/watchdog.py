@@ -48,7 +48,11 @@ STOOD_STILL_SECONDS = 5.0
 
 
 class Watchdog:
-    """Reports which rank delays a late step of this rank, and ends the attempt if another rank is lost."""
+    """Reports which rank delays a late step of this rank, and ends the attempt if another rank is lost.
+
+    run_status, env, run_dir, attempt, log: of this rank. evaluation_steps: the number of training steps that
+    have as many tokens as the current evaluation.
+    """
 
     def __init__(
         self, run_status: RunStatus, env: RankEnv, run_dir: Path, attempt: Attempt, log: RunLogger
@@ -87,18 +91,27 @@ class Watchdog:
         return str(self._endpoint.address) if self._endpoint else ""
 
     def start_exchange(self, prefix: str) -> None:
-        """Publish this rank's status in the rendezvous store, and read those of the others, from now on."""
+        """From now on, publish this rank's status in the rendezvous store and read those of the other ranks.
+
+        prefix: of the keys in the store.
+        """
         self._exchange.start(prefix, self._status)
 
     def set_peers(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
-        """Set the ranks of the run, and by rank the `endpoint` of each: its health endpoint as text."""
+        """Set the other ranks of the run. peers: all ranks.
+
+        endpoints: {rank: address of its health endpoint as text}.
+        """
         self._peers = {peer.rank: peer for peer in peers if peer.rank != self._me.rank}
         self._addresses = {
             rank: address for rank, text in endpoints.items() if (address := EndpointAddress.parse(text))
         }
 
     def set_members(self, peers: Iterable[Peer], endpoints: Mapping[int, str]) -> None:
-        """Set the ranks that take part in an elastic run, by their rank at launch. Only rank 0 can end it."""
+        """Set the members of an elastic run, by their rank at launch. Only rank 0 can end the run then.
+
+        peers, endpoints: as for `set_peers`.
+        """
         self.set_peers(peers, endpoints)
         self._others, self._elastic = set(self._peers), True
 
@@ -272,9 +285,10 @@ class Watchdog:
         return None
 
     def explain(self, error: Retryable) -> RunEnd:
-        """The end of the attempt after a collective failed with `error`, within EXPLAIN_SECONDS.
+        """The end of the attempt after a collective failed, found within EXPLAIN_SECONDS.
 
-        It is the end that another rank has published, or else a diagnosis of the ranks.
+        error: of the collective. The result is the end that another rank has published, or else follows from
+        a diagnosis of the ranks.
         """
         began = time.monotonic()
         evidence: list[RankEvidence] = []
@@ -300,7 +314,10 @@ class Watchdog:
         return Retryable(describe_loss(evidence, fallback, seconds))
 
     def announce_end(self, outcome: str, reason: str) -> None:
-        """Publish to the other ranks that this rank is ending; its outcome file is written later."""
+        """Publish to the other ranks that this rank is ending; its outcome file is written later.
+
+        outcome: finished, stopped, retryable or final. reason: a sentence.
+        """
         self._own_end = RankEnd(outcome, reason, self._is_echo)
         self._exchange.publish()
 

@@ -19,7 +19,10 @@ def usable_cores() -> int:
 
 
 def at_most_quota(threads: int) -> int:
-    """`threads`, limited to the CPU quota. A quota is rounded to whole cores, and is 1 at least."""
+    """The number `threads`, or the CPU quota of this process if that is lower.
+
+    A quota is rounded to whole cores, and is at least 1.
+    """
     quota = cpu_quota()
     return threads if quota is None else max(1, min(threads, int(quota + 0.5)))
 

@@ -21,7 +21,11 @@ SYSCTL_SECONDS = 2.0
 
 
 def host_facts() -> dict[str, str]:
-    """Host name, system, CPU, cores, memory and versions of Python, torch and MLflow, as strings by name."""
+    """Facts of this host as texts. A fact that the system does not provide has no key.
+
+    Keys: hostname, system, kernel, machine (architecture), cpu (model name), cores ("4", or "4 of 8" if this
+    process may use 4 of 8), memory (in GiB), python, torch and mlflow (versions).
+    """
     facts = {
         "hostname": socket.gethostname(),
         "system": _system(),

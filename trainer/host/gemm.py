@@ -17,11 +17,12 @@ ONE_SHAPE_REPEATS = 5  # at least
 
 
 def gemm_rates(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
-    """The GEMM rate of one core in FLOP/s for each of `dtypes`: the best of several runs, in CPU time.
+    """The GEMM rate of one core in FLOP/s for each number format in `dtypes`: {dtype: rate}.
 
-    All formats are measured at one size and in turn, 0.15 s in all. On a busy host, threads wait for each
-    other, so one core and its CPU time are used; in turn, other load affects all formats alike. The number of
-    threads is restored.
+    A rate is the best of several runs, in CPU time. The runs of the formats alternate, so that other load on
+    the host slows all formats alike; all have the same matrix size. On a busy host threads wait for each
+    other, so one core and its CPU time are measured. Takes about 0.15 s for each format. The number of
+    torch's threads is restored afterwards.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -45,9 +46,10 @@ def _measure(dtypes: Sequence[torch.dtype]) -> dict[torch.dtype, float]:
 
 
 def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> float:
-    """The rate in FLOP/s of a GEMM of shape (rows, inner, cols) with all threads.
+    """The GEMM rate in FLOP/s of a (rows, inner) by (inner, cols) product, with all threads of torch.
 
-    It is the best of several runs, by wall-clock time.
+    shape: (rows, inner, cols). dtype: number format of the matrices. device: where they are computed. The
+    rate is the best of several runs, by wall-clock time.
     """
     rows, inner, cols = shape
     a = torch.ones(rows, inner, dtype=dtype, device=device)
@@ -57,9 +59,9 @@ def gemm_rate(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.dev
 
 
 def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of the shortest of several runs of the function `work`, which computes on `device`.
+    """Seconds of the shortest of several runs of the function `work`, by wall-clock time.
 
-    By wall-clock time; on a GPU, each run ends with a synchronization.
+    device: the device on which `work` computes. On a GPU, each run ends when the GPU has finished.
     """
 
     def finished() -> None:
@@ -73,10 +75,11 @@ def shortest_on(device: torch.device, work: Callable[[], object]) -> float:
 def shortest_seconds(
     works: Sequence[Callable[[], object]], budget: float, repeats: int, clock: Callable[[], float]
 ) -> list[float]:
-    """Seconds of the shortest run of each of `works`, functions that are called in turn.
+    """Seconds of the shortest run of each function in `works`, in the order of `works`.
 
-    They run for `budget` seconds, and `repeats` times at least, measured with `clock`. The first run of
-    each, which also prepares kernels, does not count.
+    The functions are called one after the other, again and again, for `budget` seconds of wall-clock time and
+    at least `repeats` times each. clock: returns the seconds by which a run is measured, such as
+    time.perf_counter. The first run of each function also prepares kernels and does not count.
     """
     for work in works:
         work()

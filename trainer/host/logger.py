@@ -25,7 +25,8 @@ from trainer.host.rank_env import RankEnv
 class RunLogger(logging.Logger):
     """The logger of a rank, which writes to standard output.
 
-    It is not registered with the module logging, so libraries do not log to it.
+    env: names the rank and host in each line. as_json: whether a line is a JSON object. It is not registered
+    with the module logging, so libraries do not log to it.
     """
 
     def __init__(self, env: RankEnv, as_json: bool = False) -> None:
@@ -34,7 +35,7 @@ class RunLogger(logging.Logger):
         self.begin(env)
 
     def begin(self, env: RankEnv) -> None:
-        """Name the rank of `env` in the lines that follow."""
+        """Show the rank of `env` in all later lines; called again when a rank gets another number."""
         self.handlers = [StdoutHandler(env, self._as_json)]
 
     def failure(self, error: BaseException) -> None:
@@ -46,21 +47,29 @@ class RunLogger(logging.Logger):
             traceback.print_exception(error)
 
     def ended(self, outcome: str, reason: str, detail: str = "") -> None:
-        """Log the outcome of the attempt and its reason. `detail` is text for further lines."""
+        """Log how the attempt ended.
+
+        outcome: finished, stopped, retryable or final. reason: a sentence. detail: text for further lines; ""
+        for none.
+        """
         text = f"{outcome}: {reason}" + (f"\n{detail}" if detail else "")
         level = logging.INFO if outcome in ("finished", "stopped") else logging.ERROR
         self.log(level, text, extra=fields("outcome", outcome=outcome, reason=reason))
 
 
 def fields(event: str, **figures: Any) -> dict[str, Any]:
-    """The `extra` argument of a logging call: the event's name, and figures that become fields in JSON."""
+    """The `extra` argument of a logging call: {"event": event, "figures": {name: value}}.
+
+    event: the name of the event. figures: values that become fields of the line in a JSON log.
+    """
     return {"event": event, "figures": figures}
 
 
 class StdoutHandler(logging.Handler):
     """Writes whole lines to the current sys.stdout. A closed pipe does not end the run.
 
-    Each line of a record has the rank in front, as "[rank 0] "; with `as_json`, the record is a line of JSON.
+    env: names the rank. as_json: whether each log record becomes a line of JSON; if not, each line of its
+    message begins with the rank, as "[rank 0] ".
     """
 
     def __init__(self, env: RankEnv, as_json: bool) -> None:

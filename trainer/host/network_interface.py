@@ -15,7 +15,11 @@ SPAN_SECONDS = 5.0  # the shortest interval of a rate
 
 
 class NetworkInterface:
-    """The network interface that GLOO_SOCKET_IFNAME names, else the one with the IP address `address`."""
+    """The network interface over which this rank is connected; `name` is its name, "" if it is unknown.
+
+    It is the interface that GLOO_SOCKET_IFNAME names. Without that variable it is the one that has the IP
+    address `address`.
+    """
 
     def __init__(self, address: str) -> None:
         self.name = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0] or interface_of(address)
@@ -24,9 +28,10 @@ class NetworkInterface:
         self._lock = threading.Lock()  # the run status and every query read it, each on a thread of its own
 
     def read(self) -> dict[str, Any]:
-        """The fields interface (name), up (None: unknown) and received, for the run status.
+        """The state of the interface, with keys as in the run status: interface, up and received.
 
-        received is the rate in bytes per second over SPAN_SECONDS or more; None before the first measurement.
+        interface: its name. up: whether it is active; None if unknown. received: bytes per second that
+        arrive, over SPAN_SECONDS or more; None before the first measurement.
         """
         with self._lock:
             now = time.monotonic()
@@ -41,7 +46,7 @@ class NetworkInterface:
             return {"interface": self.name, "up": up, "received": self._rate}
 
     def counters(self) -> tuple[int | None, int | None]:
-        """Bytes sent and received so far; None for an interface without counters."""
+        """(bytes sent, bytes received) by the interface so far; None for each if it has no counters."""
         with contextlib.suppress(*NOT_AVAILABLE):
             counters = psutil.net_io_counters(pernic=True)[self.name]
             return counters.bytes_sent, counters.bytes_recv

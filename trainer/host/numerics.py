@@ -37,19 +37,26 @@ FORMATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torc
 
 
 class Gpu(NamedTuple):
-    """Name, compute capability ("8.6") and bfloat16 support of a GPU."""
+    """A GPU of this host.
+
+    name: as the driver has it. capability: its compute capability, such as "8.6". has_bfloat16: whether it
+    computes bfloat16 in hardware, not by emulation.
+    """
 
     name: str
     capability: str
-    has_bfloat16: bool  # in hardware, not emulated
+    has_bfloat16: bool
 
 
 @dataclass(frozen=True)
 class Binding:
-    """The processors to which the threads of this rank are bound, and those among which they were chosen.
+    """The logical processors to which the threads of this rank are bound.
 
-    Both are in the kernel's list format, such as "0-3,8"; empty where the threads were set by a person.
-    `cores` is their number, limited to the CPU quota. `reason` explains the choice, for the tracker.
+    cpus: the processors to which they are bound, in the kernel's list format, such as "0-3,8".
+    usable: the processors among which `cpus` were chosen, in the same format.
+    cores: the number of processors in `usable`, limited to the CPU quota.
+    reason: why `cpus` were chosen, for the tracker.
+    `cpus` is empty if a person has set the number of threads: the threads are then not bound.
     """
 
     cpus: str = ""
@@ -63,22 +70,25 @@ class Binding:
         return self.cpus != self.usable
 
     def facts(self) -> dict[str, str]:
-        """Processors and reason as strings by name, for the tracker."""
+        """Facts for the tracker: "cpus" and "threads reason"; {} if the threads are not bound."""
         return {"cpus": self.cpus, "threads reason": self.reason} if self.cpus else {}
 
     def saved(self) -> dict[str, Any]:
-        """JSON values for a checkpoint."""
+        """Values for a checkpoint: cpus, and if the threads are bound also usable_cpus and cores."""
         return {"cpus": self.cpus, **(self.host() if self.cpus else {})}
 
     def host(self) -> dict[str, Any]:
-        """The usable processors and cores as JSON values. If they change, the processors are chosen again."""
+        """The processors of the host as JSON values: usable_cpus (list format) and cores (a number).
+
+        If one of them changes, the processors for the threads are chosen again.
+        """
         return {"usable_cpus": self.usable, "cores": self.cores}
 
     def changes(self, saved: Mapping[str, Any]) -> str:
-        """How the processors of this host differ from those at a checkpoint, as text; "" if they do not.
+        """How the processors of this host differ from those at a checkpoint, as text; "" if they are equal.
 
-        saved: the result of `saved` in the checkpoint. Also "" if a person has set the threads, now or at
-        the checkpoint.
+        saved: the result of `Binding.saved` or `Numerics.saved` in the checkpoint. The text is also "" if the
+        threads are not bound now or were not bound at the checkpoint.
         """
         if not (self.cpus and saved.get("cpus")):
             return ""
@@ -88,10 +98,17 @@ class Binding:
 
 @dataclass(frozen=True)
 class Numerics:
-    """Device, number formats and threads of a rank; `reason` explains the compute format.
+    """The arithmetic of a rank: its device, number formats and threads.
 
-    `rates` are the measured GEMM rates of a core in FLOP/s by format; empty if they were not measured.
-    `binding` is empty where nobody chose processors.
+    device: the device that computes.
+    dtype: number format of weights, gradients and optimizer state.
+    compute_dtype: number format of GEMMs.
+    reason: why `compute_dtype` was chosen.
+    threads: torch's number of threads.
+    denormals_flushed: whether denormal numbers become 0.
+    processor: name of the CPU or GPU.
+    rates: {number format: measured GEMM rate of one core in FLOP/s}; {} if it was not measured.
+    binding: the processors to which the threads are bound.
     """
 
     device: torch.device
@@ -121,7 +138,11 @@ class Numerics:
         return None if rate is None else rate * self.threads
 
     def facts(self) -> dict[str, str]:
-        """Device, formats, GEMM rates, threads and denormals as strings by name, for the tracker."""
+        """Facts for the tracker as texts.
+
+        Keys: device, processor, dtype, "compute dtype", "compute dtype reason", "FORMAT GFLOP/s" for each
+        measured format, threads, denormals (flushed or kept), and the keys of `Binding.facts`.
+        """
         return {
             "device": self.device.type,
             "processor": self.processor,
@@ -135,7 +156,11 @@ class Numerics:
         }
 
     def saved(self) -> dict[str, Any]:
-        """Device, formats, threads and processors as JSON values for a checkpoint, for `restore_numerics`."""
+        """Values for a checkpoint, from which `restore_numerics` restores formats and threads.
+
+        Keys: device (cpu or cuda), compute_dtype (such as "float32"), threads, and the keys of
+        `Binding.saved`.
+        """
         return {
             "device": self.device.type,
             "compute_dtype": name_of(self.compute_dtype),
@@ -146,10 +171,12 @@ class Numerics:
 
 @dataclass(frozen=True)
 class Options:
-    """What this rank can compute on, its CPU and its GPU, before the device of the run is chosen.
+    """What this rank can compute on, before the device of the run is chosen.
 
-    `cpu` and `cuda` are Numerics; `cuda` is None if there is no GPU for this local rank. `gpus` counts the
-    GPUs of the host. `refusals` maps a device kind that cannot be used to the reason, a sentence.
+    cpu: the arithmetic on the CPU.
+    cuda: the arithmetic on the GPU of this local rank; None if there is no GPU for it.
+    gpus: number of GPUs of the host.
+    refusals: {"cpu" or "cuda": a sentence, why that device cannot be used}.
     """
 
     cpu: Numerics
@@ -158,9 +185,10 @@ class Options:
     refusals: Mapping[str, str]
 
     def shown(self) -> dict[str, str]:
-        """Strings by name that describe these options to the other ranks. They may differ between ranks.
+        """Texts that describe these options to the other ranks. They may differ between ranks.
 
-        Keys: "cpu", "gpus", with a GPU "cuda", and "cpu refused" or "cuda refused" with the reason.
+        Keys: cpu and cuda (one line about the arithmetic there; cuda only with a GPU), gpus (their number),
+        and "cpu refused" or "cuda refused" (a sentence, why that device cannot be used).
         """
         shown = {"cpu": self.cpu.describe(), "gpus": str(self.gpus)}
         if self.cuda:
@@ -168,7 +196,7 @@ class Options:
         return shown | {f"{kind} refused": sentence for kind, sentence in self.refusals.items()}
 
     def on(self, kind: str) -> Numerics:
-        """The numerics on the device kind `kind`, "cpu" or "cuda".
+        """The arithmetic on the device kind `kind`, "cpu" or "cuda".
 
         For cuda, makes the GPU of this rank the current device and disables TF32.
         """
@@ -181,11 +209,12 @@ class Options:
 
 
 def explore(device: str, dtype: str, threads: int, local_rank: int, local_world_size: int) -> Options:
-    """Set threads, denormals and memory of this process; returns what it can compute on.
+    """Set threads, denormals and memory of this process; returns what this process can compute on.
 
-    Call it before any other use of torch. Denormals become 0: AdamW's moments of embedding rows that no token
-    activates decay into denormals, and a step over such state takes 50 times as long. The flag belongs to a
-    thread and is inherited by those that torch starts later.
+    device, dtype, threads: the settings of these names. local_rank: of this process. local_world_size: ranks
+    on this host. Call it before any other use of torch. Denormals become 0: AdamW's moments of embedding rows
+    that no token activates decay into denormals, and a step over such state takes 50 times as long. The flag
+    belongs to a thread and is inherited by those that torch starts later.
     """
     keep_freed_memory()
     flushed = torch.set_flush_denormal(True)
@@ -225,16 +254,22 @@ def find_gpu(index: int) -> Gpu:
 
 
 def thread_count(asked: int, local_world_size: int) -> int:
-    """Threads of this rank: `asked` if it is not 0, else OMP_NUM_THREADS, else its part of the usable cores.
+    """The number of threads of this rank, 1 or more.
 
-    A playbook or torchrun sets OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so
-    it is limited to that quota here.
+    asked: the setting threads; if it is 0, OMP_NUM_THREADS decides; without that variable it is the usable
+    cores divided by `local_world_size`, the number of ranks on this host. A playbook or torchrun sets
+    OMP_NUM_THREADS from the cores of a host, without the CPU quota of the run, so its value is limited to
+    that quota here.
     """
     return threads_set(asked) or max(1, usable_cores() // local_world_size)
 
 
 def threads_set(asked: int) -> int:
-    """The number of threads that is set: `asked`, else OMP_NUM_THREADS, at most the CPU quota; 0: neither."""
+    """The number of threads that a person or launcher has set; 0 if nobody has.
+
+    asked: the setting threads, which has priority. If it is 0, the result is OMP_NUM_THREADS, at most the CPU
+    quota.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
     if not asked and threads.isdigit() and int(threads):
         return at_most_quota(int(threads))
@@ -242,10 +277,11 @@ def threads_set(asked: int) -> int:
 
 
 def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dtype, str]:
-    """The number format of GEMMs on a CPU for the setting `asked`, and the reason.
+    """(number format of GEMMs on the CPU, the reason) for a value of the setting dtype.
 
-    `rates` are GEMM rates of a core in FLOP/s by format, needed for auto and bfloat16. Raises ConfigError for
-    bfloat16 on a CPU that emulates it: steps would take minutes instead of seconds.
+    asked: the setting dtype. rates: {number format: GEMM rate of one core in FLOP/s}, needed for auto and
+    bfloat16. Raises ConfigError for bfloat16 on a CPU that emulates it: steps would take minutes instead of
+    seconds.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked"
@@ -264,10 +300,10 @@ def cpu_format(asked: str, rates: Mapping[torch.dtype, float]) -> tuple[torch.dt
 
 
 def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
-    """The number format of GEMMs on `gpu` for the setting `asked`, and the reason.
+    """(number format of GEMMs on `gpu`, the reason) for a value of the setting dtype.
 
-    auto is bfloat16 if the GPU has it in hardware, else float32. Raises ConfigError for bfloat16 that is
-    emulated.
+    asked: the setting dtype. auto is bfloat16 if the GPU has it in hardware, else float32. Raises ConfigError
+    for bfloat16 on a GPU that emulates it.
     """
     if asked not in ("auto", NARROW):
         return FORMATS[asked], "as asked, without TF32" if asked == "float32" else "as asked"
@@ -282,9 +318,9 @@ def gpu_format(asked: str, gpu: Gpu) -> tuple[torch.dtype, str]:
 
 
 def decide_device(asked: str, shown: Mapping[str, Mapping[str, str]]) -> tuple[str, str]:
-    """The device kind of all ranks, "cpu" or "cuda", and the reason. The result is the same on every rank.
+    """(device kind of all ranks, "cpu" or "cuda"; the reason). Every rank gets the same result.
 
-    `asked` is the setting device; `shown` maps each rank, as text, to its `Options.shown()`. Raises
+    asked: the setting device. shown: {rank as text: the result of `Options.shown` of that rank}. Raises
     ConfigError, naming the hosts, if that device or the number format is not available there.
     """
     counts = {who: int(fields.get("gpus", 0)) for who, fields in shown.items() if "cuda" not in fields}
@@ -344,10 +380,12 @@ def _restore_threads(numerics: Numerics, saved: Mapping[str, Any]) -> Numerics:
 
 
 def name_of(dtype: torch.dtype) -> str:
+    """The name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def gflops(rate: float) -> str:
+    """A rate in FLOP/s as text, in GFLOP/s without the unit."""
     return f"{rate / 1e9:,.0f}" if rate >= 1e10 else f"{rate / 1e9:.1f}"
 
 

@@ -29,10 +29,10 @@ def can_pin() -> bool:
 
 
 def pin(cpus: Iterable[int], threads: int = 0) -> None:
-    """Bind all threads of this process to `cpus`, and set torch's number of threads.
+    """Bind all threads of this process to the logical processors `cpus`, and set torch's number of threads.
 
-    threads: torch's number of threads; 0: one for each CPU. Threads that start later inherit the binding.
-    Raises OSError if a processor does not exist or is not allowed.
+    cpus: numbers of the processors. threads: torch's number of threads; 0: one for each processor. Threads
+    that start later inherit the binding. Raises OSError if a processor does not exist or is not allowed.
     """
     numbers = set(cpus)
     for thread in THREADS.iterdir():
@@ -43,7 +43,11 @@ def pin(cpus: Iterable[int], threads: int = 0) -> None:
 
 @contextlib.contextmanager
 def pinned(cpus: Iterable[int]) -> Iterator[None]:
-    """Context in which all threads of this process run on `cpus`; restores affinity and torch's threads."""
+    """Context in which all threads of this process run on the logical processors `cpus`.
+
+    torch has one thread for each processor in it. At its end the threads are bound as before, and torch has
+    its former number of threads.
+    """
     before, threads = os.sched_getaffinity(0), torch.get_num_threads()
     pin(cpus)
     try:
@@ -53,15 +57,20 @@ def pinned(cpus: Iterable[int]) -> Iterator[None]:
 
 
 def bound_to(cpus: Iterable[int], work: Callable[..., object], *args: object) -> None:
-    """Bind the calling thread alone to `cpus`, then call `work(*args)`. Threads that it starts inherit it."""
+    """Bind the calling thread to the logical processors `cpus`, then call `work(*args)` on that thread.
+
+    Only the calling thread is bound. Threads that `work` starts inherit the binding. The binding is not
+    removed when `work` returns.
+    """
     os.sched_setaffinity(threading.get_native_id(), set(cpus))
     work(*args)
 
 
 def core_rates(cpus: Sequence[int], seconds: float = PROBE_SECONDS) -> dict[int, float]:
-    """The speed of each processor relative to the fastest one, measured on all of them at the same time.
+    """The speed of each logical processor in `cpus`, relative to the fastest one: {number: 0 to 1}.
 
-    Other load and CPU quotas count: a processor that another process keeps busy has about half its speed.
+    All are measured at the same time, for `seconds` seconds. Other load and CPU quotas count: a processor
+    that another process keeps busy has about half its speed.
     """
     done, text = dict.fromkeys(cpus, 0), bytes(PROBE_BYTES * len(cpus))
     barrier = threading.Barrier(len(cpus))

@@ -18,11 +18,17 @@ MICRO_BATCH = "NANOFLEET_DEVICE_BATCH_SIZE"  # of a host with less memory than t
 
 @dataclass(frozen=True)
 class RankEnv:
-    """Rank, world size, host name and rendezvous address of this process.
+    """Rank, world size, host and rendezvous address of this process.
 
-    `attempt` is torchrun's restart count. `agent_store`: the agent of torchrun, not rank 0, owns the
-    rendezvous store. `addresses`: of all hosts of an elastic run, in rank order of the launch. `first_host`:
-    the index in it of the host of rank 0, which another host becomes when the coordinator is lost.
+    rank, world_size: the number of this rank, from 0, and the number of ranks.
+    local_rank, local_world_size: the same among the ranks of this host.
+    host: name of this host.
+    master_addr, master_port: address and port of the rendezvous store; "" and 0 with one rank.
+    attempt: torchrun's restart count.
+    agent_store: whether the agent of torchrun owns the rendezvous store; if not, rank 0 does.
+    addresses: IP addresses of all hosts of an elastic run, in rank order at launch.
+    first_host: index in `addresses` of the host of rank 0. It changes when the hosts elect another
+        coordinator.
     """
 
     rank: int = 0
@@ -89,13 +95,14 @@ class RankEnv:
 
     @property
     def launch_rank(self) -> int:
-        """The rank at launch, whichever host is the coordinator now."""
+        """The rank that this process had at launch. It stays when another host becomes the coordinator."""
         return (self.rank + self.first_host) % self.world_size
 
     def coordinated_by(self, host: int, port: int) -> RankEnv:
-        """The same process with rank 0 on the host with this index, whose store is at `port`; 0: it opens it.
+        """The environment of this process after the host with the index `host` has become the coordinator.
 
-        Ranks are counted on from that host. Each host has one rank.
+        host: index in `addresses`; its rank becomes 0, and the ranks of the next hosts follow. port: of the
+        rendezvous store on that host; 0 if this process opens it. Each host has one rank.
         """
         return replace(
             self,

@@ -30,21 +30,29 @@ EFFICIENCY_BELOW = 0.85
 
 @dataclass(frozen=True)
 class Cpu:
-    """A logical processor. `core` is equal for the SMT siblings of one physical core."""
+    """A logical processor.
+
+    number: the kernel's number of it. core: (socket, core id) of its physical core, equal for SMT siblings.
+    node: its NUMA node. is_efficient: whether it is on an efficiency core.
+    """
 
     number: int
-    core: tuple[int, int]  # (socket, core id)
+    core: tuple[int, int]
     node: int = 0
-    is_efficient: bool = False  # on an efficiency core
+    is_efficient: bool = False
 
     @property
     def socket(self) -> int:
+        """The socket of its physical core."""
         return self.core[0]
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of logical processors on which a rank could run, one thread on each."""
+    """A set of logical processors on which a rank could run, one thread on each.
+
+    name: what the set is, such as "all physical cores". cpus: numbers of the processors.
+    """
 
     name: str
     cpus: frozenset[int]
@@ -52,10 +60,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Topology:
-    """The logical processors that this process may use, in the order of their numbers."""
+    """The logical processors that this process may use.
+
+    cpus: in the order of their numbers. nodes: {NUMA node: numbers of its processors}.
+    """
 
     cpus: tuple[Cpu, ...]
-    nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)  # NUMA node -> its processors
+    nodes: Mapping[int, frozenset[int]] = field(default_factory=dict)
 
     def candidates(self) -> list[Candidate]:
         """The sets of logical CPUs to measure, without duplicates: all, physical cores, one kind, one node.
@@ -108,7 +119,10 @@ def first_siblings(cpus: Iterable[Cpu]) -> list[Cpu]:
 
 
 def largest(groups: Iterable[list[Cpu]]) -> list[Cpu]:
-    """The group with most processors; of equal ones, that with the lowest number."""
+    """The group with the most processors; of equally large ones, that with the lowest number.
+
+    groups: lists of processors, each in ascending order of their numbers.
+    """
     return min(groups, key=lambda group: (-len(group), group[0].number))
 
 

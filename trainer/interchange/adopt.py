@@ -26,9 +26,10 @@ from trainer.interchange.weights import check_fits, read_state_dict, to_float32
 
 @dataclass
 class Adopted:
-    """An imported checkpoint: its path, its settings, and a note on converted tensors.
+    """An imported checkpoint.
 
-    `unchanged`: the run directory had the same checkpoint already.
+    path: of the written checkpoint. config: settings of its run. unchanged: whether the run directory had the
+    same checkpoint already. note: on tensors that were converted, or "".
     """
 
     path: Path
@@ -40,8 +41,8 @@ class Adopted:
 def adopt_checkpoint(pair: Pair, tokenizer: Tokenizer, run_dir: Path, restart: bool = False) -> Adopted:
     """Write the nanochat checkpoint `pair` to `run_dir`, where a run resumes from it.
 
-    With `restart`, its step is 0. Raises ConfigError if the checkpoint is damaged or does not fit the
-    tokenizer, or if the run has other checkpoints.
+    tokenizer: of nanochat. restart: whether its step becomes 0. Raises ConfigError if the checkpoint is
+    damaged or does not fit the tokenizer, or if the run has other checkpoints.
     """
     description = read_meta(pair.meta)
     model = model_config(description, pair.meta)

@@ -29,7 +29,11 @@ from trainer.model.gpt import GPTConfig
 
 @dataclass
 class Exported:
-    """The result of an export: the checkpoint, written and unchanged files, a note on converted tensors."""
+    """The result of an export.
+
+    pair: the checkpoint in nanochat's format. written: new files. unchanged: files that were there with the
+    same content. note: on tensors that were converted, or "".
+    """
 
     pair: Pair
     written: list[Path] = field(default_factory=list)
@@ -38,10 +42,11 @@ class Exported:
 
 
 def export(step_dir: Path, out: Path, model_tag: str = "", overwrite: bool = False) -> Exported:
-    """Write a checkpoint and its tokenizer to the base directory `out`: all files, or none.
+    """Write the checkpoint in `step_dir` and its tokenizer to the base directory `out`: all files, or none.
 
-    Existing files with the same content are kept. Others are replaced only with `overwrite`; without it they
-    raise ConfigError.
+    model_tag: folder of the model in `out`; "" for one that follows from its depth. overwrite: whether
+    existing files with another content are replaced; if not, they raise ConfigError. Files with the same
+    content are kept.
     """
     meta = storage.read_meta(step_dir, storage.MODEL_FILES)
     model = GPTConfig(**meta["model_config"])

@@ -25,7 +25,10 @@ MODEL_FILE = re.compile(r"model_(\d{6,})\.pt")
 
 @dataclass(frozen=True)
 class Pair:
-    """A checkpoint of nanochat: a model file and a meta file in `folder`, both named by `step`."""
+    """A checkpoint of nanochat: a model file and a meta file. folder: of both.
+
+    step: the number in their names.
+    """
 
     folder: Path
     step: int
@@ -37,19 +40,21 @@ class Pair:
 
     @property
     def model(self) -> Path:
+        """The path of the model file."""
         return self.folder / f"model_{self.step:06d}.pt"
 
     @property
     def meta(self) -> Path:
+        """The path of the meta file."""
         return self.folder / f"meta_{self.step:06d}.json"
 
 
 def find_pair(path: Path, model_tag: str = "", step: int | None = None, stage: str = BASE) -> Pair:
-    """Find the checkpoint at `path`: a model_*.pt, a folder of them, or a base directory.
+    """Find a checkpoint of nanochat at `path`: a model_*.pt, a folder of them, or a base directory.
 
-    In a base directory, `stage` selects the base models or the fine-tuned ones, and `model_tag` one of them
-    by the name of its folder; without a tag, it is the deepest d<number>, as in nanochat. step: the step of
-    the checkpoint; None: the last one. Raises ConfigError.
+    stage: in a base directory, base for the base models or sft for the fine-tuned ones. model_tag: selects
+    one of these by the name of its folder; "": the deepest d<number>, as in nanochat. step: of the
+    checkpoint; None: the last one. Raises ConfigError.
     """
     if path.is_file():
         match = MODEL_FILE.fullmatch(path.name)

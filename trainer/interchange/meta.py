@@ -34,7 +34,10 @@ LARGEST = 2**31
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """The content of a meta file of nanochat. Raises ConfigError, naming the file."""
+    """The content of a meta file of nanochat, a dict with model_config.
+
+    Raises ConfigError, naming the file.
+    """
     try:
         meta = json.loads(path.read_bytes())
     except OSError as error:
@@ -47,9 +50,10 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
-    """The model that `meta`, the content of a meta file, describes. `path` is for messages.
+    """The shape of the model that a meta file of nanochat describes.
 
-    Raises ConfigError if its model_config does not have exactly the fields of GPTConfig.
+    meta: content of the file; its model_config is used. path: of the file, for messages. Raises ConfigError
+    if model_config does not have exactly the fields of GPTConfig.
     """
     values = meta["model_config"]
     fields = {field.name: type(field.default) for field in dataclasses.fields(GPTConfig)}
@@ -82,8 +86,9 @@ def model_config(meta: Mapping[str, Any], path: Path) -> GPTConfig:
 def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> RunConfig:
     """The settings of a run of `stage` that trains `model`.
 
-    meta: the content of a meta file of nanochat. A setting that it lacks, or that is not valid, gets its
-    default in `stage`. Raises ConfigError if no aspect_ratio gives the width of the model.
+    meta: content of a meta file of nanochat, of which total_batch_size and user_config (settings) are used. A
+    setting that it lacks, or that is not valid, gets its default in `stage`. Raises ConfigError if no
+    aspect_ratio gives the width of the model.
     """
     given = meta.get("user_config")
     user = given if isinstance(given, dict) else {}
@@ -108,7 +113,12 @@ def run_config(model: GPTConfig, meta: Mapping[str, Any], stage: str = BASE) -> 
 
 
 def upstream_meta(meta: Mapping[str, Any], config: RunConfig, model: GPTConfig) -> dict[str, Any]:
-    """The content of nanochat's meta file for a checkpoint; `meta` is the content of its meta.json."""
+    """The content of nanochat's meta file for a checkpoint.
+
+    meta: content of the checkpoint's meta.json. config, model: settings and model of its run. Keys of the
+    result: step, val_bpb, model_config, user_config, device_batch_size, max_seq_len, total_batch_size,
+    nanofleet.
+    """
     step = int(meta["step"])
     tokens = meta.get("tokens", 0)
     batch = tokens // step if step else config.total_batch_size

@@ -40,7 +40,10 @@ def read_state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> None:
-    """Raise ConfigError if names or shapes of the weights differ from those of the model of `config`."""
+    """Raise ConfigError if names or shapes of the weights differ from those of the model of `config`.
+
+    weights: {parameter name: tensor}. path: their file, for messages.
+    """
     if config.n_layer > len(weights):
         raise ConfigError(
             f"{path} holds {len(weights)} tensors, too few for a model of {config.n_layer} layers."
@@ -68,10 +71,10 @@ def check_fits(weights: Mapping[str, Tensor], config: GPTConfig, path: Path) -> 
 
 
 def to_float32(weights: Mapping[str, Tensor], path: Path) -> tuple[dict[str, Tensor], str]:
-    """Convert the weights to float32; returns them, and a note on converted tensors or "".
+    """Convert weights to float32; returns ({parameter name: tensor}, a note on converted tensors or "").
 
-    `path` is for messages. Raises ConfigError for a number format other than float16, bfloat16, float32 and
-    float64.
+    weights: {parameter name: tensor}. path: their file, for messages. Raises ConfigError for a number format
+    other than float16, bfloat16, float32 and float64.
     """
     changed = {name: tensor.dtype for name, tensor in weights.items() if tensor.dtype != torch.float32}
     for name, dtype in changed.items():

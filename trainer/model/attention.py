@@ -35,9 +35,10 @@ def rotary_tables(length: int, head_dim: int) -> Rotary:
 
 
 def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> Tensor | None:
-    """Bool mask (n_query, n_key): True where one of the last n_query positions sees a key.
+    """The mask of which keys a query sees: bool, (n_query, n_key), True where it sees the key.
 
-    A position sees itself and `window` keys before it. None if a plain causal mask has the same effect.
+    The queries are the last positions of the keys. window: how many keys before its own a query sees. None if
+    a plain causal mask has the same effect.
     """
     if n_query == n_key and window >= n_key - 1:
         return None
@@ -49,8 +50,9 @@ def window_mask(n_query: int, n_key: int, window: int, device: torch.device) -> 
 def attend(q_BHTE: Tensor, k_BHTE: Tensor, v_BHTE: Tensor, window: int, grouped: bool) -> Tensor:
     """Causal attention: each query sees the key at its own position and `window` keys before it.
 
-    The queries belong to the last positions of the keys. grouped: there are fewer heads of keys than of
-    queries. Returns a tensor of q's shape.
+    q_BHTE: queries, (B, H, T, E), at the last positions of the keys. k_BHTE, v_BHTE: keys and values, (B,
+    heads, tokens, E). grouped: whether there are fewer heads of keys than of queries. Returns a tensor of q's
+    shape.
     """
     n_query, n_key = q_BHTE.size(2), k_BHTE.size(2)
     if n_query == n_key and q_BHTE.device.type == "cpu":

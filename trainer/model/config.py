@@ -11,7 +11,14 @@ SMEAR_CHANNELS = 24  # the smear gate reads this many channels of the embedding
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """The shape of a model. Raises ValueError if a value is out of range or contradicts another one."""
+    """The shape of a model, from which its parameters follow.
+
+    sequence_len: tokens of context, T. vocab_size: tokens of the tokenizer.
+    n_layer: layers. n_embd: width D. n_head: attention heads. n_kv_head: heads of keys and values.
+    window_pattern: letters S (short) and L (whole context), tiled over the layers; the last layer is always
+        L.
+    Raises ValueError if a value is out of range or contradicts another one.
+    """
 
     sequence_len: int = 1024
     vocab_size: int = 32_768
@@ -19,7 +26,7 @@ class GPTConfig:
     n_head: int = 4
     n_kv_head: int = 4
     n_embd: int = 512
-    window_pattern: str = "SSSL"  # tiled over the layers; the last layer is always L
+    window_pattern: str = "SSSL"
 
     def __post_init__(self) -> None:
         for name in ("sequence_len", "vocab_size", "n_layer", "n_head", "n_kv_head"):
@@ -55,14 +62,17 @@ class GPTConfig:
 
     @property
     def head_dim(self) -> int:
+        """The width of a head."""
         return self.n_embd // self.n_head
 
     @property
     def kv_dim(self) -> int:
+        """The width of all heads of keys together, which is also that of the values."""
         return self.n_kv_head * self.head_dim
 
     @property
     def padded_vocab_size(self) -> int:
+        """The rows of embeddings and lm_head: vocab_size, padded."""
         return ceil(self.vocab_size / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
     def has_value_embedding(self, layer: int) -> bool:

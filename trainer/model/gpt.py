@@ -60,7 +60,10 @@ class Embedding(nn.Embedding):
 
 
 class Attention(nn.Module):
-    """Causal attention with rotary positions, normalised q and k, and a value embedding on some layers."""
+    """Causal attention with rotary positions, normalised q and k, and a value embedding on some layers.
+
+    config: shape of the model. layer: number of the layer, from 0.
+    """
 
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
@@ -76,6 +79,11 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: Cache | None
     ) -> Tensor:
+        """The result of the attention for x (B, T, D), in x's shape.
+
+        ve: value embeddings, (B, T, kv_dim), or None. rotary: cos and sin of the positions. window: keys
+        before its own that a query sees. cache: keys and values of earlier tokens, or None.
+        """
         heads = (*x.shape[:2], -1, self.head_dim)
         q, k, v = (project(x).view(heads) for project in (self.c_q, self.c_k, self.c_v))
         if ve is not None:
@@ -91,7 +99,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Two linear layers with a squared ReLU between them."""
+    """The MLP of a layer: two linear layers with a squared ReLU between them."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -103,6 +111,11 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """A layer of the transformer: attention and MLP, each added to the residual stream.
+
+    config: shape of the model. layer: number of the layer, from 0.
+    """
+
     def __init__(self, config: GPTConfig, layer: int) -> None:
         super().__init__()
         self.attn = Attention(config, layer)
@@ -111,14 +124,20 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, ve: Tensor | None, rotary: Rotary, window: int, cache: Cache | None
     ) -> Tensor:
-        """Apply the layer to x (B, T, D); the result has x's dtype, the GEMMs that of the rotary tables."""
+        """Apply the layer to x (B, T, D); the result has x's dtype, the GEMMs that of the rotary tables.
+
+        ve, rotary, window, cache: as for Attention.
+        """
         compute_dtype = rotary[0].dtype
         x = x + self.attn(rms(x).to(compute_dtype), ve, rotary, window, cache)
         return x + self.mlp(rms(x).to(compute_dtype))
 
 
 class GPT(nn.Module):
-    """The whole model. Its weights are undefined until `init_weights()` or `load_state_dict()`."""
+    """The whole model. Its weights are undefined until `init_weights()` or `load_state_dict()`.
+
+    config: its shape. cos, sin: tables of the rotary angles, (positions, 1, head_dim / 2).
+    """
 
     cos: Tensor
     sin: Tensor
@@ -146,7 +165,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, generator: torch.Generator | None = None) -> None:
-        """Initialise every parameter, in the order of `named_parameters()`."""
+        """Initialise every parameter, in the order of `named_parameters()`.
+
+        generator: of the draws; None: torch's.
+        """
         s = sqrt(3 / self.config.n_embd)  # uniform(-s, s) has the standard deviation 1 / sqrt(D)
         for name, p in self.named_parameters():
             match name.removesuffix(".weight").split("."):
@@ -178,6 +200,7 @@ class GPT(nn.Module):
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.resid_lambdas.device
 
     @property
@@ -220,9 +243,10 @@ class GPT(nn.Module):
         return loss / (targets != IGNORED_TARGET).sum() if loss_reduction == "mean" else loss
 
     def logits_at(self, idx: Tensor, chosen: Tensor) -> Tensor:
-        """Logits of the positions where `chosen` (B, T) is true, row by row: (positions, V).
+        """Logits of selected positions only, (positions, V), row by row.
 
-        As `forward` without targets, but the other positions take neither time nor memory for logits.
+        idx: token ids, (B, T). chosen: bool, (B, T), True at the selected positions. The other positions take
+        neither time nor memory for logits.
         """
         return self._logits(self._body(idx, None)[chosen])
 
@@ -300,9 +324,9 @@ class GPT(nn.Module):
         return y
 
     def param_counts(self) -> dict[str, int]:
-        """Number of parameters by group, and `total`. Rows that pad the vocabulary count.
+        """The number of parameters by group. Rows that pad the vocabulary count.
 
-        The group `scalars` includes the smear gate.
+        Keys: wte, value_embeds, lm_head, transformer_matrices, scalars (the smear gate included) and total.
         """
         counts = dict.fromkeys(("wte", "value_embeds", "lm_head", "transformer_matrices", "scalars"), 0)
         for name, p in self.named_parameters():

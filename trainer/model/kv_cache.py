@@ -15,9 +15,13 @@ from trainer.model.config import GPTConfig
 
 
 class KVCache:
-    """Keys and values of up to max_len tokens, so that generating a token does not recompute earlier ones.
+    """Keys and values of earlier tokens, so that generating a token does not recompute them.
 
-    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`. dtype: the model's compute_dtype.
+    config: shape of the model. batch_size: rows B. max_len: the most tokens of a row.
+    dtype: the model's compute_dtype. device: of the tensors.
+    k_LBHTE, v_LBHTE: keys and values, (L, B, H, max_len, E). length: tokens of each row so far.
+    last_B1D: embedding of the last token, (B, 1, D).
+    Pass it to `GPT.forward`, which fills it, under `torch.no_grad()`.
     """
 
     def __init__(
@@ -41,9 +45,10 @@ class KVCache:
         return [self.length] * self.last_B1D.size(0)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
-        """Append the keys and values of new tokens in `layer`, and attend to them and to the earlier ones.
+        """Append the keys and values of new tokens in one layer, and attend to them and to the earlier ones.
 
-        q, k, v: (B, heads, new tokens, E). Returns a tensor of q's shape. Reads only keys that a query sees.
+        layer: its number. q, k, v: (B, heads, new tokens, E). window: keys before its own that a query sees.
+        grouped: whether there are fewer heads of keys than of queries. Returns a tensor of q's shape.
         """
         end = self.length + k.size(2)
         self.k_LBHTE[layer, :, :, self.length : end] = k
@@ -77,7 +82,7 @@ class KVCacheRows:
         return torch.cat([cache.last_B1D for cache in self.caches])
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, window: int, grouped: bool) -> Tensor:
-        """As KVCache.attend, each row with its own keys and values."""
+        """As KVCache.attend, each row with its own keys and values. q, k, v: (rows, heads, 1, E)."""
         rows = zip(self.caches, q.split(1), k.split(1), v.split(1), strict=True)
         return torch.cat([cache.attend(layer, q1, k1, v1, window, grouped) for cache, q1, k1, v1 in rows])
 

@@ -20,18 +20,22 @@ SFT_MOMENTUM_WARMUP_STEPS = 300
 
 
 class BatchScales(NamedTuple):
-    """Multipliers of base learning rates and weight decay. The rates of smear and backout are not scaled."""
+    """Factors of the base learning rates and of Muon's weight decay.
+
+    lr: factor of all learning rates, except those of smear and backout. weight_decay: factor of Muon's weight
+    decay.
+    """
 
     lr: float
-    weight_decay: float  # Muon's
+    weight_decay: float
 
 
 def batch_scales(total_batch_size: int, scaling_params: int, reference_params: int) -> BatchScales:
-    """The multipliers for a batch of `total_batch_size` tokens: learning rates grow with its square root.
+    """The factors for a batch of `total_batch_size` tokens: learning rates grow with its square root.
 
+    scaling_params, reference_params: number of scaling parameters of this model and of the reference model.
     Muon's weight decay has the same factor, and falls with the number of tokens of the whole run (arXiv
-    2405.13698), which is taken as proportional to the scaling parameters. scaling_params: of this model.
-    reference_params: the scaling parameters of the reference model.
+    2405.13698), which is taken as proportional to the scaling parameters.
     """
     lr = sqrt(total_batch_size / REFERENCE_BATCH_SIZE)
     return BatchScales(lr=lr, weight_decay=lr * reference_params / scaling_params)
@@ -40,16 +44,20 @@ def batch_scales(total_batch_size: int, scaling_params: int, reference_params: i
 def auto_batch_size(scaling_params: int, reference_params: int) -> int:
     """Tokens per step if total_batch_size is auto: the power of two nearest to the best batch of the model.
 
-    The best batch grows with the number of tokens of the whole run (arXiv 2505.13738). Runs of this model and
-    of the reference model are taken to have equally many tokens per scaling parameter, so only the ratio of
-    their scaling parameters matters.
+    scaling_params, reference_params: number of scaling parameters of this model and of the reference model.
+    The best batch grows with the number of tokens of the whole run (arXiv 2505.13738). Runs of both models
+    are taken to have equally many tokens per scaling parameter, so only the ratio of the two numbers matters.
     """
     best = REFERENCE_BATCH_SIZE * (scaling_params / reference_params) ** BATCH_EXPONENT
     return int(2 ** round(log2(best)))
 
 
 def steps_for_ratio(target_param_data_ratio: float, scaling_params: int, total_batch_size: int) -> int:
-    """The number of steps that train on target_param_data_ratio tokens per scaling parameter; at least 1."""
+    """The number of steps, 1 or more, of a run whose length is set by target_param_data_ratio.
+
+    target_param_data_ratio: tokens of the run for each scaling parameter. scaling_params: their number.
+    total_batch_size: tokens of a step.
+    """
     return max(1, int(target_param_data_ratio * scaling_params) // total_batch_size)
 
 
@@ -60,11 +68,13 @@ def lr_multiplier(
     warmdown_ratio: float = 0.65,
     final_lr_frac: float = 0.05,
 ) -> float:
-    """The factor of every learning rate at `step`, counted from 0: linear warm-up, 1, linear warm-down.
+    """The factor of every learning rate at `step`, counted from 0: rises to 1, stays at 1, falls at the end.
 
-    num_iterations: steps of the run. warmup_steps: steps of the warm-up. warmdown_ratio: the part of the run
-    that is warm-down, in which the factor falls to final_lr_frac. In a run so short that warm-up and
-    warm-down overlap, the warm-up takes precedence.
+    num_iterations: steps of the run.
+    warmup_steps: steps at the start in which the factor rises linearly to 1.
+    warmdown_ratio: share of the steps, at the end of the run, in which the factor falls linearly.
+    final_lr_frac: the factor at the last step.
+    In a run so short that rise and fall overlap, the rise takes precedence.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
@@ -81,7 +91,7 @@ def describe_extension(
 ) -> str:
     """The sentence on the learning rates of a run that is extended from `before` to `now` steps.
 
-    step: the number of completed steps. The other arguments are those of `lr_multiplier`.
+    step: the number of completed steps. warmup_steps, warmdown_ratio, final_lr_frac: see `lr_multiplier`.
     """
 
     def rate(step: int, num_iterations: int) -> float:
@@ -105,7 +115,8 @@ def describe_extension(
 def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) -> float:
     """Muon's momentum at `step`, counted from 0, of a run of `num_iterations` steps.
 
-    It rises from 0.85 to 0.97 in 400 steps, is constant, and falls to 0.90 during the warm-down of the rates.
+    It rises from 0.85 to 0.97 in 400 steps and stays there. In the steps at the end in which the learning
+    rates fall (the share `warmdown_ratio` of all steps), it falls to 0.90.
     """
     if step < MOMENTUM_WARMUP_STEPS:
         return MOMENTUM_START + (MOMENTUM_PEAK - MOMENTUM_START) * step / MOMENTUM_WARMUP_STEPS
@@ -113,13 +124,16 @@ def muon_momentum(step: int, num_iterations: int, warmdown_ratio: float = 0.65) 
 
 
 def sft_muon_momentum(step: int) -> float:
-    """Muon's momentum at `step` of a run of stage sft: it rises from 0.85 to 0.95 in 300 steps and stays."""
+    """Muon's momentum at `step`, counted from 0, of a run of stage sft.
+
+    It rises from 0.85 to 0.95 in 300 steps and stays there.
+    """
     done = min(1.0, step / SFT_MOMENTUM_WARMUP_STEPS)
     return MOMENTUM_START + (SFT_MOMENTUM_PEAK - MOMENTUM_START) * done
 
 
 def muon_weight_decay(step: int, num_iterations: int) -> float:
-    """The factor of Muon's weight decay at `step`: half a cosine, from 1 at step 0 to 0 at the end."""
+    """The factor of Muon's weight decay at `step` of `num_iterations`: half a cosine, from 1 to 0."""
     return 0.5 * (1.0 + cos(pi * step / num_iterations))
 
 

@@ -41,7 +41,11 @@ ParameterState = dict[str, Tensor]
 
 
 class MuonMatrix(NamedTuple):
-    """A matrix that Muon steps. flops: the cost of a step, by which matrices are assigned to owner ranks."""
+    """A matrix that Muon steps.
+
+    name: of the parameter. parameter: the matrix, (rows, cols). flops: FLOPs of its update, by which matrices
+    are assigned to owner ranks.
+    """
 
     name: str
     parameter: Parameter
@@ -90,6 +94,7 @@ def goes_by_gram(rows: int, cols: int, dtype: torch.dtype) -> bool:
 
 
 def polar_express_flops(rows: int, cols: int, dtype: torch.dtype = torch.float32) -> int:
+    """FLOPs of `polar_express` for a (rows, cols) matrix in the number format `dtype`."""
     m, n = min(rows, cols), max(rows, cols)
     if goes_by_gram(rows, cols, dtype):
         return 4 * m * m * n + (4 * len(POLAR_EXPRESS) - 3) * 2 * m**3
@@ -124,12 +129,17 @@ def reduce_variance(X: Tensor, second_moment: Tensor, beta2: float) -> Tensor:
 
 
 class MuonAdamW:
-    """Muon and AdamW over one list of `param_groups`, each with its `kind`, "adamw" or "muon".
+    """Muon and AdamW over one list of parameter groups, the attribute `param_groups`.
 
-    A group has `params`, `lr`, `initial_lr` and `weight_decay`; AdamW's also `betas` and `eps`; Muon's also
-    `momentum`, `beta2` and `initial_weight_decay`, and its matrices have one shape. `state_dict` names state
-    by parameter. Weights and state keep their dtype; `compute_dtype`, if set, is the dtype of Muon's GEMMs
-    only, so that only the results of an owner rank depend on it.
+    groups: dicts with the keys
+    kind: "adamw" or "muon".
+    params: list of the parameters; in a group of Muon they are matrices of one shape.
+    lr, initial_lr, weight_decay: the present rates, and the learning rate before its schedule.
+    betas, eps: in groups of AdamW.
+    momentum, beta2, initial_weight_decay: in groups of Muon.
+    names: {parameter name: parameter}; `state_dict` uses these names. Weights and state keep their dtype. The
+    attribute `compute_dtype`, if set, is the dtype of Muon's GEMMs only, so that only the results of an owner
+    rank depend on it.
     """
 
     def __init__(self, groups: Iterable[dict[str, Any]], names: Mapping[str, Parameter]) -> None:
@@ -145,7 +155,11 @@ class MuonAdamW:
         self.param_groups: list[dict[str, Any]] = [*self._adamw_groups, *self._muon_groups]
 
     def set_schedule(self, lr_multiplier: float, momentum: float, weight_decay_multiplier: float) -> None:
-        """Set the rates of the next step: lr of all groups; momentum and weight decay of Muon's groups."""
+        """Set the rates of the next step from the values that `build_optimizer` has set.
+
+        lr_multiplier: factor of the learning rate of each group. momentum: of Muon's groups.
+        weight_decay_multiplier: factor of the weight decay of Muon's groups.
+        """
         for group in self.param_groups:
             group["lr"] = group["initial_lr"] * lr_multiplier
         for group in self._muon_groups:
@@ -173,9 +187,10 @@ class MuonAdamW:
             fused_adamw(group, list[Tensor](stepped), gradients, *moments)
 
     def shard_rows(self, p: Parameter, pieces: Sequence[slice]) -> None:
-        """Keep AdamW's state of p for its rows `pieces` only, which `step_rows` updates.
+        """From now on keep AdamW's state of the parameter `p` for some rows only, the own rows of this rank.
 
-        The state of p becomes zeros, and `state_dict` and `load_state_dict` have the moments of these rows.
+        pieces: slices of the own rows. `step_rows` updates these rows. Their state begins with zeros, and
+        `state_dict` and `load_state_dict` have the state of these rows only.
         """
         [group] = [group for group in self._adamw_groups if any(p is each for each in group["params"])]
         group["params"] = [each for each in group["params"] if each is not p]
@@ -183,10 +198,11 @@ class MuonAdamW:
         self._rows[p] = RowAdamW(p, group, pieces)
 
     def step_rows(self, p: Parameter, gradients: Tensor, active: Tensor | None = None) -> None:
-        """Update the rows of p that `shard_rows` was given, the own rows. gradients: (own rows, D), in order.
+        """Update the own rows of the parameter `p`, those that `shard_rows` was given.
 
-        active: (n,), numbers from 0 among the own rows, each once, ascending. With it, `gradients` is (n, D)
-        and has those of the active rows; the gradients of the other own rows are 0.
+        gradients: (own rows, D), in the order of the own rows. If `active` is given, `gradients` is (n, D)
+        and has only the rows that `active` lists; the gradients of the other own rows are 0. active: (n,),
+        positions from 0 among the own rows, each once, ascending.
         """
         if active is None:
             self._rows[p].step(gradients)
@@ -236,9 +252,11 @@ class MuonAdamW:
         return {name: p.shape for name, p in self._names.items()}
 
     def state_dict(self) -> dict[str, ParameterState]:
-        """The state tensors (not copies) of the parameters that this process has stepped, by parameter name.
+        """The optimizer state of all parameters that this process has stepped: {parameter name: tensors}.
 
-        Rates are not included: they follow from the run's configuration and the step.
+        The tensors of a parameter are a dict by name, and no copies. Of AdamW: step (), exp_avg and
+        exp_avg_sq, in the shape of the parameter or of its own rows. Of Muon: see `muon_state`. Rates are not
+        included: they follow from the run's configuration and the step.
         """
         rows = {p: rows.state for p, rows in self._rows.items() if rows.state["step"]}
         state_of = self._adamw_state | self._muon_state | rows
@@ -246,11 +264,11 @@ class MuonAdamW:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Replace the whole state by a copy of `state_dict`, which any number of ranks may have saved.
+        """Replace the whole optimizer state by a copy of `state_dict`, which has the form of `state_dict()`.
 
-        A parameter that is missing starts from zero: an owner rank needs only the state of its own matrices.
-        Of a parameter that is sharded by rows, `state_dict` has the state of this rank's rows.
-        Raises ValueError for a parameter or shape that this model does not have.
+        Any number of ranks may have saved it. A parameter that is missing starts from zero: an owner rank
+        needs only the state of its own matrices. Of a parameter that is sharded by rows, it has the state of
+        this rank's rows. Raises ValueError for a parameter or shape that this model does not have.
         """
         loaded: dict[Parameter, ParameterState] = {}
         for name, saved in state_dict.items():

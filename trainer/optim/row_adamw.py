@@ -23,7 +23,10 @@ STEPPED_ROWS = 2048  # by step_active at a time: the dense gradient of so many r
 
 
 def fresh_adamw_state(like: Tensor) -> dict[str, Tensor]:
-    """The state before the first step, in the form of torch's fused kernel, for a tensor of this shape."""
+    """AdamW's state before the first step: {"step": (), "exp_avg": zeros, "exp_avg_sq": zeros}.
+
+    It has the form of torch's fused kernel. like: a tensor whose shape, dtype and device the moments get.
+    """
     step = torch.zeros((), dtype=torch.float32, device=like.device)
     return {"step": step, "exp_avg": torch.zeros_like(like), "exp_avg_sq": torch.zeros_like(like)}
 
@@ -36,9 +39,11 @@ def fused_adamw(
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
 ) -> None:
-    """Step tensors with the rates of `group` by torch's fused kernel, in place; counts up each of `steps`.
+    """Step `parameters` in place with torch's fused AdamW kernel, and count up each of `steps`.
 
-    The function, not the class torch.optim.AdamW, which imports torch._dynamo: 3 s and 100 MB in each rank.
+    group: dict with betas, lr, weight_decay and eps. gradients, exp_avgs, exp_avg_sqs: one tensor for each
+    parameter, in its shape. steps: scalars, one for each parameter. It is a function and not the class
+    torch.optim.AdamW, whose import of torch._dynamo takes 3 s and 100 MB in each rank.
     """
     adamw(
         parameters,
@@ -59,9 +64,11 @@ def fused_adamw(
 
 
 class RowAdamW:
-    """Steps the rows `pieces` of `parameter` (R, D) with the rates of `group`, a dict as in torch.optim.
+    """Steps some rows of a parameter by AdamW: the own rows of this rank.
 
-    `state` is {"step": (), "exp_avg": (rows, D), "exp_avg_sq": (rows, D)}; assign to it to resume.
+    parameter: (R, D). group: dict with lr, betas, eps and weight_decay, as in torch.optim. pieces: slices of
+    the own rows. The attribute `state` is {"step": (), "exp_avg": (own rows, D), "exp_avg_sq": (own rows,
+    D)}; assign to it to resume.
     """
 
     def __init__(self, parameter: Parameter, group: Mapping[str, Any], pieces: Sequence[slice]) -> None:
@@ -78,6 +85,7 @@ class RowAdamW:
         return self._starts[-1]
 
     def fresh_state(self) -> dict[str, Tensor]:
+        """The state of the own rows before their first step, in the form of `state`."""
         return fresh_adamw_state(self._parameter.new_empty(self.count, self._parameter.size(1)))
 
     @torch.no_grad()
@@ -89,9 +97,10 @@ class RowAdamW:
 
     @torch.no_grad()
     def step_active(self, active: Tensor, gradients: Tensor) -> None:
-        """Step all own rows with the gradients (n, D) of the rows `active`, and 0 for the others.
+        """Step all own rows, of which only the rows `active` have gradients; those of the others are 0.
 
-        active: (n,), numbers among the own rows, each once, ascending, on the CPU.
+        active: (n,), positions from 0 among the own rows, each once, ascending, on the CPU. gradients: (n,
+        D), of these rows.
         """
         for pieces in self._runs():
             start, end = self._starts[pieces.start], self._starts[pieces.stop]

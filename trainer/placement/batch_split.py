@@ -28,9 +28,10 @@ ALIKE = 1.1  # speeds that differ by a smaller factor count as equal
 
 
 def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
-    """Rows per rank that minimise the time of the slowest rank: its rows * its seconds_per_row.
+    """Rows per rank for a step of `rows` rows, so that the slowest rank takes the least time.
 
-    Each rank gets at least one row. Equal ranks get an equal split; a remainder goes to the first ranks.
+    seconds_per_row: of each rank. The time of a rank is its rows * its seconds_per_row. Each rank gets at
+    least one row. Equal ranks get an equal split; a remainder is for the first ranks.
     """
     if rows < len(seconds_per_row) or min(seconds_per_row) <= 0:
         raise ValueError(f"{rows} rows cannot be split by {list(seconds_per_row)} seconds a row")
@@ -45,14 +46,17 @@ def split_rows(seconds_per_row: Sequence[float], rows: int) -> list[int]:
 
 
 def slowest(seconds_per_row: Sequence[float], shares: Sequence[int]) -> float:
-    """Seconds that the slowest rank takes for its rows."""
+    """Seconds that the slowest rank takes for its rows.
+
+    seconds_per_row, shares: by rank, its seconds for a row, and its number of rows.
+    """
     return max(seconds * share for seconds, share in zip(seconds_per_row, shares, strict=True))
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """Relative speed of each rank from its seconds for equal work: 1 for the fastest, in steps of 1/20.
+    """The speed of each rank relative to the fastest one, which has 1; in steps of 1/20.
 
-    All speeds are 1 if the seconds differ by a factor below ALIKE.
+    seconds: by rank, for equal work. All speeds are 1 if the seconds differ by a factor below ALIKE.
     """
     best = min(seconds)
     if max(seconds) < ALIKE * best:
@@ -61,7 +65,10 @@ def relative_speeds(seconds: Sequence[float]) -> list[float]:
 
 
 class SplitChange(NamedTuple):
-    """A new batch split. shares: rows per rank. reason: a sentence about it for the log."""
+    """A new batch split.
+
+    shares: rows per rank. reason: a sentence about the change for the log.
+    """
 
     shares: list[int]
     reason: str
@@ -70,7 +77,7 @@ class SplitChange(NamedTuple):
 def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str]) -> SplitChange:
     """The batch split at the start of a run: by measured speed, or equal if that gains less than GAIN.
 
-    names: of the ranks, for the reason.
+    seconds_per_row: by rank. rows: of a step, over all ranks. names: of the ranks, for the reason.
     """
     equal = equal_split(rows, len(names))
     split = split_rows(seconds_per_row, rows)
@@ -86,14 +93,15 @@ def first_split(seconds_per_row: Sequence[float], rows: int, names: Sequence[str
 
 
 def describe_split(shares: Sequence[int], names: Sequence[str]) -> str:
-    """The batch split as text: "tower 11 rows, laptop 5 rows"."""
+    """The batch split as text: "tower 11 rows, laptop 5 rows". shares, names: rows and name of each rank."""
     return ", ".join(f"{name} {counted(rows, 'row')}" for name, rows in zip(names, shares, strict=True))
 
 
 class Balancer:
     """Measures the seconds per row of each rank, and proposes a faster batch split during the run.
 
-    `proposed` is a split that is not applied yet.
+    shares: rows per rank at the start. names: of the ranks. The attribute `shares` has the current rows per
+    rank; `proposed` is a proposed split that the ranks have not applied yet, or None.
     """
 
     def __init__(self, shares: Sequence[int], names: Sequence[str]) -> None:
@@ -106,9 +114,9 @@ class Balancer:
     def update(self, applied: Sequence[int], seconds: Sequence[float], step_seconds: float) -> None:
         """Call this after each step: records the step and, if another split is faster, sets `proposed`.
 
-        applied: the rows per rank to which the ranks have changed, as all of them got the proposal; empty:
-        unchanged. After a change, measuring starts from the beginning. While a proposal is not applied,
-        nothing is recorded. For the other arguments see `record`.
+        applied: the new rows per rank, if the ranks have changed their batch split after this step; empty if
+        not. After a change, measuring starts from the beginning. While a proposal is not applied, nothing is
+        recorded. seconds, step_seconds: as for `record`.
         """
         if applied:
             self.apply(applied)
@@ -117,14 +125,20 @@ class Balancer:
             self.proposed = self.propose()
 
     def record(self, seconds: Sequence[float], step_seconds: float) -> None:
-        """Record a step. seconds: of each rank's computation, by rank. step_seconds: of the whole step."""
+        """Record the times of a step.
+
+        seconds: by rank, seconds that the rank computed. step_seconds: seconds of the whole step.
+        """
         self._steps += 1
         if self._steps > WARMING_STEPS:
             self._whole.append(step_seconds)
             self._seconds.append([each / rows for each, rows in zip(seconds, self.shares, strict=True)])
 
     def propose(self) -> SplitChange | None:
-        """A split that saves a tenth of a step or more; None without one or with too few recorded steps."""
+        """A split that saves a tenth of a step or more, computed from the recorded steps.
+
+        None if there is no such split, or if too few steps are recorded.
+        """
         if len(self._seconds) < WINDOW_STEPS or self._steps < REST_STEPS:
             return None
         now = [statistics.median(of_rank) for of_rank in zip(*self._seconds, strict=True)]

@@ -36,15 +36,25 @@ LARGEST = 64  # the largest multiple of the batch that `pays_from` tries
 
 @dataclass(frozen=True)
 class StepWork:
-    """The sizes that determine the cost of a step. tables, matrices and others are numbers of parameters."""
+    """The sizes that determine the cost of a step.
 
-    tables: int  # embedding tables, together
-    table_width: int  # values of one token's row in all tables
+    tables: parameters of all embedding tables together.
+    table_width: values of one token's row in all tables.
+    matrices: parameters of the matrices that Muon steps.
+    others: parameters of lm_head and the scalars.
+    matrix_flops: FLOPs of Muon's update, for each matrix.
+    micro_batch: rows of a micro-batch.
+    active: function of a number of rows of data: how many embedding rows they activate.
+    value_bytes: bytes of a parameter value.
+    """
+
+    tables: int
+    table_width: int
     matrices: int
-    others: int  # lm_head and the scalars
-    matrix_flops: tuple[float, ...]  # Muon's, one matrix each
-    micro_batch: int  # rows
-    active: Callable[[int], int]  # active rows of an embedding for so many rows of data
+    others: int
+    matrix_flops: tuple[float, ...]
+    micro_batch: int
+    active: Callable[[int], int]
     value_bytes: int = 4
 
 
@@ -55,10 +65,11 @@ def _check(mode: str) -> None:
 
 
 def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer | None = None) -> float:
-    """Bytes that a rank sends in a step. For local, which sends in sync rounds, the mean over the steps.
+    """Bytes that a rank sends in a step in the sync mode `mode`. For local, the mean over the steps.
 
-    rows: of the step, over all ranks. outer: the settings of local; None: the defaults. Per rank, reduce and
-    broadcast each send (n-1)/n of the values, with n = world_size. Raises ValueError for an unknown mode.
+    work: the sizes of a step. rows: of the step, over all ranks. world_size: number of ranks. outer: the
+    settings of local; None: the defaults. Per rank, reduce and broadcast each send (n-1)/n of the values,
+    with n = world_size. Raises ValueError for an unknown mode.
     """
     _check(mode)
     copies = 2 * (world_size - 1) / world_size
@@ -78,15 +89,23 @@ def payload(mode: str, work: StepWork, rows: int, world_size: int, outer: Outer 
 
 
 def transfer_seconds(sent: float, link: Link) -> float:
-    """Predicted seconds in which a rank sends the `sent` bytes of a step, if nothing hides them."""
+    """Predicted seconds in which a rank sends the `sent` bytes of a step, if no computation hides them.
+
+    link: bandwidth and latency between the ranks.
+    """
     return sent / link.bandwidth + 4 * link.latency
 
 
 @dataclass(frozen=True)
 class CostModel:
-    """Predicts seconds per step from the speeds of the ranks, the link between them, and the work of a step.
+    """Predicts the seconds of a step on one host and on all ranks, in each sync mode.
 
-    by_speed: whether rows are split by speed, else equally; names: of the ranks; link: None with one rank.
+    speeds: measured seconds of each rank.
+    link: bandwidth and latency between the ranks; None with one rank.
+    work: the sizes of a step.
+    names: of the ranks, for messages.
+    by_speed: whether rows are split by speed; if not, equally.
+    outer: the settings of the sync mode local; None: the defaults.
     """
 
     speeds: Sequence[Speed]
@@ -94,9 +113,10 @@ class CostModel:
     work: StepWork
     names: Sequence[str]
     by_speed: bool = True
-    outer: Outer | None = None  # of the mode local
+    outer: Outer | None = None
 
     def shares(self, rows: int) -> list[int]:
+        """Rows per rank of a step of `rows` rows."""
         if not self.by_speed:
             return equal_split(rows, len(self.speeds))
         return split_rows([speed.row for speed in self.speeds], rows)
@@ -155,16 +175,17 @@ class CostModel:
         return max(cost / total * speed.muon for cost, speed in zip(of_rank, self.speeds, strict=True))
 
     def pays_from(self, mode: str, rows: int) -> int | None:
-        """The rows of a step, a multiple of `rows`, from which all ranks beat the single-host baseline.
+        """The number of rows of a step from which all ranks beat the single-host baseline.
 
-        None if that is not the case up to LARGEST * rows.
+        mode: the sync mode. rows: rows of a step of the run; the result is one of its first LARGEST
+        multiples. None if none of them is large enough.
         """
         batches = (times * rows for times in range(1, LARGEST + 1))
         return next((each for each in batches if self.step(mode, each) < self.single_host(each)[0]), None)
 
 
 def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
-    """The sync mode of `modes` with the shortest predicted step of `rows` rows.
+    """The sync mode of `modes` with the shortest step of `rows` rows, as predicted by `model`.
 
     A mode is preferred to those before it in the list only if its step is shorter by the part BETTER.
     """
@@ -176,9 +197,10 @@ def choose_mode(model: CostModel, rows: int, modes: Sequence[str]) -> str:
 
 
 def render_predictions(model: CostModel, rows: int, sequence_len: int, gpus: Mapping[str, Speed]) -> str:
-    """A table of predicted seconds per step and tokens per second, by sync mode and batch size.
+    """A table of predicted seconds per step and tokens per second, by sync mode and batch size, as text.
 
-    gpus: the speeds of idle GPUs, by host.
+    model: the cost model. rows: rows of a step of the run. sequence_len: tokens of a row. gpus: {host:
+    measured seconds on its idle GPU}.
     """
     batches = [times * rows for times in TIMES]
     head = ["predicted, s a step (tok/s)", *(f"{batch * sequence_len:,} tokens" for batch in batches)]
@@ -198,7 +220,11 @@ def render_predictions(model: CostModel, rows: int, sequence_len: int, gpus: Map
 
 @dataclass(frozen=True)
 class Prediction:
-    """The predicted seconds of a step: with the sync mode of the run, and on the host `alone`."""
+    """The predicted seconds of a step of a run.
+
+    sync: the sync mode of the run. step_seconds: on all ranks, in that mode. alone: name of the fastest
+    single rank. alone_seconds: on that rank alone.
+    """
 
     sync: str
     step_seconds: float
@@ -207,17 +233,22 @@ class Prediction:
 
     @classmethod
     def load(cls, saved: Mapping[str, Any] | None) -> Prediction | None:
+        """The prediction in `saved`, a dict of its fields; None if that is empty or None."""
         return cls(**saved) if saved else None
 
     def against(self, seconds: float) -> str:
-        """The sentence that compares prediction and measurement: "Predicted 5.2 s a step, measured 5.4."."""
+        """The sentence that compares the prediction with the measured `seconds` of a step.
+
+        It is such as "Predicted 5.2 s a step, measured 5.4."
+        """
         return f"Predicted {self.step_seconds:.3g} s a step, measured {seconds:.3g}."
 
 
 def warn_of_baseline(model: CostModel, rows: int, sequence_len: int, mode: str) -> str:
-    """The warning that the single-host baseline is faster than all ranks, else "".
+    """The warning that the single-host baseline is faster than all ranks in the mode `mode`; "" if it is not.
 
-    It names the batch from which several ranks are faster.
+    rows: rows of a step. sequence_len: tokens of a row. The warning names the batch from which several ranks
+    are faster.
     """
     together, (alone, rank) = model.step(mode, rows), model.single_host(rows)
     if len(model.speeds) == 1 or together <= alone:

@@ -49,11 +49,13 @@ COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: the active rows of a sy
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement that rank 0 has decided; it is equal on every rank.
+    """How the ranks divide the work of a step, as rank 0 has decided; equal on every rank.
 
-    sync: the sync mode; shares: rows of a step by rank; owner_speeds: relative speed of each rank at the
-    updates of Muon (empty: all equal); prediction: the expected step time; alone: the one host that is faster
-    than all together, to which the run then moves.
+    sync: the sync mode.
+    shares: rows of a step, by rank.
+    owner_speeds: relative speed of each rank at the updates of Muon; empty: all equal.
+    prediction: the predicted seconds of a step; None if nothing was measured.
+    alone: the one host that is faster than all together, to which the run then moves; None without one.
     """
 
     sync: str
@@ -63,11 +65,12 @@ class Placement:
     alone: FasterHost | None = None
 
     def saved(self) -> dict[str, Any]:
-        """The placement as plain JSON values, for checkpoints and the other ranks."""
+        """The placement as JSON values, for checkpoints and the other ranks: a dict of its fields."""
         return asdict(self)
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Placement:
+        """The placement in `saved`, the result of `saved`."""
         return cls(
             str(saved["sync"]),
             tuple(saved["shares"]),
@@ -77,7 +80,11 @@ class Placement:
         )
 
     def tags(self) -> dict[str, str]:
-        """The tags of the placement for the tracker: name -> text."""
+        """The tags of the placement for the tracker, as texts.
+
+        Keys: `arrangement.sync`; if they are known `arrangement.owner_speeds`, and `predicted.NAME` for each
+        field of the prediction.
+        """
         tags = {"arrangement.sync": self.sync}
         if self.owner_speeds:
             tags["arrangement.owner_speeds"] = "/".join(map(str, self.owner_speeds))
@@ -86,20 +93,28 @@ class Placement:
         return tags
 
     def digest(self) -> str:
+        """The first 16 hex digits of the sha256 of the placement, by which ranks compare it."""
         return hashlib.sha256(canonical_json(self.saved())).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of one rank. gpu: the speed of its GPU that is idle because other ranks have none."""
+    """The measurements of one rank.
+
+    speed: its measured seconds.
+    link: bandwidth and latency to the other ranks; None with one rank.
+    gpu: the seconds on its GPU, if that is idle because other ranks have none; else None.
+    gpu_too_small: whether the memory of that GPU is too small for this model and micro-batch.
+    """
 
     speed: Speed
     link: Link | None
     gpu: Speed | None = None
-    gpu_too_small: bool = False  # for this model and micro-batch
+    gpu_too_small: bool = False
 
     @classmethod
     def load(cls, saved: Mapping[str, Any]) -> Measured:
+        """The measurements in `saved`, a dict of the fields in which speed, link and gpu are dicts too."""
         link, gpu = saved["link"], saved["gpu"]
         return cls(
             Speed(**saved["speed"]), link and Link(**link), gpu and Speed(**gpu), saved["gpu_too_small"]
@@ -114,11 +129,12 @@ def measure_all(
     gpu: Numerics | None,
     batch_size: int,
 ) -> list[Measured]:
-    """Measure speed and link of every rank; returns the results by rank, on every rank. A collective call.
+    """Measure speed and link of every rank; every rank returns the results of all ranks. A collective call.
 
-    All ranks measure at the same time, because ranks of one host share its processors and do so in a step
-    too. Overwrites weights and optimizer state. numerics: of this rank. gpu: the numerics of an idle GPU of
-    this rank; None without one. batch_size: rows of a micro-batch.
+    model, optimizer: of this rank; weights and optimizer state are overwritten. numerics: arithmetic of this
+    rank. gpu: the arithmetic of its idle GPU; None without one. batch_size: rows of a micro-batch. The
+    results are in rank order. All ranks measure at the same time, because ranks of one host share its
+    processors in a step too.
     """
     link = measure_link(group, numerics.device)
     speed = measure_speed(model, optimizer, batch_size)
@@ -128,7 +144,11 @@ def measure_all(
 
 
 def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config: RunConfig) -> StepWork:
-    """The sizes of a step of this run, for the cost model."""
+    """The sizes of a step of a run, for the cost model.
+
+    model, optimizer, data, plan, config: those of the run. The active rows of an embedding are counted in the
+    first training rows of `data`.
+    """
 
     @functools.cache
     def first_seen() -> NDArray[np.int64]:
@@ -146,7 +166,7 @@ def work_of(model: GPT, optimizer: MuonAdamW, data: Dataset, plan: Plan, config:
 
 
 def step_work(model: GPT, optimizer: MuonAdamW, micro_batch: int, active: Callable[[int], int]) -> StepWork:
-    """The sizes of a step of this model. micro_batch: in rows; active: see StepWork."""
+    """The sizes of a step of `model` with `optimizer`. micro_batch, active: fields of StepWork."""
     counts = model.param_counts()
     tables = counts["wte"] + counts["value_embeds"]
     return StepWork(
@@ -162,7 +182,7 @@ def step_work(model: GPT, optimizer: MuonAdamW, micro_batch: int, active: Callab
 
 
 def rank_names(peers: Sequence[Peer]) -> list[str]:
-    """The name of each rank in messages: its host, or HOST/RANK if the host has several ranks."""
+    """The name of each rank in messages: its host, or HOST/RANK if that host has several ranks."""
     counts = Counter(peer.host for peer in peers)
     return [peer.host if counts[peer.host] == 1 else f"{peer.host}/{peer.rank}" for peer in peers]
 
@@ -176,12 +196,15 @@ def decide(
     by_speed: bool,
     obstacles: Mapping[int, str],
 ) -> tuple[Placement, list[str]]:
-    """Decide the placement from the measurements of all ranks; returns (placement, lines to log).
+    """(the placement, lines for the log), decided from the measurements of all ranks. A pure function.
 
-    A pure function. measured, names: by rank. work: the sizes of a step. by_speed: whether the rows are split
-    by speed. obstacles: {rank: why the run cannot move to its host}, without the ranks to which it can move.
+    measured, names: measurements and name of each rank.
+    plan, config: of the run. work: the sizes of a step.
+    by_speed: whether the rows are split by speed.
+    obstacles: {rank: why the run cannot move to its host}; ranks to which it can move are missing.
     Muon's matrices are divided by the speed of the owner ranks if `by_speed`, or if sync is auto. If the GPU
-    of one host is faster than all hosts together and has no obstacle, `alone` names that host.
+    of one host is faster than all hosts together and has no obstacle, the field `alone` of the placement
+    names that host.
     """
     rows, length = plan.rows_per_step, plan.model.sequence_len
     speeds = [one.speed for one in measured]
@@ -235,8 +258,9 @@ def broadcast_placement(group: Collectives, placement: Placement | None) -> Plac
 def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: bool, auto: bool) -> Placement:
     """`placement` with the values that a checkpoint of the same hosts has.
 
-    meta: the content of the checkpoint's meta.json. Speeds of owner ranks and prediction are taken from it;
-    the rows per rank only if `by_speed`, and the sync mode only if `auto` (the setting sync is auto).
+    meta: the content of its meta.json, of which `arrangement` (a saved placement) and shares are used.
+    owner_speeds and prediction are taken from it, the rows per rank only if `by_speed`, and the sync mode
+    only if `auto`. by_speed: whether rows are split by speed. auto: whether the setting sync is auto.
     """
     before = meta.get("arrangement") or {}
     return replace(
@@ -251,7 +275,7 @@ def restore_placement(placement: Placement, meta: Mapping[str, Any], by_speed: b
 def compare_placements(peers: Sequence[Peer], digests: Sequence[str]) -> None:
     """Raise Final, naming the ranks, if the placement differs between ranks.
 
-    peers: facts of the ranks. digests: of each rank's placement, by rank.
+    peers: all ranks, in rank order. digests: the result of `Placement.digest` of each rank, in rank order.
     """
     others = [f"{peer} has {own}" for peer, own in zip(peers, digests, strict=True) if own != digests[0]]
     if others:

@@ -33,9 +33,10 @@ SHORT_MESSAGES = 8
 
 @dataclass(frozen=True)
 class Speed:
-    """Measured seconds of a rank. row: forward and backward of one row; muon, adamw: one step of each.
+    """Measured seconds of a rank at the parts of a step.
 
-    muon covers all Muon matrices, although a rank may own only some of them.
+    row: forward and backward of one row. muon: Muon's updates of all its matrices, although a rank may own
+    only some of them. adamw: AdamW's step of all its parameters.
     """
 
     row: float
@@ -49,16 +50,21 @@ class Speed:
 
 @dataclass(frozen=True)
 class Link:
-    """bandwidth: bytes per second that a rank sends in a long all-reduce; latency: seconds of a short one."""
+    """The measured path between ranks, by all-reduces.
+
+    bandwidth: bytes per second that a rank sends in a long all-reduce. latency: seconds of a short
+    all-reduce.
+    """
 
     bandwidth: float
     latency: float
 
 
 def measure_speed(model: GPT, optimizer: MuonAdamW, batch_size: int) -> Speed:
-    """Measure the seconds of forward and backward of `batch_size` random rows, and of the optimizer.
+    """Measure the seconds of forward and backward, and of the optimizer, on this rank.
 
-    Weights and optimizer state are overwritten.
+    batch_size: rows of the micro-batch that is timed; its tokens are random. Weights of `model` and state of
+    `optimizer` are overwritten.
     """
     model.init_weights()
     draw = torch.Generator().manual_seed(1)
@@ -134,7 +140,8 @@ def _synchronize(device: torch.device) -> None:
 def measure_link(group: Collectives, device: torch.device) -> Link | None:
     """Time a short all-reduce, and one long enough to measure the bandwidth; None with one rank.
 
-    All ranks run the same collectives; the bandwidth is a mean over ranks, the latency is this rank's.
+    group: the ranks, all of which call it. device: of the tensors. The bandwidth is a mean over the ranks,
+    the latency is that of this rank.
     """
     if group.world_size == 1:
         return None

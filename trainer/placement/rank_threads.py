@@ -2,9 +2,9 @@
 
     numerics = bind_threads(numerics, config, env, run_dir, log)      # of a rank on a CPU, before it computes
 
-threads.json in the run directory keeps the choice of this host, so that a restart does not measure again. It
-holds for one shape of the model, number format, version of torch and set of usable processors. A checkpoint
-has the choice too (`trainer.host.numerics.restore_numerics`).
+threads.json in the run directory keeps the chosen processors of this host, so that a restart does not measure
+again. They are used for one shape of the model, number format, version of torch and set of usable processors.
+A checkpoint has the chosen processors too (`trainer.host.numerics.restore_numerics`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,10 @@ def bind_threads(
 ) -> Numerics:
     """Bind the threads of this rank to the fastest processors of its host, if nobody has set their number.
 
-    Returns `numerics` with the threads and the binding. Several ranks on a host share its processors; with as
-    many ranks as NUMA nodes, each is bound to a node of its own.
+    numerics: the arithmetic of this rank. config, env: settings and environment of this rank. run_dir: keeps
+    the chosen processors in threads.json. Returns `numerics` with the number of threads and the binding.
+    Several ranks on a host share its processors; with as many ranks as NUMA nodes, each is bound to a node of
+    its own.
     """
     if not can_pin():
         return numerics
@@ -110,7 +112,15 @@ def _bind_to_choice(
 
 
 def read_choice(path: Path) -> Json:
-    """The choice that an earlier start has written to `path`; {} without a usable one."""
+    """The processors that an earlier start of the run has chosen, from `path`, a threads.json.
+
+    of: dict of what they were chosen for (shape, number format, torch, usable processors).
+    cpus: the processors in list format, such as "0-7".
+    threads: number of threads.
+    name: what the set of processors is, such as "all physical cores".
+    ms: {name of a measured set: milliseconds}; {} if nothing was measured.
+    {} if the file is missing or cannot be used.
+    """
     try:
         choice = json.loads(path.read_text(encoding="utf-8"))
         cpus, of = parse_cpu_list(choice["cpus"]), choice["of"]
@@ -147,10 +157,11 @@ def _choose(numerics: Numerics, topology: Topology, config: RunConfig, log: RunL
 def work_maker(
     config: RunConfig, compute_dtype: torch.dtype, cores: int, rates: Mapping[torch.dtype, float]
 ) -> Callable[[], Callable[[], object]]:
-    """A function that returns the work to time: a function that computes one layer of the run's width.
+    """A function without arguments that creates the work to time on each set of processors.
 
-    The work takes about WORK_SECONDS on `cores` cores; see `layer_work`. compute_dtype: of the GEMMs.
-    rates: GEMM rates of a core in FLOP/s by format; measured if compute_dtype is missing.
+    The created work is a function that computes one layer of the run's width (see `layer_work`), and takes
+    about WORK_SECONDS on `cores` cores. config: settings of the run. compute_dtype: number format of the
+    GEMMs. rates: {number format: GEMM rate of one core in FLOP/s}; measured here if it lacks compute_dtype.
     """
     rate = rates.get(compute_dtype) or gemm_rates([compute_dtype])[compute_dtype]
     shape = GPTConfig.from_depth(
@@ -163,7 +174,7 @@ def work_maker(
 def propose_ranks(topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]) -> str:
     """The sentence that proposes one rank on each NUMA node, if this is faster; "" if it is not.
 
-    Arguments: those of `ranks_per_node`.
+    topology, best, make_work: as for `ranks_per_node`.
     """
     ranks, speed = ranks_per_node(topology, best, make_work)
     if ranks == 1:

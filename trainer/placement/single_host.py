@@ -26,8 +26,10 @@ from trainer.placement.microbenchmark import Speed, measure_speed
 class FasterHost:
     """A rank whose GPU is faster than all ranks on their CPUs together.
 
-    seconds: of a step on that GPU. together: of a step on all ranks. obstacle: why the run cannot move to
-    its host; empty if it can.
+    rank: of the GPU.
+    seconds: predicted seconds of a step on that GPU.
+    together: predicted seconds of a step on all ranks.
+    obstacle: why the run cannot move to the host of the rank; "" if it can.
     """
 
     rank: int
@@ -36,12 +38,14 @@ class FasterHost:
     obstacle: str = ""
 
     def sentence(self, names: Sequence[str]) -> str:
+        """The sentence that compares a step on this rank with one on all ranks. names: of the ranks."""
         return (
             f"The GPU of {names[self.rank]} would take {self.seconds:.3g} s a step alone, {len(names)} ranks "
             f"together, on their CPUs, {self.together:.3g} s."
         )
 
     def verdict(self, names: Sequence[str]) -> str:
+        """The line for the log: the comparison, and why the run does not move there. names: of the ranks."""
         if self.obstacle:
             return f"warning: {self.sentence(names)} The run does not move there: {self.obstacle}."
         return f"sync is auto: {self.sentence(names)} That host should train alone."
@@ -49,7 +53,8 @@ class FasterHost:
     def end(self, peers: Sequence[Peer], names: Sequence[str], table: Sequence[str]) -> TransferToHost:
         """The exception that ends the attempt on all ranks, so that the run is started on that host alone.
 
-        The process group of an attempt cannot shrink. peers, names: by rank. table: lines for the log.
+        The process group of an attempt cannot shrink. peers, names: all ranks and their names, in rank order.
+        table: lines of the predictions, for the log.
         """
         host = peers[self.rank].host
         sentence = (
@@ -66,10 +71,12 @@ def find_obstacles(
     peers: Sequence[Peer],
     requested: bool,
 ) -> dict[int, str]:
-    """Why the run cannot move to the host of a rank, by rank. Ranks to which it can move are missing.
+    """{rank: why the run cannot move to its host}. Ranks to which the run can move are missing.
 
-    meta: of the checkpoint that the run starts from; {"step": 0} without one. requested: whether a person
-    started this attempt, since a run that has restarted by itself does not move.
+    config: settings of the run. fixed_shares: rows per rank that are set by hand; empty for none.
+    meta: content of meta.json of the checkpoint that the run starts from; {"step": 0} without one.
+    peers: all ranks, in rank order.
+    requested: whether a person started this attempt. A run that has restarted by itself does not move.
     """
     why = ""
     if config.sync != "auto":
@@ -89,10 +96,10 @@ def find_obstacles(
 def find_faster_host(
     gpus: Mapping[int, Speed], rows: int, step: float, obstacles: Mapping[int, str]
 ) -> FasterHost | None:
-    """The rank whose GPU takes the fewest seconds for a step of `rows` rows; None if none beats `step`.
+    """The rank whose idle GPU takes the fewest seconds for a step; None if no GPU beats all ranks together.
 
-    gpus: the speeds of idle GPUs, by rank; step: seconds of a step on all ranks. A GPU without an obstacle
-    is preferred.
+    gpus: {rank: measured seconds on its idle GPU}. rows: rows of a step. step: predicted seconds of a step on
+    all ranks. obstacles: as from `find_obstacles`; a GPU without an obstacle is preferred.
     """
     seconds = {rank: gpu.step_alone(rows) for rank, gpu in gpus.items()}
     faster = [(rank in obstacles, each, rank) for rank, each in seconds.items() if each < step]
@@ -103,7 +110,10 @@ def find_faster_host(
 
 
 def measure_gpu(gpu: Numerics, model: GPT, batch_size: int) -> Speed | None:
-    """Measure a model of this shape on the GPU; None if its memory is too small. Frees the memory again."""
+    """Measure a model of the shape of `model` on a GPU; None if the memory of the GPU is too small.
+
+    gpu: the arithmetic on the GPU. batch_size: rows of a micro-batch. The memory is freed afterwards.
+    """
     torch.cuda.set_device(gpu.device)
     try:
         return _measured_on(gpu, model, batch_size)

@@ -1,8 +1,8 @@
 """Choose the processors and threads of a rank by measurement: time the work of a layer on each candidate.
 
-    choice = choose_threads(read_topology(), layer_work(model, torch.float32, rows=2))
-    pin(choice.best.candidate.cpus)
-    for line in choice.table():
+    chosen = choose_threads(read_topology(), layer_work(model, torch.float32, rows=2))
+    pin(chosen.best.candidate.cpus)
+    for line in chosen.table():
         log.info(line)
 
 All logical processors are rarely the fastest set: threads wait for the slowest one in each GEMM, be it an
@@ -42,7 +42,10 @@ RANKS_PAY = 1.1  # a rank per NUMA node is proposed from this speed on: ranks al
 
 @dataclass(frozen=True)
 class Measured:
-    """A candidate and the seconds of the measured work on it."""
+    """A set of processors with its measured time.
+
+    candidate: the set. seconds: of the measured work on it.
+    """
 
     candidate: Candidate
     seconds: float
@@ -50,13 +53,16 @@ class Measured:
 
 @dataclass(frozen=True)
 class ThreadChoice:
-    """The candidates in the order of their measurement, and the one that was chosen."""
+    """The sets of processors that were measured for the threads of a rank, and the chosen one.
+
+    measured: all sets, in the order of their measurement. best: the chosen one of them.
+    """
 
     measured: Sequence[Measured]
     best: Measured
 
     def table(self) -> list[str]:
-        """One line per candidate: its name, processors and seconds; the chosen one is marked with ">"."""
+        """One line per measured set: its name, processors and milliseconds; ">" marks the chosen one."""
         names = max(len(each.candidate.name) for each in self.measured)
         sets = max(len(cpu_list(each.candidate.cpus)) for each in self.measured)
         return [
@@ -66,7 +72,11 @@ class ThreadChoice:
         ]
 
     def saved(self) -> dict[str, Any]:
-        """The choice as JSON values: {"cpus": "0-7", "name": ..., "ms": {candidate name: milliseconds}}."""
+        """The chosen set as JSON values, for threads.json and the log.
+
+        cpus: its processors in list format, such as "0-7". name: what the set is. ms: {name of each measured
+        set: milliseconds}.
+        """
         return {
             "cpus": cpu_list(self.best.candidate.cpus),
             "name": self.best.candidate.name,
@@ -75,7 +85,11 @@ class ThreadChoice:
 
 
 def candidates_of(topology: Topology) -> list[Candidate]:
-    """The candidates of the topology; and, if load slows some physical cores, those that are not slowed."""
+    """The sets of processors to measure on `topology`, the smallest first.
+
+    These are those of `Topology.candidates`; and, if other load slows some physical cores, the set of those
+    that are not slowed.
+    """
     found = topology.candidates()
     cores = [cpu.number for cpu in first_siblings(topology.cpus)]
     if len(cores) > 1:
@@ -90,9 +104,10 @@ def candidates_of(topology: Topology) -> list[Candidate]:
 def choose_threads(
     topology: Topology, work: Callable[[], object], candidates: Sequence[Candidate] = ()
 ) -> ThreadChoice:
-    """Time `work` on each of `candidates`, the smallest set first, and choose the fastest.
+    """Time the function `work` on each set of processors, the smallest first, and choose the fastest set.
 
-    candidates: by default those of `topology`.
+    topology: the processors of this host. candidates: the sets; by default those of `candidates_of`. A
+    smaller set is chosen over a faster one if it is slower by at most the factor TIE.
     """
     measured: list[Measured] = []
     for candidate in candidates or candidates_of(topology):
@@ -125,9 +140,9 @@ def layer_work(
 ) -> Callable[[], object]:
     """A function that computes a layer: forward and backward, then Muon's GEMMs for each of its matrices.
 
-    It is the first layer of `model`, whose weights are overwritten. compute_dtype: of the GEMMs. rows: of
-    sequence_len tokens, but at most MOST_TOKENS tokens in all. flops: about the most FLOPs of a call; for
-    fewer FLOPs, there are fewer tokens, and Muon gets a part of each matrix.
+    The layer is the first one of `model`, whose weights are overwritten. compute_dtype: number format of the
+    GEMMs. rows: rows of sequence_len tokens, but at most MOST_TOKENS tokens in all. flops: about the most
+    FLOPs of a call; for fewer FLOPs, there are fewer tokens, and Muon gets a part of each matrix.
     """
     config, layer = model.config, next(model.transformer["h"].children())
     matrices = list(layer.parameters())
@@ -167,11 +182,11 @@ def _thinner(matrix: torch.Tensor, part: float) -> torch.Tensor:
 def ranks_per_node(
     topology: Topology, best: Measured, make_work: Callable[[], Callable[[], object]]
 ) -> tuple[int, float]:
-    """(number of NUMA nodes, gain) if a rank on each is faster than one rank on `best`, else (1, 1.0).
+    """(number of NUMA nodes, gain) if one rank on each node is faster than one rank alone, else (1, 1.0).
 
-    best: the fastest set of processors for one rank. make_work: as for `seconds_at_once`. gain: how many
-    times as fast, measured while all nodes work at the same time. The nodes must have equally many usable
-    physical cores, and the CPU quota must allow all of them.
+    topology: the processors of this host. best: the fastest set of processors for one rank. make_work: as for
+    `seconds_at_once`. gain: how many times as fast all nodes together are, measured while all compute. The
+    nodes must have equally many usable physical cores, and the CPU quota must allow all of them.
     """
     cores = first_siblings(topology.cpus)
     sets = [frozenset(cpu.number for cpu in cores if cpu.node == node) for node in topology.nodes]
@@ -182,11 +197,11 @@ def ranks_per_node(
 
 
 def seconds_at_once(sets: Sequence[frozenset[int]], make_work: Callable[[], Callable[[], object]]) -> float:
-    """Time the same work on several sets of processors at the same time; returns the slowest one's seconds.
+    """Time equal work on several sets of processors at the same time; returns the seconds of the slowest set.
 
-    sets: sets of processors, equally large. make_work: returns the function to time, such as that of
-    `layer_work`; called once for each set, so that its tensors are in the memory of that NUMA node. Each set
-    has a thread that calls torch, and with it a team of torch's threads.
+    sets: sets of processors, equally large. make_work: returns the function to time, such as the result of
+    `layer_work`. It is called once for each set, on a thread that is bound to the set, so that its tensors
+    are in the memory of that NUMA node. Each of these threads has a team of torch's threads.
     """
     seconds = [0.0] * len(sets)
     ready = threading.Barrier(len(sets))

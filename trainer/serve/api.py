@@ -13,23 +13,36 @@ from trainer.chat.engine import COLDEST, Sampling
 
 
 class ApiError(Exception):
-    """Raised to answer with an error object. The message is a sentence for the user."""
+    """Raised to answer a request with an error object.
+
+    status: HTTP status. message: a sentence for the user. code: the field `code` of the object. headers: more
+    HTTP headers of the answer.
+    """
 
     def __init__(self, status: int, message: str, code: str, headers: dict[str, str] | None = None) -> None:
         super().__init__(message)
         self.status, self.code, self.headers = status, code, headers
 
     def body(self) -> dict[str, Any]:
+        """The error object as JSON values: {"error": {"message", "type", "param", "code"}}."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return {"error": {"message": str(self), "type": kind, "param": None, "code": self.code}}
 
 
 class Message(BaseModel):
+    """A message of a request. role: who wrote it.
+
+    content: its text, or a list of parts {"type": "text", "text"}.
+    """
+
     role: Literal["system", "user", "assistant"]
     content: str | list[dict[str, Any]]
 
     def plain(self) -> dict[str, str]:
-        """The message with its text parts joined. Raises ApiError for other parts, such as pictures."""
+        """The message as {"role", "content"}, its text parts joined.
+
+        Raises ApiError for other parts, such as pictures.
+        """
         if isinstance(self.content, str):
             return {"role": self.role, "content": self.content}
         if any(part.get("type") != "text" or not isinstance(part.get("text"), str) for part in self.content):
@@ -40,7 +53,13 @@ class Message(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """The fields that requests for chats and for completions share. Other fields of OpenAI's are ignored."""
+    """The fields that requests for chats and for completions share. Other fields of OpenAI's are ignored.
+
+    model: ignored. stream: whether the answer is sent while it is generated.
+    temperature, top_k, seed: how tokens are drawn (see Sampling); None: the default of the chat.
+    max_tokens, max_completion_tokens: the most tokens of the answer; the latter has priority.
+    n: number of answers, 1 only.
+    """
 
     model: str = ""
     stream: bool = False
@@ -52,7 +71,7 @@ class GenerationBody(BaseModel):
     n: Literal[1] | None = 1
 
     def sampling(self) -> Sampling:
-        """The sampling of the request; without a temperature or top_k it is that of the chat."""
+        """How the tokens of the answer are drawn; a field that is not set has its default in the chat."""
         default = Sampling()
         temperature = default.temperature if self.temperature is None else self.temperature
         if 0 < temperature < COLDEST:
@@ -66,15 +85,22 @@ class GenerationBody(BaseModel):
 
 
 class ChatBody(GenerationBody):
+    """A request for the next message of a chat. messages: the conversation so far."""
+
     messages: list[Message] = Field(min_length=1)
 
 
 class CompletionBody(GenerationBody):
+    """A request to continue a text. prompt: the text."""
+
     prompt: str
 
 
 class Shape:
-    """Builds the answers to one request in OpenAI's format. kind: "chat" or "text"."""
+    """Builds the answers to one request in OpenAI's format.
+
+    kind: "chat" or "text". model: name of the model. fingerprint: the field system_fingerprint (see `mark`).
+    """
 
     def __init__(self, kind: Literal["chat", "text"], model: str, fingerprint: str) -> None:
         self.kind = kind
@@ -86,6 +112,11 @@ class Shape:
         }
 
     def whole(self, text: str, reason: str, prompt_tokens: int, tokens: int) -> dict[str, Any]:
+        """The body of an answer that is not streamed, as JSON values.
+
+        text: the answer. reason: why it has ended, stop or length. prompt_tokens, tokens: tokens of prompt
+        and answer.
+        """
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "logprobs": None}
         choice |= (
             {"message": {"role": "assistant", "content": text}} if self.kind == "chat" else {"text": text}

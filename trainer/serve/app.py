@@ -166,7 +166,7 @@ def make_app(scheduler: Scheduler, api_key: str = "") -> FastAPI:
 
 
 def unfinished(reason: str) -> ApiError:
-    """The error for an answer that is not complete. reason: one of UNFINISHED."""
+    """The error for an answer that is not complete. reason: why, one of UNFINISHED."""
     if reason == MEMORY:
         text = "The host has too little memory for this answer. Shorten the conversation, or try again later."
         return ApiError(503, text, MEMORY, {"Retry-After": str(RETRY_SECONDS)})
@@ -174,5 +174,8 @@ def unfinished(reason: str) -> ApiError:
 
 
 def mark(loaded: Loaded) -> str:
-    """The field system_fingerprint of an answer: the run and the step of the model that answers."""
+    """The field system_fingerprint of an answer, RUN_ID@STEP of the model that answers.
+
+    loaded: that model.
+    """
     return f"{loaded.run_id}@{loaded.step}"

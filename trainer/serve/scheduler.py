@@ -28,17 +28,28 @@ class QueueFullError(Exception):
 
 
 class Request:
-    """A request for an answer, queued or active. `cancel` ends its generation at the next step."""
+    """A request for an answer, queued or active. `cancel` ends its generation at the next step.
+
+    loaded: the model that answers. sequence: the tokens so far. deliver: see `Scheduler.submit`. cancelled:
+    whether `cancel` was called.
+    """
 
     def __init__(self, loaded: Loaded, sequence: SequenceState, deliver: Deliver) -> None:
         self.loaded, self.sequence, self.deliver = loaded, sequence, deliver
         self.cancelled = False
 
     def cancel(self) -> None:
+        """End the generation of the answer at the next step."""
         self.cancelled = True
 
 
 class Scheduler:
+    """Generates the answers to all requests in a thread, those of up to `batch` requests together.
+
+    loaded: the model that answers. batch: the most active requests. queue: the most requests that wait.
+    active, waiting: the requests that are answered, and those that wait.
+    """
+
     def __init__(self, loaded: Loaded, batch: int, queue: int) -> None:
         self.loaded, self.batch, self.queue = loaded, batch, queue
         self.waiting: deque[Request] = deque()
@@ -48,10 +59,11 @@ class Scheduler:
         self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
 
     def start(self) -> None:
+        """Start the thread."""
         self._thread.start()
 
     def stop(self, seconds: float = 10.0) -> None:
-        """End all requests with the reason "stopped", and the thread."""
+        """End all requests with the reason "stopped", and the thread. seconds: the longest wait for it."""
         with self._changed:
             self._stopping = True
             self._changed.notify()
@@ -59,19 +71,20 @@ class Scheduler:
 
     @property
     def alive(self) -> bool:
+        """Whether the thread runs."""
         return self._thread.is_alive()
 
     def replace(self, loaded: Loaded) -> None:
-        """Answer later requests with another model."""
+        """Answer later requests with the model `loaded`; active ones keep theirs."""
         with self._changed:
             self.loaded = loaded
 
     def submit(self, loaded: Loaded, prompt: Sequence[int], sampling: Sampling, deliver: Deliver) -> Request:
         """Queue a request for an answer of the model `loaded` to `prompt`, token ids; returns the request.
 
-        deliver: called as deliver(new token ids, reason) from the scheduler's thread. reason is None until
-        the answer ends; then it is stop, length, stopped, MEMORY or error. Raises QueueFullError, or
-        ContextOverflowError if the prompt is too long.
+        sampling: how tokens are drawn. deliver: called as deliver(new token ids, reason) from the scheduler's
+        thread. reason is None until the answer ends; then it is stop, length, stopped, MEMORY or error.
+        Raises QueueFullError, or ContextOverflowError if the prompt is too long.
         """
         request = Request(loaded, loaded.engine.start(prompt, sampling), deliver)
         with self._changed:

@@ -26,9 +26,11 @@ GRACE_SECONDS = 10  # for answers that are in progress at SIGTERM
 
 
 class Follower(threading.Thread):
-    """Loads each new checkpoint of a run while the server answers.
+    """A thread that loads each new checkpoint of a run while the server answers.
 
-    A checkpoint that cannot be loaded is reported once and skipped.
+    scheduler: gets each new model. run_dir: of the run. dtype: format of the weights, as for `set_format`.
+    seconds: between two looks at the directory. A checkpoint that cannot be loaded is reported once and
+    skipped.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def run(args: argparse.Namespace) -> int:
+    """`serve`: answer requests until SIGTERM or Ctrl-C; returns the exit code. args: the parsed options."""
     if args.follow and args.run_dir is None:
         raise ConfigError("--follow needs --run-dir: a checkpoint alone does not change.")
     for name, least in (("queue", 0), ("batch", 1)):

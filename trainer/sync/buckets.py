@@ -21,8 +21,8 @@ from trainer.sync.mode import SyncMode
 class OwnerMode(SyncMode):
     """The base of modes in which each Muon matrix has an owner rank, assigned by cost and speed.
 
-    _parts: rank -> the matrices that it owns. _replicated: the other parameters, which all ranks step.
-    Both are equal on every rank.
+    group: the ranks. model, optimizer: of this rank. For subclasses, `_parts` is {rank: the matrices that it
+    owns}, and `_replicated` has the other parameters, which all ranks step. Both are equal on every rank.
     """
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
@@ -42,7 +42,7 @@ class OwnerMode(SyncMode):
 def add_only_active_rows(model: nn.Module) -> None:
     """Make backward add only the active rows to the gradients of embeddings, instead of whole tables.
 
-    `.grad` of the embeddings must exist and be dense, as after `flatten_gradients`.
+    model: its embeddings must have a dense `.grad`, as after `flatten_gradients`.
     """
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -70,7 +70,8 @@ def add_rows_deterministically(table: Tensor) -> None:
 def assign_owners(costs: Sequence[float], world_size: int, speeds: Sequence[float] = ()) -> list[int]:
     """Assign pieces of work to ranks: the most expensive first, each to the rank that would finish it first.
 
-    costs: one per piece. speeds: relative, by rank; empty: all equal. Returns the owner rank of each piece.
+    costs: of each piece. world_size: number of ranks. speeds: relative, by rank; empty: all equal. Returns
+    the owner rank of each piece.
     """
     owners = [0] * len(costs)
     load = [0.0] * world_size

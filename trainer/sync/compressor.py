@@ -34,11 +34,11 @@ class Compressor(Protocol):
 
 
 def make_compressor(bits: int, topk: int = 0, sizes: Sequence[int] = ()) -> Compressor:
-    """The compressor with `bits` per sent value, for tensors of `sizes` values, one after the other.
+    """The compressor for tensors that are sent together, one after the other in a flat tensor.
 
-    topk: values sent of each 4,096; 0: all. With 2 bits or top-k, tensors of fewer than SMALL values are
-    copied unchanged: a scalar would share its levels with a thousand times smaller values beside it. Raises
-    ValueError for other bits than those of Quantizer.
+    bits: of a sent value, 2, 4, 8 or 32. topk: values sent of each 4,096; 0: all. sizes: number of values of
+    each tensor. With 2 bits or top-k, tensors of fewer than SMALL values are copied unchanged: a scalar would
+    share its levels with a thousand times smaller values beside it. Raises ValueError for other bits.
     """
     quantizer = Quantizer(bits)
     compressor: Compressor = TopK(topk, quantizer) if topk else quantizer
@@ -49,7 +49,8 @@ def make_compressor(bits: int, topk: int = 0, sizes: Sequence[int] = ()) -> Comp
 class ExceptSmall:
     """Packs tensors of at least SMALL values with `compressor`; smaller ones follow, copied unchanged.
 
-    sizes: the number of values of each tensor, in the order in which they follow each other in a flat tensor.
+    compressor: for the large tensors. sizes: the number of values of each tensor, in the order in which they
+    follow each other in a flat tensor.
     """
 
     def __init__(self, compressor: Compressor, sizes: Sequence[int]) -> None:

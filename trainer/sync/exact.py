@@ -27,21 +27,28 @@ from trainer.sync.row_shards import BLOCK_ROWS, RowShards
 class Bucket:
     """Gradients that are sent together: those of lm_head, or of the matrices of one layer and owner rank.
 
-    owner: None for lm_head, whose rows have several.
+    parameters: those of the bucket. gradients: flat; the parameters' gradients are its pieces.
+    owner: the rank that owns the matrices; None for lm_head, whose rows have several owner ranks.
+    weights: flat, of matrices with an owner rank; the parameters are its pieces.
+    unfinished: parameters whose gradients the last backward has not finished yet.
+    pending: transfers that are in flight.
     """
 
     parameters: list[nn.Parameter]
-    gradients: Tensor  # flat; the parameters' gradients are its pieces
+    gradients: Tensor
     owner: int | None = None
-    weights: Tensor = field(default_factory=lambda: torch.empty(0))  # flat; of matrices with an owner rank
+    weights: Tensor = field(default_factory=lambda: torch.empty(0))
     unfinished: int = 0
     pending: list[Pending] = field(default_factory=list)
 
 
 class Exact(OwnerMode):
-    """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks."""
+    """Sends active rows of embeddings, and buckets of other gradients, in the same order on all ranks.
 
-    row_dtype: torch.dtype | None = None  # of the gradients of embeddings on the network; None: as they are
+    row_dtype: number format of the gradients of embeddings on the network; None: that of the tables.
+    """
+
+    row_dtype: torch.dtype | None = None
 
     def __init__(self, group: Collectives, model: nn.Module, optimizer: MuonAdamW) -> None:
         super().__init__(group, model, optimizer)

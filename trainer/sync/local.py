@@ -56,8 +56,9 @@ COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed v
 class Outer:
     """The settings of `sync=local`: those of RunConfig that start with local_, without this prefix.
 
-    steps: from one sync round of a fragment to the next. lr, momentum: of the outer step. bits: of a value
-    that is sent. topk: values sent of each 4,096; 0: all. delay: steps that overlap with a sync round.
+    steps: from one sync round of a fragment to the next. delay: steps that overlap with a sync round.
+    lr, momentum: of the outer step.
+    bits: of a value that is sent. topk: values sent of each 4,096; 0: all.
     """
 
     steps: int = 30
@@ -74,6 +75,7 @@ class Outer:
 
     @classmethod
     def of(cls, config: RunConfig) -> Outer:
+        """The settings of local in `config`."""
         return cls(
             steps=config.local_steps,
             lr=config.local_lr,
@@ -85,17 +87,29 @@ class Outer:
 
 
 class SyncRound(NamedTuple):
-    """A sync round in flight: the transfer of the pseudo-gradients of one fragment."""
+    """A sync round in flight: the transfer of the pseudo-gradients of one fragment.
+
+    started_at: the step after which it was started.
+    sent_parameters: for each parameter, the values that the outer step replaces in the parameters of this
+        rank.
+    rows: of an embedding, int64, the rows that are sent; None: all values.
+    decay: weight decay, as a factor, of a row without tokens.
+    table: packed pseudo-gradients, uint8, (world_size, bytes).
+    pending: waits for the transfer.
+    """
 
     started_at: int
-    sent_parameters: list[Tensor]  # what the outer step replaces in the parameters of this rank
+    sent_parameters: list[Tensor]
     rows: Tensor | None
-    decay: float  # factor on a row without tokens
-    table: Tensor  # (world_size, bytes)
+    decay: float
+    table: Tensor
     pending: Pending
 
     def common_state(self) -> ParameterState:
-        """The state that is equal on all ranks, for a checkpoint. The transfer must be complete."""
+        """The state that is equal on all ranks, for a checkpoint: {name: tensor}.
+
+        The transfer must be complete.
+        """
         state = {
             f"{ROUND}step": torch.tensor(self.started_at),
             f"{ROUND}kept": torch.tensor(self.decay, dtype=torch.float64),
@@ -105,7 +119,10 @@ class SyncRound(NamedTuple):
 
     @classmethod
     def from_state(cls, state: ParameterState, sent_parameters: list[Tensor]) -> SyncRound:
-        """Rebuild a round from its `common_state`. Its transfer is complete; its outer step is not taken."""
+        """Rebuild a round from its `common_state`. Its transfer is complete; its outer step is not taken.
+
+        state: the result of `common_state`. sent_parameters: as the field.
+        """
         device = sent_parameters[0].device
         rows = state.get(f"{ROUND}rows")
         return cls(
@@ -119,7 +136,14 @@ class SyncRound(NamedTuple):
 
 
 class Fragment:
-    """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest."""
+    """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest.
+
+    parameters: {name: parameter}. outer: settings of local. sync_at: step at which its rounds are due.
+        of_rows: whether it is an embedding, of which only some rows are sent.
+    Attributes: `outer`, `momentum` and `error` have the outer parameters, their momentum and the error
+    feedback, one tensor for each parameter; `synced_at` is the step of its last round, `tokens` those of this
+    rank since then.
+    """
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter], outer: Outer, sync_at: int, of_rows: bool
@@ -148,10 +172,10 @@ class Fragment:
         return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
 
     def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:
-        """The outer parameters minus `sent`, the flat pseudo-gradients, as new tensors.
+        """The outer parameters minus the pseudo-gradients `sent`, as new tensors.
 
-        rows: of an embedding, the rows that `sent` has; the other rows get the weight decay since the last
-        round. None: `sent` has all values.
+        sent: flat. rows: of an embedding, the rows that `sent` has; the other rows get the weight decay since
+        the last round. None: `sent` has all values.
         """
         values = [outer.clone() for outer in self.outer]
         if rows is not None:
@@ -161,7 +185,10 @@ class Fragment:
 
 
 class Local(SyncMode):
-    """Steps the parameters of this rank locally, and the outer parameters in sync rounds of all ranks."""
+    """Steps the parameters of this rank, and the outer parameters in sync rounds of all ranks.
+
+    group: the ranks. model, optimizer: of this rank. outer: settings of local; None: the defaults.
+    """
 
     def __init__(
         self, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
@@ -320,6 +347,12 @@ class Local(SyncMode):
                 p.data, fragment.outer[i] = fragment.outer[i], p.data
 
     def common_state(self) -> dict[str, ParameterState]:
+        """See SyncMode.
+
+        State of a parameter: momentum (outer), `met_at` (step of the last sync round), and those below. Of an
+        embedding: `touched_at` (for each row, the step at which it was active) and `kept` (decay of a row
+        without tokens). Of a round in flight: the state of the round (`SyncRound.common_state`).
+        """
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
             for name, momentum in zip(fragment.names, fragment.momentum, strict=True):
@@ -334,6 +367,11 @@ class Local(SyncMode):
         return states
 
     def rank_state(self) -> dict[str, Tensor]:
+        """See SyncMode. {KIND/PARAMETER: tensor}, with these kinds:
+
+        here: the parameter of this rank. tokens: tokens of this rank since the last sync round.
+        error: error feedback, if there is a buffer for it. sent: the values sent to a round in flight.
+        """
         tensors: dict[str, Tensor] = {}
         for fragment in self._fragments:
             for name, value in zip(fragment.names, fragment.outer, strict=True):

@@ -80,21 +80,24 @@ class SyncMode(Protocol):
         return nullcontext()
 
     def common_state(self) -> dict[str, ParameterState]:
-        """The state of the mode that is equal on all ranks, by parameter name, for a checkpoint.
+        """The state of the mode that is equal on all ranks: {parameter name: {name: tensor}}.
 
-        All ranks call it, within `shared_parameters`. It waits for transfers in flight and includes them.
+        It is for a checkpoint. All ranks call it, within `shared_parameters`. It waits for transfers in
+        flight and includes them.
         """
         return {}
 
     def rank_state(self) -> dict[str, Tensor]:
-        """The state of the mode that differs between ranks, for a checkpoint; {} if ranks are equal.
+        """The state of the mode that differs between ranks: {name: tensor}; {} if ranks are equal.
 
-        Call it within `shared_parameters`. The state of the optimizer is not included.
+        It is for a checkpoint. Call it within `shared_parameters`. The state of the optimizer is not
+        included.
         """
         return {}
 
     def load(self, step: int, common: Mapping[str, ParameterState], own: Mapping[str, Tensor]) -> None:
-        """Restore the mode as it was after `step`, from results of `common_state` and `rank_state`.
+        """Restore the mode as it was after `step`.
 
-        The model holds the shared parameters; a rank whose `own` is empty continues from them.
+        common, own: results of `common_state` and `rank_state` then. The model holds the shared parameters; a
+        rank whose `own` is empty continues from them.
         """

@@ -19,9 +19,10 @@ from trainer.sync.mode import SyncMode
 def make_sync(
     mode: str, group: Collectives, model: nn.Module, optimizer: MuonAdamW, outer: Outer | None = None
 ) -> SyncMode:
-    """Create the sync mode named `mode` for the parameters of `model`; `outer` configures local.
+    """Create the sync mode named `mode` for the parameters of `model`. With one rank, fast is exact.
 
-    With one rank, fast is exact. Raises ConfigError for an unknown name.
+    group: the ranks. optimizer: steps the parameters. outer: settings of local; None: the defaults. Raises
+    ConfigError for an unknown name.
     """
     if mode == "local":
         return Local(group, model, optimizer, outer)

@@ -20,7 +20,10 @@ FITS = 4  # iterations of Lloyd's algorithm; further ones change the squared err
 
 
 class Quantizer:
-    """Packs a flat tensor of floats into bytes. With 32 bits the values are copied unchanged."""
+    """Packs a flat tensor of floats into bytes.
+
+    bits: of a value, 2, 4 or 8; with 32 the values are copied unchanged.
+    """
 
     def __init__(self, bits: int) -> None:
         if bits not in BITS:

@@ -27,9 +27,10 @@ REFRESHED_ROWS = 8192  # rows of a table that are broadcast at a time
 
 
 class RowShards:
-    """The embedding tables of a model, (V, D) each with the same V, of which this rank owns some rows.
+    """The embedding tables of a model, sharded by rows over the ranks.
 
-    transfer_dtype: of gradients on the network; None for that of the tables.
+    group: the ranks. tables: the parameters, (V, D) each with the same V. optimizer: keeps the state of this
+    rank's rows. transfer_dtype: number format of gradients on the network; None for that of the tables.
     """
 
     def __init__(
@@ -119,7 +120,10 @@ class RowShards:
         )
 
     def step(self, tokens: int) -> None:
-        """Wait for the gradients, add them in rank order, divide by `tokens` and step the own rows."""
+        """Wait for the gradients, add them in rank order, divide by `tokens` and step the own rows.
+
+        tokens: of the step, over all ranks.
+        """
         self._group.wait([self._pending])
         active = torch.cat(self._requests).unique()
         parts = list(self._received.split([len(rows) for rows in self._without_own(self._requests)]))

@@ -22,7 +22,10 @@ CHUNK = 4096  # values of which the k largest are sent
 
 
 class TopK:
-    """Packs the k values of the largest magnitude in each chunk; all others are unpacked as 0."""
+    """Packs the k values of the largest magnitude in each chunk; all others are unpacked as 0.
+
+    k: below CHUNK. quantizer: packs the values that are kept.
+    """
 
     def __init__(self, k: int, quantizer: Quantizer) -> None:
         if not 0 < k < CHUNK:

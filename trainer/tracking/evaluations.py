@@ -28,7 +28,11 @@ SENT = ("eval.json", "core.csv")
 
 
 def figures(parts: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of the parts of eval.json, by their names on the server: nanochat's, and eval/bpb."""
+    """The metrics of an evaluation by their names on the server: {metric: value}.
+
+    parts: those of eval.json, with bpb, core and chat, each if it was evaluated. Metrics: eval/bpb,
+    core_metric, chatcore_metric and chatcore/TASK.
+    """
     found = {}
     if bpb := parts.get("bpb"):
         found["eval/bpb"] = float(bpb["val_bpb"])
@@ -41,9 +45,10 @@ def figures(parts: Mapping[str, Any]) -> dict[str, float]:
 
 
 def send(checkpoint: Path, out: Path, parts: Mapping[str, Any], uri: str) -> str:
-    """Send figures and files of an evaluation; returns a line for the log. A failure of the server is a line.
+    """Send figures and files of an evaluation to the run of the checkpoint; returns a line for the log.
 
-    out: the folder with eval.json. parts: its results.
+    checkpoint: its directory. out: the folder with eval.json. parts: its results by part. uri: of the MLflow
+    server. After a failure of the server, the line reports it.
     """
     run_dir = checkpoint.absolute().parent.parent
     if not is_server(uri):

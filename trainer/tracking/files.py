@@ -31,9 +31,11 @@ KEPT_AT_THE_END = (FACTS, METRICS, SYSTEM, "run.json", "outcome.json", "sample.t
 
 @dataclass(frozen=True)
 class Facts:
-    """The content of facts.json: run_id, digest of the configuration; experiment, params and tags for MLflow.
+    """The content of facts.json, by which an MLflow server knows the run.
 
-    run_id and digest together identify a run.
+    run_id: name of the run. digest: of its configuration. Both together identify a run.
+    params, tags: {name: text} for MLflow (see `facts_of`).
+    experiment: name of the MLflow experiment.
     """
 
     run_id: str
@@ -43,6 +45,7 @@ class Facts:
     experiment: str = EARLIER_EXPERIMENT
 
     def save(self, run_dir: Path) -> None:
+        """Write facts.json to the run directory."""
         write_json(run_dir / FACTS, asdict(self))
 
     @classmethod
@@ -61,11 +64,14 @@ class Facts:
 class Cursor:
     """The content of tracker.json: which figures and files of a run the server has received.
 
-    steps: {metric: its last step that was sent}. artifacts: {file: size and time of the file that was
-    sent}. A resumed run repeats steps and writes equal figures for them; the sender does not send these
-    again, because MLflow cannot delete points. Earlier releases sent figures by their names in
-    metrics.jsonl: if a run of theirs is sent again, the server has its earlier points under those names and
-    all points under the present ones.
+    uri: of the server. run_id, digest: of the run. mlflow_run: MLflow's id of the run; "" before it is known.
+    steps: {metric: its last step that was sent}.
+    artifacts: {file: size and time of the file that was sent}.
+    status: the final status that was sent; "" before.
+    A resumed run repeats steps and writes equal figures for them; the sender does not send these again,
+    because MLflow cannot delete points. Earlier releases sent figures by their names in metrics.jsonl: if a
+    run of theirs is sent again, the server has its earlier points under those names and all points under the
+    present ones.
     """
 
     uri: str
@@ -78,7 +84,10 @@ class Cursor:
 
     @classmethod
     def load(cls, run_dir: Path, uri: str, facts: Facts) -> Cursor:
-        """Read tracker.json; returns a new cursor if it is missing, damaged or of another server or run."""
+        """Read tracker.json; returns a new cursor if it is missing, damaged or of another server or run.
+
+        run_dir: has the file. uri: of the server. facts: of the run.
+        """
         new = cls(uri, facts.run_id, facts.digest)
         try:
             old = cls(**json.loads((run_dir / CURSOR).read_text(encoding="utf-8")))
@@ -87,10 +96,14 @@ class Cursor:
         return old if (old.uri, old.run_id, old.digest) == (uri, facts.run_id, facts.digest) else new
 
     def save(self, run_dir: Path) -> None:
+        """Write tracker.json to the run directory."""
         write_json(run_dir / CURSOR, asdict(self))
 
     def new_points(self, line: Mapping[str, Any]) -> dict[str, float]:
-        """The figures of a parsed line that were not sent yet: {metric: value}. line: of metrics.jsonl."""
+        """The figures of a line that were not sent yet: {metric: value}.
+
+        line: parsed line of metrics.jsonl, with step, time and figures.
+        """
         figures = {
             metric_of(name): float(value)
             for name, value in line.items()
@@ -106,7 +119,11 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, last_step: float = math.inf) -> None:
-        """Open the file and drop its lines after `last_step`, because a resumed run repeats these steps."""
+        """Open the file `path` to append lines.
+
+        last_step: later lines are dropped, because a resumed run repeats these steps. The attribute
+        `last_step` is the step of the last line; -1 without one.
+        """
         self.last_step = -1
         temporary = path.with_name(f".{path.name}.tmp")
         with open(temporary, "wb") as kept:
@@ -120,7 +137,10 @@ class JsonLines:
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - open as long as the run
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Append a line with step, `values` and time. A value that is not finite becomes null."""
+        """Append a line of JSON. A value that is not finite becomes null.
+
+        step: number of the step. values: {figure: value}. time: Unix time.
+        """
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self.append(json.dumps({"step": step, **figures, "time": time}).encode() + b"\n", step)
 
@@ -166,7 +186,10 @@ def read_lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def parse(raw: bytes) -> dict[str, Any] | None:
-    """Parse a line. None if it is incomplete or not a JSON object with the numbers step and time."""
+    """Parse a line: {"step", "time", figures by name}.
+
+    None if it is incomplete or not a JSON object with the numbers step and time.
+    """
     try:
         line = json.loads(raw) if raw.endswith(b"\n") else None
     except ValueError:

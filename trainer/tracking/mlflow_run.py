@@ -39,10 +39,17 @@ class RefusedError(Exception):
 
 
 class MlflowRun:
-    """The MLflow run of `facts` on the server at `uri`. Methods raise exceptions if the server fails."""
+    """A run on an MLflow server. Methods raise exceptions if the server fails.
+
+    id: MLflow's id of the run; "" before `open` has found or created it.
+    """
 
     def __init__(self, uri: str, facts: Facts, mlflow_run: str = "", patience: float = 60.0) -> None:
-        """mlflow_run: MLflow's id of the run, if known. patience: seconds that a request may take in all."""
+        """Prepare the connection; nothing is sent before `open`.
+
+        uri: of the server. facts: of the run. mlflow_run: MLflow's id of the run; "" if unknown. patience:
+        seconds that a request may take in all.
+        """
         os.environ["MLFLOW_HTTP_REQUEST_TIMEOUT"] = str(max(1, round(patience)))
         os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] = "0"
         os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -55,7 +62,7 @@ class MlflowRun:
         self._experiment = ""
 
     def open(self, running: bool) -> None:
-        """Find or create the run on the server; with `running`, set its status to RUNNING.
+        """Find or create the run on the server. running: whether to set its status to RUNNING.
 
         Raises RunLostError if the server no longer has the run of the id that was given.
         """
@@ -72,7 +79,10 @@ class MlflowRun:
         self._describe(found.data.params, found.data.tags)
 
     def last_steps(self, left_out: str) -> dict[str, int]:
-        """The last step of each metric that the server has, except of those that begin with `left_out`."""
+        """{metric: its last step} of the metrics that the server has.
+
+        left_out: metrics whose names begin with this text are left out.
+        """
         names = list(self._ask(self._client.get_run, self.id).data.metrics)
         histories = {
             name: self._ask(self._client.get_metric_history, self.id, name)
@@ -88,17 +98,24 @@ class MlflowRun:
         return f"{shown_uri(server)}/#/experiments/{self._experiment}/runs/{self.id}"
 
     def log(self, points: Sequence[Point]) -> None:
-        """Send at most BATCH_METRICS figures. Raises RunLostError or RefusedError."""
+        """Send figures, BATCH_METRICS at most. Raises RunLostError or RefusedError.
+
+        points: (metric, value, Unix time, step) each.
+        """
         from mlflow.entities import Metric
 
         metrics = [Metric(name, value, round(at * 1000), step) for name, value, at, step in points]
         self._ask(self._client.log_batch, self.id, metrics=metrics, synchronous=True)
 
     def put(self, path: Path, folder: str) -> None:
-        """Send a file as an artifact into `folder` of the run's artifacts; "" is the top folder."""
+        """Send the file `path` as an artifact.
+
+        folder: its folder among the run's artifacts; "" is the top folder.
+        """
         self._ask(self._client.log_artifact, self.id, str(path), folder or None)
 
     def end(self, status: str) -> None:
+        """Set the final status of the run, such as FINISHED."""
         self._ask(self._client.set_terminated, self.id, status=status)
 
     def _find_or_create(self) -> Any:

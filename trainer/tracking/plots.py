@@ -64,7 +64,7 @@ Series = dict[str, tuple[list[int], list[float]]]
 
 
 def read_series(path: Path) -> Series:
-    """Read metrics.jsonl: name of a figure -> (steps, values), fewer than 2 * POINTS points each."""
+    """Read metrics.jsonl: {figure: (steps, values)}, fewer than 2 * POINTS points each. path: of the file."""
     counts: Counter[str] = Counter()
     for _, line in files.read_lines(path):
         counts.update(line.keys())

@@ -27,25 +27,31 @@ SMOOTHING = 0.1  # weight of the newest step in the average share of sync, and i
 class StepCost(NamedTuple):
     """Constants of a run from which its FLOPs, their rate and passes over the dataset are computed.
 
-    gemm_rate: the sum of the GEMM rates of all ranks in FLOP/s; None if one was not measured.
+    flops_per_token: of forward and backward. gemm_rate: sum of the GEMM rates of all ranks in FLOP/s; None if
+    one was not measured. train_rows: rows of the training data.
     """
 
     flops_per_token: int
     gemm_rate: float | None
-    train_rows: int  # of the dataset
+    train_rows: int
 
 
 class Reporter:
-    """Reports the figures of an attempt on this rank. `begin` sets plan and cost.
+    """Reports the figures of an attempt on this rank to run status, outcome, tracker and log.
 
-    Rank 0 has a tracker and logs evaluations (`is_main`). With coordinator_failover all ranks have a tracker.
+    plan, cost: of the run; set by `begin`. train_state: its progress.
+    tracker: on rank 0, with coordinator_failover on all ranks; else None. is_main: whether this is rank 0.
+    durations: seconds of this attempt's steps. prediction: of the placement, or None.
     """
 
     plan: Plan
     cost: StepCost
 
     def __init__(self, run_status: RunStatus, attempt: Attempt, log: RunLogger, routine: bool = True) -> None:
-        """routine: whether this rank logs steps; one rank per host does so."""
+        """Report for this rank. run_status, attempt, log: of the rank.
+
+        routine: whether this rank logs steps; one rank per host does so.
+        """
         self.run_status, self.attempt, self.log, self.routine = run_status, attempt, log, routine
         self.tracker: Tracker | None = None
         self.is_main = False
@@ -81,7 +87,7 @@ class Reporter:
         return (self.plan.num_iterations - self.train_state.step) * self.typical
 
     def begin(self, plan: Plan, train_state: TrainState, cost: StepCost) -> None:
-        """Begin to report after the setup: set plan, train state and cost of a step."""
+        """Begin to report after the setup. plan, train_state, cost: of the run; the fields of these names."""
         self.plan, self.train_state, self.cost = plan, train_state, cost
         self.attempt.update(num_iterations=plan.num_iterations)
         # Without the loss, which shows that this attempt has made a step.
@@ -204,7 +210,10 @@ class Reporter:
         self.log.info(f"About {duration(seconds)} for the {counted(left, 'step')} left, until {at}.")
 
     def evaluation(self, bpb: float, loss: float) -> bool:
-        """Report an evaluation: bits per byte, nats per token. Returns whether bpb is the best so far."""
+        """Report an evaluation. bpb: bits per byte. loss: nats per token.
+
+        Returns whether bpb is the best so far.
+        """
         train_state = self.train_state
         train_state.val_bpb, train_state.val_bpb_step = bpb, train_state.step
         is_best = train_state.best_val_bpb is None or bpb < train_state.best_val_bpb
@@ -222,7 +231,10 @@ class Reporter:
         return is_best
 
     def core(self, metric: float, table: str, text: str) -> None:
-        """Report an evaluation of CORE to tracker and log: the metric, a table for a file, and a text."""
+        """Report an evaluation of CORE to tracker and log.
+
+        metric: the CORE metric. table: its tasks as CSV, for a file. text: for the log.
+        """
         step = self.train_state.step
         if self.tracker is not None:
             self.tracker.step(step, {"core_metric": metric})
@@ -239,7 +251,10 @@ class Reporter:
         self.log.info(f"sample: {visible}", extra=fields("sample", step=self.train_state.step, sample=text))
 
     def shares(self, shares: Sequence[int], reason: str = "") -> None:
-        """Report the batch split, as rows per rank; log it if `reason` explains a change."""
+        """Report the batch split. shares: rows per rank.
+
+        reason: why it has changed, which is logged; "": it has not.
+        """
         self.run_status.update(shares=list(shares))
         if self.tracker is None:
             return
@@ -250,7 +265,10 @@ class Reporter:
             self.log.info(f"step {step}: {reason}", extra=fields("shares", step=step, shares=list(shares)))
 
     def members(self, hosts: int, ranks: int) -> None:
-        """Report the hosts and ranks of an elastic run after a change, and forget the seconds of steps."""
+        """Report the members of an elastic run after a change, and forget the seconds of steps.
+
+        hosts, ranks: their numbers.
+        """
         self.durations.clear()
         if self.tracker is not None:
             self.tracker.step(self.train_state.step, {"hosts": float(hosts), "ranks": float(ranks)})

@@ -61,11 +61,16 @@ Report = Callable[[dict[str, Any]], None]  # handles a message, as above
 class Sender:
     """Sends the figures and files of a run directory that the server lacks.
 
-    Methods raise exceptions if the server fails. A later call then sends what is still missing.
+    run_dir: of the run. facts, cursor: contents of its facts.json and tracker.json. Methods raise exceptions
+    if the server fails. A later call then sends what is still missing.
     """
 
     def __init__(self, run_dir: Path, uri: str, patience: float, report: Report) -> None:
-        """patience: seconds that a request may take, and from which on a lag is reported."""
+        """Read facts.json and tracker.json in `run_dir`.
+
+        uri: of the server. patience: seconds that a request may take, and from which on a lag is reported.
+        report: called with each message, a dict as at the top of this file.
+        """
         self.run_dir, self.uri, self.report = run_dir, uri, report
         self.facts = Facts.load(run_dir)
         self.cursor = Cursor.load(run_dir, shown_uri(uri), self.facts)
@@ -81,9 +86,9 @@ class Sender:
         self._system = NewLines(self.run_dir / files.SYSTEM)
 
     def open(self, running: bool) -> MlflowRun:
-        """Find or create the run on the server. Raises RunLostError if the server has lost it.
+        """Find or create the run on the server. running: whether to set its status to RUNNING.
 
-        running: set its status to RUNNING.
+        Raises RunLostError if the server has lost the run.
         """
         if self._run is None:
             run = MlflowRun(self.uri, self.facts, self.cursor.mlflow_run, self._patience)
@@ -109,7 +114,8 @@ class Sender:
     def finish(self, outcome: str | None) -> None:
         """Send the rest at the end of a run: figures, final status, plots and files.
 
-        outcome: from outcome.json, None if there is none. If it is retryable, the next attempt sends files.
+        outcome: from outcome.json; None if there is none. If it is retryable, the files are left for the next
+        attempt.
         """
         self._recreate_if_lost(lambda: self._finish(outcome))
 
@@ -210,9 +216,10 @@ class Sender:
 
 
 def follow(run_dir: Path, uri: str, patience: float, messages: IO[str]) -> int:
-    """Send new figures until rank 0 reports the outcome or dies. Returns 0 if the server has everything.
+    """Send new figures until rank 0 reports the outcome or dies.
 
-    messages: the pipe to rank 0, for the JSON lines above.
+    Returns 0 if the server has everything, else 1. run_dir, uri, patience: as for Sender. messages: the pipe
+    to rank 0, for the JSON lines above.
     """
 
     def report(message: dict[str, Any]) -> None:
@@ -274,7 +281,11 @@ def _prepare_plots() -> None:
 
 
 class OutcomeReader:
-    """Reads the outcome from standard input. `ended` is true once rank 0 has sent it or has died."""
+    """Reads the outcome of the run from standard input.
+
+    ended: whether rank 0 has sent it or has died. outcome: finished, stopped, retryable or final; None if
+    rank 0 has died or it has not come yet.
+    """
 
     def __init__(self) -> None:
         self.ended = False
@@ -299,6 +310,7 @@ def exit_after(seconds: float) -> None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the subcommand `track` to `parser`."""
     parser.add_argument(
         "--run-dir", type=Path, required=True, metavar="DIR", help="directory with the files of the run"
     )

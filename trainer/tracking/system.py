@@ -23,7 +23,10 @@ NOT_AVAILABLE = (OSError, RuntimeError, NotImplementedError, AttributeError, Val
 
 
 class SystemSampler:
-    """A thread that writes a sample to system.jsonl every `every_seconds`, and once more in `close`."""
+    """A thread that writes a sample of the system metrics to system.jsonl every `every_seconds`.
+
+    run_dir: has the file. `close` writes one more sample.
+    """
 
     def __init__(self, run_dir: Path, every_seconds: float = SAMPLE_SECONDS) -> None:
         self._run_dir, self._every = run_dir, every_seconds

@@ -30,9 +30,14 @@ def facts_of(
     host_facts: Sequence[Mapping[str, str]],
     more_tags: Mapping[str, str],
 ) -> Facts:
-    """The content of facts.json for this attempt. `hosts` and `host_facts` are by rank.
+    """The content of facts.json for this attempt.
 
-    hashes: of the data files, by name; more_tags: tags of the placement.
+    run_file, plan, model, rows: run file, plan, model and packed rows of the run.
+    config_digest: digest of its settings.
+    hashes: {name: digest} of its data.
+    hosts: of the ranks, in rank order. host_facts: {fact: text} of each rank.
+    more_tags: {tag: text} of the placement.
+    Settings and values derived from them become params; the rest becomes tags.
     """
     tokens, flops = plan.total_batch_size * plan.num_iterations, model.flops_per_token()
     derived: dict[str, Any] = {

@@ -40,14 +40,15 @@ Log = Callable[[str], None]
 
 
 class Tracker:
-    """Writes figures, samples and system metrics to the run directory; with a `uri`, runs the sender."""
+    """Writes figures, samples and system metrics to the run directory, and runs the sender."""
 
     def __init__(
         self, run_dir: Path, resume_step: int, facts: Facts, uri: str, log: Log, is_main: bool = True
     ) -> None:
-        """Write facts.json; drop the lines of metrics.jsonl after `resume_step`: their steps are repeated.
+        """Write facts.json; drop the lines of metrics.jsonl after `resume_step`, whose steps are repeated.
 
-        is_main: whether this rank is rank 0, which also measures the system.
+        run_dir: of the run. facts: content of facts.json. uri: of the MLflow server; "": no sender. log:
+        called with each message. is_main: whether this rank is rank 0, which also measures the system.
         """
         self._run_dir = run_dir
         facts.save(run_dir)
@@ -65,7 +66,7 @@ class Tracker:
             self._sender = SenderProcess(run_dir, uri, log)
 
     def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the figures of a step or of an evaluation to metrics.jsonl."""
+        """Append a line to metrics.jsonl. step: number of completed steps. values: {figure: value}."""
         self._metrics.write(step, values, time.time())
 
     @property
@@ -78,7 +79,10 @@ class Tracker:
         return b"".join(raw for raw, line in files.read_lines(self._path) if line["step"] > step)
 
     def add_lines(self, lines: bytes, until: int) -> None:
-        """Append lines of the metrics.jsonl of another host that follow the own ones, up to step `until`."""
+        """Append lines of another host's metrics.jsonl that follow the own ones.
+
+        lines: bytes of whole lines. until: the last step that is appended.
+        """
         last = self.last_step
         for raw in lines.splitlines(keepends=True):
             line = files.parse(raw)
@@ -90,7 +94,7 @@ class Tracker:
         self._write(files.SAMPLES, f"step_{step:06d}.txt", text.rstrip("\n") + "\n")
 
     def core(self, step: int, table: str) -> None:
-        """Write the accuracies of an evaluation of CORE after `step` to core/step_NNNNNN.csv."""
+        """Write the result of CORE after `step` to core/step_NNNNNN.csv. table: its tasks as CSV."""
         self._write(files.CORE, f"step_{step:06d}.csv", table)
 
     def _write(self, folder: str, name: str, text: str) -> None:
@@ -108,7 +112,8 @@ class Tracker:
 class SenderProcess:
     """Runs the sender process (trainer.tracking.sender) from a thread, and restarts it if it crashes.
 
-    Messages of the sender arrive through a separate pipe. Its other output goes to standard error.
+    run_dir: of the run. uri: of the server. log: called with each message. Messages of the sender arrive
+    through a separate pipe. Its other output is written to standard error.
     """
 
     def __init__(self, run_dir: Path, uri: str, log: Log) -> None:
