@@ -33,6 +33,7 @@ FIRST_TIMEOUT = timedelta(seconds=9)
 FIRST_NCCL_TIMEOUT = timedelta(seconds=60)  # to find and join all GPUs
 # Until steps are measured: loading a checkpoint, compiling, the first step of a slow host.
 UNMEASURED_TIMEOUT = timedelta(minutes=10)
+AGAIN_TIMEOUT = timedelta(seconds=20)  # to connect connected ranks once more; Gloo takes five times that
 CPU = torch.device("cpu")
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 CHUNK_BYTES = 32 * 2**20
@@ -372,7 +373,18 @@ class Collectives:
         if self.world_size == 1:
             return Channel(self, None)
         with self._peer_errors():
-            return Channel(self, dist.new_group(backend="gloo", group_desc=name))
+            return Channel(self, self.connect_again(name))
+
+    def connect_again(self, name: str, ranks: Sequence[int] | None = None) -> Any:
+        """A process group of torch.distributed beside this one, of `ranks`; None: of all. All ranks call it.
+
+        Connecting has the time-out AGAIN_TIMEOUT, so that it cannot hang: ranks of an elastic run then agree
+        on their members again. Its collectives have UNMEASURED_TIMEOUT. Raises RuntimeError.
+        """
+        made = dist.new_group(ranks, AGAIN_TIMEOUT, backend="gloo", group_desc=name)
+        if made is not dist.GroupMember.NON_GROUP_MEMBER:
+            dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)
+        return made
 
     # -- failures --------------------------------------------------------------------------------------
 

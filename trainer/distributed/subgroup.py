@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer.distributed.process_group import UNMEASURED_TIMEOUT, Collectives
+from trainer.distributed.process_group import Collectives
 
 
 class Subgroup:
@@ -40,7 +40,7 @@ class Subgroup:
         """
         ranks = sorted(members)
         try:
-            made = dist.new_group(ranks, UNMEASURED_TIMEOUT, backend="gloo", group_desc=name)
+            made = group.connect_again(name, ranks)
         except RuntimeError as error:
             raise group.peer_lost(error) from None
         return cls(group, made, members, source)
