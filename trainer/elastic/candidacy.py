@@ -75,12 +75,12 @@ class Candidacy:
         """
         self._env, self._run_file, self._path, self._log = env, run_file, run_dir / TERM, log
         hosts = len(env.addresses)
-        self.is_first = True  # whether the run had no coordinator before
+        self.is_first = True
         self.quorum = run_file.config.quorum(hosts)
         self._signer = Signer(read_secret(), run_file)
         self.election = Election(env.rank, hosts, self.quorum, read_term(self._path, run_file.hosts))
-        self.store: dist.TCPStore | None = None  # of this host, if it is the coordinator
-        self.electors: tuple[int, ...] = ()  # the hosts that had a connection to this one when it was elected
+        self.store: dist.TCPStore | None = None
+        self.electors: tuple[int, ...] = ()
         self._closed = threading.Event()
         self._server = self._open()
         for host in range(hosts):
@@ -186,10 +186,13 @@ class Candidacy:
                 f"{self._name(0)} does not answer at port {self._env.master_port}, and the run begins on it. "
                 "Is its unit active, and its port open to the other hosts? ansible-playbook doctor.yml"
             )
+        found = "all hosts answer, but a majority reaches none of them yet"
+        if absent:
+            port = self._env.master_port
+            found = f"{self._env.host} gets no answer from {', '.join(absent)} at port {port}"
         return (
-            f"No coordinator is elected: {self.quorum} of {len(self._env.addresses)} hosts are needed; "
-            f"{', '.join(absent) or 'none'} of them do not answer {self._env.host} at port "
-            f"{self._env.master_port}. The run continues by itself when enough hosts are back."
+            f"No coordinator is elected: {self.quorum} of {len(self._env.addresses)} hosts are needed, and "
+            f"{found}. The run continues by itself when enough hosts are back."
         )
 
     def _name(self, host: int) -> str:
