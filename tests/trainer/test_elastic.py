@@ -17,6 +17,8 @@ import pytest
 from conftest import losses
 from elastic_run import CALM, SLOW, STEPS, ElasticRun, check_losses
 
+from trainer.elastic.membership import LOST_STORE_SECONDS
+
 pytestmark = pytest.mark.processes
 
 Begin = Callable[..., ElasticRun]
@@ -103,7 +105,9 @@ def test_a_frozen_rank_is_left_behind_and_ends_when_it_wakes(
     run = elastic(3, snapshot_seconds=1)
     run.reach(15)
     run.processes[1].send_signal(signal.SIGSTOP)
+    frozen = time.monotonic()
     assert run.has_ranks(2) < 15
+    time.sleep(max(0.0, frozen + LOST_STORE_SECONDS + 1 - time.monotonic()))  # it was not the store
     run.processes[1].send_signal(signal.SIGCONT)
     end = run.finish(1)
     assert (end["outcome"], "silent" in end["reason"]) == ("retryable", True), end

@@ -301,8 +301,13 @@ class Membership:
                     store = None
 
         threading.Thread(target=ask, name="store", daemon=True).start()
+        looked = answered
         while not self._stopped.wait(WATCH_SECONDS):
-            if time.monotonic() - answered > LOST_STORE_SECONDS:
+            late = time.monotonic() - looked - WATCH_SECONDS
+            looked = time.monotonic()
+            if late > LATE_SECONDS:  # this process was frozen, or its host asleep: the store had no chance
+                answered = looked
+            if looked - answered > LOST_STORE_SECONDS:
                 end_process(Retryable(LOST_STORE))
                 return
 
