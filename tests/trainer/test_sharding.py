@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -106,3 +108,15 @@ def test_each_row_has_one_owner(world_size: int) -> None:
         tables = {"transformer.wte.weight", "value_embeds.1.weight", "lm_head.weight"}
         assert owned.keys() == tables
         assert all(sorted(rows) == list(range(320)) for rows in owned.values())
+
+
+@pytest.mark.parametrize("sync", ["dense", "exact", "fast"])
+def test_a_model_is_freed_with_its_sync_mode(sync: str) -> None:
+    """An elastic run builds both again after each change of its members."""
+    model = GPT(GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16))
+    optimizer = build_optimizer(model, **RATES)
+    mode = make_sync(sync, CountingGroup(0, 2), model, optimizer)
+    references = [weakref.ref(parameter) for parameter in model.parameters()]
+    del model, optimizer, mode
+    gc.collect()
+    assert not any(reference() is not None for reference in references)

@@ -9,7 +9,8 @@ weights while it steps the next layer. Of an embedding, only active rows are sen
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -71,7 +72,7 @@ class Exact(OwnerMode):
         self._buckets = [self._head, *self._layers]
         self._bucket_of = {p: bucket for bucket in self._buckets for p in bucket.parameters}
         for p in self._bucket_of:
-            p.register_post_accumulate_grad_hook(self._on_gradient)
+            p.register_post_accumulate_grad_hook(self._hook())
         self._next = len(self._buckets)  # the first bucket that is not sent; none may be sent yet
 
     def _make_layers(self, model: nn.Module) -> list[Bucket]:
@@ -124,8 +125,22 @@ class Exact(OwnerMode):
         while self._next < len(self._buckets):  # buckets with a parameter that got no gradient
             self._send_next()
 
+    def _hook(self) -> Callable[[nn.Parameter], None]:
+        """The hook on each accumulated gradient: `_on_gradient`.
+
+        It has a weak reference to this object, because torch keeps a hook from which its parameter can be
+        reached for ever, and with it the model.
+        """
+        on_gradient = weakref.WeakMethod(self._on_gradient)
+
+        def hook(parameter: nn.Parameter) -> None:
+            if call := on_gradient():
+                call(parameter)
+
+        return hook
+
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Hook on each accumulated gradient: in the last backward, send the buckets that are complete."""
+        """After each accumulated gradient: in the last backward, send the buckets that are complete."""
         if self._next == len(self._buckets):
             return
         self._bucket_of[parameter].unfinished -= 1
