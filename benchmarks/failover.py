@@ -24,10 +24,10 @@ from benchmarks.lab import machine
 from trainer.formatting import markdown_table
 
 RECORD = record.RECORDED / "failover.json"
-SETTINGS = {**elastic.SETTINGS, "elastic": "true", "save_minutes": 0.5}
+SETTINGS = {**elastic.SETTINGS, "elastic": "true"}
 HEAD = ("event at the coordinator", "next step after, s", "steps trained again", "all train after, s")
 WAIT_SECONDS = 240.0
-REPEATED_STEPS = 30  # about the most that an event repeats
+REPEATED_STEPS = 15  # about the most that an event repeats
 
 
 def status(lab: Lab) -> dict[str, Any]:
@@ -52,7 +52,6 @@ def measure(lab: Lab, name: str) -> dict[str, float]:
     coordinator = int(status(lab)["number"])
     watched = dataclasses.replace(lab, steps={}, changes=[], observer=1 if coordinator > 1 else 2)
     watched.read()
-    # Beyond all steps so far: a unit waits longer for each attempt that gets no further than an earlier one.
     goal = int(status(lab)["step"]) + CALM_STEPS + REPEATED_STEPS
     watched.wait(lambda: max((step for _, step in watched.steps), default=0) >= goal, f"calm before {name}")
     (event,) = (each for each in elastic.events(lab, coordinator) if each.name == name)
@@ -96,8 +95,8 @@ def block(content: Mapping[str, Any]) -> str:
         f"**Measured in containers on one machine** ({content['machine']}), {content['hosts']} hosts "
         f"(load of other programs before: {content['load']:g}): `{content['command']}`, commit "
         f"`{content['commit']}`, {content['date']}. Depth {settings['depth']}, "
-        f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, a checkpoint every "
-        f"{settings['save_minutes'] * 60:.0f} s. {counted}. A host that is frozen, cut off, "
+        f"{settings['total_batch_size']:,} tokens in a step, `sync={settings['sync']}`, "
+        f"`snapshot_seconds={settings['snapshot_seconds']}`. {counted}. A host that is frozen, cut off, "
         f"stopped or without power is there again after {content['away_seconds']:.0f} s; *all train after* "
         f"counts from then.\n\n{table(content)}"
     )
@@ -124,7 +123,6 @@ def main(argv: list[str] | None = None) -> int:
     try:
         names = [each.name for each in elastic.events(lab, 1)]
         found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-        time.sleep(60.0 * float(str(SETTINGS["save_minutes"])))  # until there is a checkpoint
         for repeat in range(args.repeats):
             for name in names:
                 try:

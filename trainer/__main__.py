@@ -162,12 +162,14 @@ def train(args: argparse.Namespace) -> int:
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
             log.info("Importing torch; after a reboot this may take a minute.")
-        from trainer.elastic.train import ElasticTrainer
+        from trainer.elastic.train import train_elastic
         from trainer.train import Trainer
 
-        kind = ElasticTrainer if run_file.config.elastic and env.world_size > 1 else Trainer
-        trainer = kind.create(run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint)
-        return trainer.run(args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", ""))
+        tracker_uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
+        of_run = run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint
+        if run_file.config.elastic and env.world_size > 1:
+            return train_elastic(*of_run, tracker_uri)
+        return Trainer(*of_run).run(tracker_uri)
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
 

@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from typing import Self
 
 import torch
 from torch import Tensor
@@ -84,23 +83,6 @@ class Trainer:
             run_dir / "checkpoints", data_dir / "tokenizer", self.config.keep_checkpoints, log.info
         )
         attempt.before_end = self._complete
-
-    @classmethod
-    def create(
-        cls,
-        run_file: RunFile,
-        data_dir: Path,
-        run_dir: Path,
-        env: RankEnv,
-        attempt: Attempt,
-        log: RunLogger,
-        from_checkpoint: Path | None = None,
-    ) -> Self:
-        """The trainer of this rank. In an elastic run, the hosts may elect a coordinator first.
-
-        Arguments: as for the class.
-        """
-        return cls(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
 
     def _run(self, tracker_uri: str) -> str:
         """Set up this rank, train, close; returns the closing sentence. Raises RunEnd."""

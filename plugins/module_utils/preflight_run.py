@@ -143,8 +143,13 @@ class Need:
         }
         if on_gpu:
             self.parts = {"Python, torch and CUDA": 5 * BASE_GIB}
-        self.copy_gb = self.checkpoint_gb if coordinates else 0.0
+        may_coordinate = coordinates or config.has_failover(world_size // ranks, ranks)
+        self.copy_gb = self.checkpoint_gb if may_coordinate else 0.0
         self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
+        if config.elastic and may_coordinate:  # trainer/elastic/snapshot.py
+            self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
+        elif config.elastic:
+            self.once["a copy of its part of the state"] = (self.checkpoint_gb - tables) / world_size
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB
 
@@ -153,9 +158,9 @@ class Need:
         """The memory in GiB that all ranks of the host need."""
         return self.ranks * sum(self.parts.values()) + sum(self.once.values())
 
-    def smaller(self, depth: int) -> Need:
-        """The need of the same run with another `depth`."""
-        return Need({**self.values, "depth": depth}, *self._others)
+    def with_(self, **values: Any) -> Need:
+        """The need of the same run with other `values`, {setting: value}."""
+        return Need({**self.values, **values}, *self._others)
 
     def described(self) -> str:
         """The parts of the needed memory in GiB as text, the largest first."""
@@ -181,12 +186,13 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
         has = "the host has" if limit == total else "the setting fleet_memory allows"
         problem = f"{subject} about {needed:.1f} GiB of memory on this host ({parts}); {has} {limit:.1f} GiB."
         # A run that is resumed keeps its depth.
-        smaller = [] if resumes else [d for d in range(1, depth) if need.smaller(d).memory_gb <= limit]
-        fix = (
-            f"repeat the command with -e depth={smaller[-1]}"
-            if smaller
-            else f"remove {host} from the inventory"
-        )
+        smaller = [] if resumes else [d for d in range(1, depth) if need.with_(depth=d).memory_gb <= limit]
+        if smaller:
+            fix = f"repeat the command with -e depth={smaller[-1]}"
+        else:
+            fix = f"remove {host} from the inventory"
+        if need.with_(coordinator_failover="false").memory_gb <= limit:
+            fix = "repeat the command with -e coordinator_failover=false: this host then keeps no copies"
         yield finding("NF401", host, problem, fix)
         return
     available = min(total, int(facts.get("available_kb") or facts["memory_kb"]) / 2**20)

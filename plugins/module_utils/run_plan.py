@@ -22,6 +22,7 @@ from ansible_collections.nanofleet.fleet.trainer.stages import SFT
 
 RESERVED = {"tracker", "serve", "none"}
 """Names that a run cannot have: nanofleet-tracker.service is the tracker's unit, for example."""
+FAILOVER_SETTINGS = ("elastic", "coordinator_failover")
 EVALUATION = "eval:"
 """Begins the name of the evaluation of a run, which is no run."""
 State = Mapping[str, Any]
@@ -118,7 +119,9 @@ def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
     """
     if not file:
         return False
-    config = trainer.RunConfig.load(file["config"])[0]
+    # Only these: a newer release may have written the file, with values that this one refuses.
+    needed = {name: value for name, value in file["config"].items() if name in FAILOVER_SETTINGS}
+    config = trainer.RunConfig.load(needed)[0]
     return bool(config.has_failover(len(file["hosts"]), nproc_per_node))
 
 

@@ -1,6 +1,7 @@
 """A rank with a fault planted: at a step, once it has its gradients, it burns, sleeps, fails or diverges.
 
-Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner.
+Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner;
+until the file exists that NANOFLEET_TEST_HURRY names.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or the copy of each file of a
 checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step
 that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip). Or, in
@@ -48,12 +49,13 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault == "slow":
         batch_split.WINDOW_STEPS, batch_split.REST_STEPS = 3, 6
-    sound = Trainer.forward_backward
+    sound, hurry = Trainer.forward_backward, os.environ.get("NANOFLEET_TEST_HURRY", "")
 
     def accumulate(self: Any, *arguments: Any) -> float:
         loss = sound(self, *arguments)
         if fault == "slow":
-            time.sleep(seconds * len(arguments[0]) if self.reporter.train_state.step + 1 >= step else 0)
+            is_slow = self.reporter.train_state.step + 1 >= step and not os.path.exists(hurry)
+            time.sleep(seconds * len(arguments[0]) if is_slow else 0)
             return loss
         if self.reporter.train_state.step + 1 != step:
             return loss

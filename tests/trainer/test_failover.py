@@ -31,12 +31,6 @@ class FailoverRun(ElasticRun):
     def term(self, rank: int) -> int:
         return int(json.loads((self.run_dir(rank) / "term.json").read_text())["term"])
 
-    def restart(self, *ranks: int) -> None:
-        """Start ranks again when they have ended, as their units do."""
-        for rank in ranks:
-            assert self.finish(rank)["outcome"] == "retryable", self.log(rank)
-            self.start(rank, SLOWER)
-
 
 Begin = Callable[..., FailoverRun]
 
@@ -72,23 +66,42 @@ def undisturbed(data_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> lis
 def test_the_others_elect_a_coordinator_and_the_former_one_joins_it(
     failover: Begin, undisturbed: list[float]
 ) -> None:
-    run = failover(3, snapshot_seconds=1, save_every=10)
+    run = failover(3, snapshot_seconds=1)
     run.reach(25)
     assert [run.term(rank) for rank in range(3)] == [0, 0, 0]
     run.processes[0].kill()
     run.processes[0].wait()
     run.leader = 1
-    run.restart(1, 2)
-    run.reach(30)
+    run.has_ranks(2)
     assert run.term(1) == run.term(2) == 1
     assert run.term(0) == 0
-    run.has_ranks(2)
-    run.start(0)
+    assert "in the memory of this host" in run.log(1)
+    assert run.log(1).count("Importing torch") <= 1  # in the same processes
+    assert run.log(2).count("Importing torch") <= 1
+    run.start(0, SLOWER)
     run.has_ranks(3)
     assert run.term(0) == 1
     for rank in (1, 0, 2):
         assert run.finish(rank)["outcome"] == "finished", run.log(rank)
     for rank in (0, 1, 2):  # each host has the figures of all steps
+        run.leader = rank
+        check_losses(run, undisturbed)
+
+
+def test_coordinators_that_leave_in_order_cost_no_step(failover: Begin, undisturbed: list[float]) -> None:
+    run = failover(3, snapshot_seconds=1000)
+    run.reach(15)
+    for leaving, next_one in ((0, 1), (1, 2)):
+        run.processes[leaving].send_signal(signal.SIGTERM)
+        run.leader = next_one
+        assert run.has_ranks(2) < 10
+        assert "continue the run without this one" in run.finish(leaving)["reason"]
+        run.start(leaving, SLOWER)
+        run.has_ranks(3)
+        assert run.open_files(2).count("train.bin") == 1, "the trainer of the last term is still there"
+    for rank in (0, 1, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+        assert "trained again" not in run.log(rank)
         run.leader = rank
         check_losses(run, undisturbed)
 
@@ -140,14 +153,12 @@ def test_all_hosts_lose_power_and_the_disk_of_the_coordinator(
 def test_of_two_hosts_the_one_that_is_left_continues_if_it_may(
     failover: Begin, undisturbed: list[float]
 ) -> None:
-    run = failover(2, snapshot_seconds=1, save_every=10, coordinator_failover="true")
+    run = failover(2, snapshot_seconds=1, coordinator_failover="true")
     run.reach(25)
     run.processes[0].send_signal(signal.SIGSTOP)
     run.leader = 1
-    run.restart(1)
     run.reach(30)
     run.processes[0].send_signal(signal.SIGCONT)  # it finds that it was replaced
-    run.restart(0)
     run.has_ranks(2)
     assert run.finish()["outcome"] == "finished", run.log(1)
     assert run.finish(0)["outcome"] == "finished", run.log(0)

@@ -56,6 +56,12 @@ def test_the_paragraph_has_the_figures() -> None:
     assert "1.50 s with 2, 1.23 s with 3 rank(s)" in text
 
 
+def test_steps_that_were_trained_again_count_once_for_all_hosts() -> None:
+    line = "The ranks continue after step {}, 4.2 s after they stopped. {} step(s) are trained again."
+    logs = [line.format(90, 3), "\n".join([line.format(90, 4), line.format(200, 1)]), line.partition(".")[0]]
+    assert elastic_soak.repeated(logs) == 5
+
+
 def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     did: list[str] = []
 
@@ -68,5 +74,5 @@ def test_what_was_planted_is_ended_after_an_error(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(elastic, "events", lambda lab, host: [event])
     monkeypatch.setattr(elastic_soak, "EVERY_SECONDS", 0.01)
     with pytest.raises(SystemExit, match="podman fails"):
-        elastic_soak.disturb(elastic.Lab("lab", 3, Path()), 1.0, 1, lambda line: None)
+        elastic_soak.disturb(elastic.Lab("lab", 5, Path()), 1.0, 1, lambda line: None)
     assert did == ["plant", "plant", "fix"]

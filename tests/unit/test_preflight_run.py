@@ -74,6 +74,23 @@ def test_a_worker_keeps_no_copy_and_a_gpu_no_weights() -> None:
     assert run.Need({"depth": 12}, coordinates=False, on_gpu=True).memory_gb < 3
 
 
+def test_hosts_that_may_become_the_coordinator_keep_copies_of_the_state() -> None:
+    elastic = {"depth": 8, "sync": "exact", "elastic": "true"}
+    plain = run.Need({**elastic, "elastic": "false"}, world_size=3, coordinates=False)
+    first = run.Need(elastic, world_size=3)
+    other = run.Need(elastic, world_size=3, coordinates=False)
+    without = other.with_(coordinator_failover="false")
+    assert first.memory_gb - run.TRACKER_GIB == pytest.approx(other.memory_gb)
+    assert other.memory_gb - plain.memory_gb == pytest.approx(3 * plain.checkpoint_gb)
+    assert 0 < without.memory_gb - plain.memory_gb < plain.checkpoint_gb / 3
+    sizes = {"a": "99000000", "b": "4000000", "c": "99000000"}
+    common = {"active": "", "disks": {}, "flags": "", "cores": 4}
+    facts = {name: {**common, "memory_kb": size} for name, size in sizes.items()}
+    found = run.run_findings(facts, {"asked": True, "config": elastic, "nproc_per_node": 1})
+    [remedy] = [each["remedy"] for each in found if (each["code"], each["host"]) == ("NF401", "b")]
+    assert "-e coordinator_failover=false" in remedy
+
+
 def test_ranks_that_train_by_themselves_have_more_to_keep() -> None:
     """Beside its own weights each has those in common, their momentum and what rounding left over."""
     exact, local = (run.Need({"depth": 8, "sync": sync}, world_size=2) for sync in ("exact", "local"))

@@ -103,6 +103,8 @@ def test_three_hosts_of_an_elastic_run_elect_a_coordinator() -> None:
     assert launch.has_failover(three, 1)
     assert not launch.has_failover(three, 2)
     assert not launch.has_failover({**three, "config": {"elastic": True, "coordinator_failover": "false"}}, 1)
+    newer = {**three["config"], "sync": "turbo", "flux": 3}
+    assert launch.has_failover({**three, "config": newer}, 1), "a newer release has written the run file"
 
 
 def up_on(hosts: list[str], **changes: Any) -> dict[str, Any]:

@@ -88,15 +88,6 @@ class CheckpointCopies:
         self._report()
         return self._link is not None
 
-    def has_copy(self, newest: str) -> bool:
-        """On rank 0, whether the copy of a checkpoint is complete; also True if no copies are made.
-
-        newest: path of the checkpoint, as for `is_due`.
-        """
-        if self._link is None:
-            return True
-        return self._last == newest and (self._transfer is None or not self._transfer.busy)
-
     def start(self, newest: str | None) -> None:
         """Start to copy a checkpoint of rank 0 to the hosts that keep copies.
 

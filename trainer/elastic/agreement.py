@@ -64,11 +64,13 @@ class Coordinator:
         self,
         is_loading: Callable[[int], bool] = lambda number: False,
         expected: Iterable[int] | None = None,
+        kind: str = "",
     ) -> View:
         """Wait for the ranks of the run, at most FIRST_SECONDS, and agree on the first view; returns it.
 
         is_loading: returns whether the rank with this number still loads; the wait then continues. expected:
-        the ranks that will come; None: all. With at least min_hosts hosts the run starts without the ranks
+        the ranks that will come; None: all. kind: device kind of a run that this rank continues from its
+        memory; else "". With at least min_hosts hosts the run starts without the ranks
         that have not arrived. Raises Final if the records of the members differ; Retryable if too few arrive.
         """
         began, everyone = self._clock(), set(range(self._world_size))
@@ -86,7 +88,7 @@ class Coordinator:
             raise Final(" ".join(problems))
         if differences := compare(records):
             raise Final(*explain(differences, records))
-        return self._agree(members, 0, "", lambda member: False)
+        return self._agree(members, 0, kind, lambda member: False)
 
     def next_view(
         self, view: View, is_dead: Callable[[Member], bool], seconds: float = READY_SECONDS

@@ -3,6 +3,7 @@
     candidacy = Candidacy(env, run_file, run_dir, log)     # a port, and a thread for each other host
     env = candidacy.elect()                                # waits until a coordinator is elected
     candidacy.newer_term                                   # later: whether others have elected another one
+    env = candidacy.elect()                                # again, after the coordinator was lost
 
 Each host answers at the same port. The coordinator opens its rendezvous store at another port, which the
 kernel picks, and names it in its answers. A connection carries three lines of JSON:
@@ -22,6 +23,7 @@ import dataclasses
 import hashlib
 import hmac
 import json
+import math
 import secrets
 import socket
 import socketserver
@@ -62,7 +64,7 @@ class Candidacy:
 
     election: the rule that decides, with what this host has learned.
     quorum: the hosts that a coordinator needs, with itself.
-    is_first: whether the run had no coordinator before.
+    is_first: whether the run had no coordinator before the elected one.
     store: the rendezvous store, if this host is the coordinator; else None.
     electors: on the coordinator, indices of the hosts that had a connection to it when it was elected.
     """
@@ -78,7 +80,7 @@ class Candidacy:
         self.is_first = True
         self.quorum = run_file.config.quorum(hosts)
         self._signer = Signer(read_secret(), run_file)
-        self.election = Election(env.rank, hosts, self.quorum, read_term(self._path, run_file.hosts))
+        self.election = self._election(read_term(self._path, run_file.hosts))
         self.store: dist.TCPStore | None = None
         self.electors: tuple[int, ...] = ()
         self._closed = threading.Event()
@@ -86,6 +88,9 @@ class Candidacy:
         for host in range(hosts):
             if host != env.rank:
                 threading.Thread(target=self._ask, args=(host,), name="election", daemon=True).start()
+
+    def _election(self, term: int) -> Election:
+        return Election(self._env.rank, len(self._env.addresses), self.quorum, term)
 
     def _open(self) -> _Server:
         address, port = self._env.addresses[self._env.rank], self._env.master_port
@@ -126,9 +131,13 @@ class Candidacy:
         """Wait until the hosts have elected a coordinator; returns the environment of this rank under it.
 
         In this environment rank 0 is on the host of the coordinator. On the coordinator, the attribute
-        `store` is then open. Raises Retryable if no host is elected within FIRST_SECONDS, or within
-        LATER_SECONDS if the run had a coordinator before.
+        `store` is then open. Called again when that coordinator is lost or replaced. Raises Retryable if no
+        host is elected within FIRST_SECONDS, or within LATER_SECONDS if the run had a coordinator before.
         """
+        if self.election.is_over:
+            self.store, self.electors = None, ()
+            before, self.election = self.election, self._election(self.election.term)
+            self.election.known = before.known
         began = reported = time.monotonic()
         wait, status = REPORT_SECONDS, None
         self.is_first = self.election.known == NONE
@@ -202,9 +211,11 @@ class Candidacy:
 
     def _ask(self, host: int) -> None:
         """Ask a host again and again: during an election, and afterwards on the coordinator."""
-        election = self.election
-        while not self._closed.wait(WATCH_SECONDS if election.is_over else ASK_SECONDS):
-            if not election.is_over or election.port:
+        asked_at = -math.inf
+        while not self._closed.wait(ASK_SECONDS):
+            election, now = self.election, time.monotonic()
+            if not election.is_over or (election.port and now - asked_at >= WATCH_SECONDS):
+                asked_at = now
                 with contextlib.suppress(OSError, ValueError, TypeError, LookupError):
                     election.answered(self._ask_once(host))
 

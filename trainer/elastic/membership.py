@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -34,7 +34,7 @@ LATE_SECONDS = 2.0  # without a status, which comes every second: the member is 
 SILENT_SECONDS = 5.0  # without a status: a member that does not answer is lost
 QUERY_SECONDS = 1.0
 FAREWELL_SECONDS = 0.5
-LOST_STORE_SECONDS = 8.0  # without an answer of the store, a member gives up
+LOST_STORE_SECONDS = 6.0  # without an answer of the store, a member gives up
 LOST_STORE = (
     f"The coordinator is lost: its rendezvous store has not answered for {LOST_STORE_SECONDS:.0f} s. "
     "Its host is off, asleep or cut off, or its rank is frozen."
@@ -82,6 +82,8 @@ class Membership:
         self._kind = ""  # the device kind of the run
         self._age: Callable[[int], float | None] = lambda number: None
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
+        self._is_store_lost = False
+        self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
         self._suspects: set[tuple[int, int]] = set()  # number and incarnation of members that may be lost
         self._wanted = False  # whether a member leaves or a rank asks to join
         self._leaving = threading.Event()
@@ -107,16 +109,17 @@ class Membership:
 
     # -- the agreement, on the main thread -------------------------------------------------------------
 
-    def join(self, record: Record, min_hosts: int, is_loading: Callable[[int], bool]) -> View:
+    def join(self, record: Record, min_hosts: int, is_loading: Callable[[int], bool], kind: str = "") -> View:
         """Become a member of the next view; returns the view.
 
         The coordinator first waits for the other ranks. record: the consistency record of this rank.
-        min_hosts: the setting. is_loading: returns whether the rank with this number still loads.
+        min_hosts: the setting. is_loading: returns whether the rank with this number still loads. kind: on a
+        coordinator that continues from its memory, the device kind of the run; else "".
         """
         number = self.env.rank
         me = Member(number, self._keys.add(f"incarnation/{number}", 1), record)
         if self.env.is_coordinator:
-            candidacy = self._candidacy
+            candidacy, self._kind = self._candidacy, kind
             needed = candidacy.quorum if candidacy else min_hosts
             self._coordinator = Coordinator(
                 self._keys,
@@ -126,7 +129,7 @@ class Membership:
                 is_replaced=(lambda: candidacy.newer_term) if candidacy else None,
             )
             expected = candidacy.expected() if candidacy else None
-            self.view = self._coordinator.first_view(is_loading, expected)
+            self.view = self._coordinator.first_view(is_loading, expected, kind)
         else:
             self._follower = Follower(self._keys, me)
             self._follower.ask()
@@ -137,9 +140,13 @@ class Membership:
         """Agree with the other members on the next view, after a step or a loss; returns it.
 
         seconds: the longest wait for a member that still computes and answers. Raises Retryable if this rank
-        is not in the view.
+        is not in the view, or the coordinator is lost.
         """
         seconds = max(READY_SECONDS, seconds)
+        with self._using_store():
+            return self._change(seconds)
+
+    def _change(self, seconds: float) -> View:
         before = self.view
         if self._coordinator:
             view = replace(before, kind=self._kind)
@@ -155,6 +162,17 @@ class Membership:
         self._report(before)
         return self.view
 
+    @contextlib.contextmanager
+    def _using_store(self) -> Iterator[None]:
+        """Context in which the training thread uses the store. Raises Retryable if the store is lost."""
+        if self._is_store_lost:
+            raise Retryable(LOST_STORE)
+        self._uses_store = True
+        try:
+            yield
+        finally:
+            self._uses_store = False
+
     @property
     def _is_superseded(self) -> bool:
         """On the coordinator, whether other hosts have elected another one."""
@@ -163,7 +181,7 @@ class Membership:
     def break_off(self, reason: str) -> None:
         """Announce to the other members that this rank no longer waits for them. reason: why, a sentence."""
         self._break(self.view, reason)
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, Retryable), self._using_store():
             self._keys.set(f"broken/{self.view.generation}", self.interruption())
 
     @property
@@ -241,10 +259,15 @@ class Membership:
     def leave(self, seconds: float) -> bool:
         """Ask to end after this step. Called on another thread than the training one.
 
-        Returns whether the members have changed without this rank within `seconds`; False on the coordinator.
+        Returns whether the others can continue without this rank within `seconds`: they have changed the
+        members, or have the state of this rank. False on the coordinator of a run without failover, and on
+        the last rank.
         """
         if self._follower is None:
-            return False
+            if self._candidacy is None or len(self.view.members) == 1:
+                return False
+            self._leaving.set()
+            return self.left.wait(seconds)
         with contextlib.suppress(RuntimeError):
             keys = self._keys.over(StoreKeys(open_store(self.env)))
             keys.set(f"leave/{self.env.rank}", str(self._follower.me.incarnation))
@@ -283,9 +306,10 @@ class Membership:
                 keys = None
 
     def _watch_store(self, end_process: Callable[[Retryable], None]) -> None:
-        """End this process when the store does not answer: the other threads may then wait for it for ever.
+        """When the store does not answer, end the waits for the members.
 
-        A connection to a frozen host stays open, and one to a host without power too.
+        A connection to a frozen host stays open, and one to a host without power too: a thread that uses the
+        store may wait for ever. If the training thread does, `end_process` ends this process.
         """
         answered = time.monotonic()
 
@@ -308,8 +332,12 @@ class Membership:
             if late > LATE_SECONDS:  # this process was frozen, or its host asleep: the store had no chance
                 answered = looked
             if looked - answered > LOST_STORE_SECONDS:
-                end_process(Retryable(LOST_STORE))
-                return
+                self._is_store_lost = True
+                if hasattr(self, "view"):
+                    self._break(self.view, LOST_STORE)
+                if self._uses_store or not hasattr(self, "view"):
+                    end_process(Retryable(LOST_STORE))
+                    return
 
     def _look(self, view: View, coordinator: Coordinator) -> None:
         """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""

@@ -19,6 +19,8 @@ from trainer.distributed.process_group import CPU, Collectives, Peer
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership
+from trainer.elastic.snapshot import Copy, state_of
+from trainer.host.logger import fields
 from trainer.host.numerics import Numerics
 from trainer.outcome import Retryable
 from trainer.placement import decide
@@ -36,12 +38,14 @@ class ElasticSetup(RunSetup):
     membership: the members, once the store is open.
     end_process: ends this process from another thread than the training one.
     candidacy: the elections, with coordinator_failover; else None.
+    copy: on a coordinator that continues from its memory, the state; else None.
     terms: [term, step after which it began] for each term of the run, with coordinator_failover.
     """
 
     membership: Membership | None = None
     end_process: Callable[[Retryable], None]
     candidacy: Candidacy | None = None
+    copy: Copy | None = None
     terms: list[list[int]]
 
     def _open_store(self) -> dist.Store:
@@ -52,7 +56,8 @@ class ElasticSetup(RunSetup):
 
     def _find_ranks(self, record: Record) -> list[Record]:
         """Join the run; returns the records of its members. The coordinator has compared them."""
-        view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive)
+        kind = "cpu" if self.copy else ""
+        view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive, kind)
         return [member.record for member in view.members]
 
     def _check_kind(self, kind: str) -> str:
@@ -68,8 +73,11 @@ class ElasticSetup(RunSetup):
         if self.joined.is_first:
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
-        else:  # this rank joins a run that trains
-            self.connect_members(self.joined.view, None)
+        else:  # this rank joins a run that trains, or continues one from its memory
+            self.connect_members(self.joined.view, state_of(self.copy))
+            if self.copy:
+                text = f"Continuing from the copy of step {self.copy.step} in the memory of this host."
+                self.log.info(text, extra=fields("continued", step=self.copy.step))
 
     def _resume(self, state: State) -> None:
         super()._resume(state)
@@ -121,6 +129,7 @@ class ElasticSetup(RunSetup):
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
         self.sync = self.make_sync()
         self._resume(state)
+        self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
         self._gather_facts([member.record for member in view.members])
 
     def _connect_view(self, view: View) -> None:

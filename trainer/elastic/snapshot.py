@@ -1,22 +1,25 @@
-"""Copies of the state of a run in the memory of the coordinator, from which members continue after a loss.
+"""Copies of the state of a run in the memory of one or two ranks, from which members continue after a loss.
 
-    copies = Snapshots(group)           # new for each process group
-    copies.start(parts, meta)           # every rank copies its part; a thread sends it to the coordinator
-    copies.finish()                     # until it has arrived
+    copies = Snapshots(group, newest, holders)    # new for each process group
+    copies.start(parameters, sync, optimizer, meta)     # every rank copies its part; a thread sends it
+    copies.finish()                               # until it has arrived
 
-The part of a rank is what the coordinator does not have: the optimizer state of the matrices and rows that
-the rank owns, and those rows of embeddings and lm_head themselves. Training continues while it is sent, over
-connections of its own. A copy that is complete replaces the one before; the coordinator keeps two, because a
-member may be lost while one is sent.
+The holders are the coordinator and, with coordinator_failover, the next rank: if the coordinator is lost, the
+hosts elect that one. The part of a rank is what a holder does not have: the optimizer state of the matrices
+and rows that the rank owns, and those rows of embeddings and lm_head themselves. Training continues while it
+is sent, over connections of its own. A copy that is complete replaces the one before; a holder keeps two,
+because a member may be lost while one is sent.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,36 +36,50 @@ MODEL = "model"  # of a path MODEL/NAME; other paths are NAME/STATE
 
 @dataclass
 class Copy:
-    """The state of a run after a step, as parts that the ranks have sent to the coordinator.
+    """The state of a run after a step, as parts that the ranks have sent to a holder.
 
-    meta: content of meta.json of a checkpoint of this step.
-    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of).
-    parts: for each rank, the bytes of these tensors, uint8, flat; on another rank its own part only.
+    meta: content of meta.json of a checkpoint of this step. holder: the rank that has the copy.
+    formats: for each rank, names, data types and shapes of the tensors in its part (see formats_of); for the
+    holder, of all that it has.
+    parts: for each rank, the bytes of these tensors, uint8, flat.
     rows: {parameter name: for each rank, the numbers of the rows that it owns}.
     """
 
-    meta: dict[str, Any] = field(default_factory=dict)
-    formats: list[bytes] = field(default_factory=list)
-    parts: list[Tensor] = field(default_factory=list)
-    rows: dict[str, list[Tensor]] = field(default_factory=dict)
+    meta: dict[str, Any]
+    holder: int
+    formats: list[bytes]
+    parts: list[Tensor]
+    rows: dict[str, list[Tensor]]
+
+    @property
+    def step(self) -> int:
+        """The number of completed steps."""
+        return int(self.meta["step"])
 
 
 class Snapshots:
-    """Makes copies of the state of a run in the memory of the coordinator, for one process group.
+    """Makes copies of the state of a run in the memory of the holders, for one process group.
 
-    newest: on the coordinator, the last complete copy; None without one.
+    newest: on a holder, the last complete copy; None without one.
     pause: seconds for which training paused to make the newest copy.
     megabytes: data that the coordinator receives for it.
     seconds: how long the transfer of it took.
     """
 
-    def __init__(self, group: Collectives, newest: Copy | None) -> None:
-        self._group, self.newest = group, newest
+    def __init__(self, group: Collectives, newest: Copy | None, holders: int = 1) -> None:
+        """Connect the ranks of `group` for copies.
+
+        newest: the last complete copy of this rank. holders: the number of ranks that hold each copy: 1 or 2.
+        Raises PeerLost if a rank is lost.
+        """
+        self._group, self._holders = group, range(min(holders, group.world_size))
+        self.newest = newest if group.rank in self._holders else None
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
-        self._spare: list[Tensor] = []
-        self._started_at = time.monotonic()
+        self._spare: dict[str, Tensor] = {}  # buffers that may be used again
+        # Another holder than the coordinator has no copy yet: the first one is due at once.
+        self._started_at = time.monotonic() if len(self._holders) < 2 else -math.inf
         self.seconds = 0.0  # in which the newest copy arrived
         self.pause = 0.0  # seconds for which training paused for the newest copy
         self.megabytes = 0.0  # that the coordinator receives for it
@@ -80,7 +97,7 @@ class Snapshots:
     def start(
         self, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW, meta: dict[str, Any]
     ) -> None:
-        """Copy the part of this rank and start to send it to the coordinator.
+        """Copy the part of this rank and start to send it to the holders.
 
         All ranks call it after the same step. parameters: {name: tensor} of the model. sync, optimizer: have
         the state of this rank. meta: on the coordinator, content of meta.json for this step. Raises PeerLost
@@ -88,16 +105,29 @@ class Snapshots:
         """
         self.finish()
         began = self._started_at = time.monotonic()
-        part = _part_of(self._group.rank, parameters, sync, optimizer)
-        formats = self._group.gather_bytes(formats_of(part))
-        mine = _pack(part, self._spare.pop(0) if self._spare else None)
-        sizes = self._group.gather_int64(torch.tensor([mine.numel()])).flatten().tolist()
-        rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, self._group))}
-        copy = Copy(meta, formats, [mine], rows)
+        group, rank = self._group, self._group.rank
+        meta = json.loads(group.gather_bytes(json.dumps(meta).encode())[0])
+        sent = _part_of(rank, parameters, sync, optimizer)
+        formats = group.gather_bytes(formats_of(sent))
+        part = self._pack("sent", sent if set(self._holders) - {rank} else {})
+        sizes = group.gather_int64(torch.tensor([part.numel()])).flatten().tolist()
         self.megabytes = sum(sizes[1:]) / 1e6
+        copy = None
+        if rank in self._holders:
+            everything = _part_of(None, parameters, sync, optimizer)
+            formats[rank] = formats_of(everything)
+            rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, group))}
+            copy = Copy(meta, rank, formats, [self._pack("own", everything)], rows)
         self.pause = time.monotonic() - began
-        self._thread = threading.Thread(target=self._send, args=(copy, sizes), name="copy", daemon=True)
+        self._thread = threading.Thread(target=self._send, args=(part, sizes, copy), name="copy", daemon=True)
         self._thread.start()
+
+    def _pack(self, name: str, part: Mapping[str, Tensor]) -> Tensor:
+        """The bytes of all tensors of `part`, one after another; in the spare buffer `name` if it fits."""
+        flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in part.values()]
+        size, spare = sum(map(len, flat)), self._spare.pop(name, None)
+        out = spare if spare is not None and len(spare) == size else torch.empty(size, dtype=torch.uint8)
+        return torch.cat(flat, out=out) if flat else out
 
     def finish(self) -> None:
         """Wait until the started copy has arrived. Raises PeerLost if a member is lost meanwhile."""
@@ -113,28 +143,34 @@ class Snapshots:
         with contextlib.suppress(PeerLost):
             self.finish()
 
-    def _send(self, copy: Copy, sizes: list[int]) -> None:
+    def _send(self, part: Tensor, sizes: list[int], copy: Copy | None) -> None:
+        """Send the part of this rank to the holders; a holder receives those of the others.
+
+        part: of this rank, uint8, flat. sizes: bytes of the part of each rank. copy: on a holder, the copy
+        with its own part only.
+        """
         rank, began = self._group.rank, time.monotonic()
+        to = [other in self._holders and other != rank for other in range(len(sizes))]
+        incoming = [size if copy and other != rank else 0 for other, size in enumerate(sizes)]
         try:
-            received = [torch.empty(size if rank == 0 else 0, dtype=torch.uint8) for size in sizes[1:]]
-            for start in range(0, max(sizes[1:], default=0), CHUNK_BYTES):
-                lengths = [max(0, min(CHUNK_BYTES, size - start)) for size in sizes]
-                lengths[0] = 0
-                sends = [lengths[rank], *[0] * (len(sizes) - 1)]
-                receives = lengths if rank == 0 else [0] * len(sizes)
-                chunk = copy.parts[0][start : start + lengths[rank]] if rank else copy.parts[0][:0]
-                arrived = self._channel.exchange(chunk, sends, receives)
-                for into, piece in zip(received, arrived.split(receives)[1:], strict=True):
+            received = [torch.empty(size, dtype=torch.uint8) for size in incoming]
+            for start in range(0, max(sizes), CHUNK_BYTES):
+                chunk = part[start : start + CHUNK_BYTES]
+                sends = [len(chunk) if is_receiver else 0 for is_receiver in to]
+                receives = [max(0, min(CHUNK_BYTES, size - start)) for size in incoming]
+                arrived = self._channel.exchange(chunk.repeat(sum(to)), sends, receives)
+                for into, piece in zip(received, arrived.split(receives), strict=True):
                     into[start : start + len(piece)] = piece
         except Exception as error:  # in a thread: `finish` raises it on the training one
             self._problem = error
             return
-        if rank == 0:
-            copy.parts += received
+        self._spare["sent"] = part
+        if copy:
+            received[rank] = copy.parts[0]
+            copy.parts = received
             old, self.newest = self.newest, copy
-            self._spare = old.parts[:1] if old else []
-        else:
-            self._spare = copy.parts
+            if old and old.holder < len(old.parts):
+                self._spare["own"] = old.parts[old.holder]
         self.seconds = time.monotonic() - began
 
 
@@ -153,29 +189,28 @@ def state_of(copy: Copy | None) -> State | None:
                 into[last] = tensor
                 continue
             own = copy.rows[name]
-            if group == MODEL and rank == 0:  # the coordinator has all rows; those of others may be stale
+            if group == MODEL and rank == copy.holder:  # it has all rows; those of others may be stale
                 into[last] = tensor.clone()
             elif last not in into:
                 into[last] = tensor.new_empty(sum(map(len, own)), *tensor.shape[1:])
-            if not (group == MODEL and rank == 0):
+            if not (group == MODEL and rank == copy.holder):
                 into[last][own[rank]] = tensor
     return State(dict(copy.meta), model, optim)
 
 
 def _part_of(
-    rank: int, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW
+    rank: int | None, parameters: Mapping[str, Tensor], sync: SyncMode, optimizer: MuonAdamW
 ) -> dict[str, Tensor]:
-    """What this rank has and the coordinator lacks; on the coordinator, all that it has."""
+    """What `rank`, which is this one, has and the others lack. rank: None for all that this rank has."""
     part: dict[str, Tensor] = {}
     for name, tensor in parameters.items():
-        rows = sync.owned_rows(name, rank)
-        if rank == 0:
+        rows = None if rank is None else sync.owned_rows(name, rank)
+        if rank is None:
             part[f"{MODEL}/{name}"] = tensor
         elif rows is not None:
             part[f"{MODEL}/{name}"] = tensor[rows]
     for name, tensors in optimizer.state_dict().items():
-        is_own = sync.owned_rows(name, rank) is not None or sync.owner_of(name) == rank
-        if rank == 0 or is_own:
+        if rank is None or sync.owned_rows(name, rank) is not None or sync.owner_of(name) == rank:
             part |= {f"{name}/{key}": tensor for key, tensor in tensors.items()}
     return part
 
@@ -183,11 +218,3 @@ def _part_of(
 def _rows_by_rank(name: str, sync: SyncMode, group: Collectives) -> list[Tensor]:
     rows = [sync.owned_rows(name, rank) for rank in range(group.world_size)]
     return [each for each in rows if each is not None]
-
-
-def _pack(part: Mapping[str, Tensor], into: Tensor | None) -> Tensor:
-    """The bytes of all tensors, one after another; in `into` if it has the right length."""
-    flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in part.values()]
-    size = sum(map(len, flat))
-    out = into if into is not None and len(into) == size else torch.empty(size, dtype=torch.uint8)
-    return torch.cat(flat, out=out)

@@ -3,54 +3,117 @@
 After a step, the members that stay and those that join connect again and continue from a copy of the state
 on the coordinator. In an orderly change the copy is of that step, so nothing is lost. After a loss it is the
 newest one, at most `snapshot_seconds` old; the steps since then are trained again, on the same rows.
+
+With coordinator_failover, the next rank has the copies too. When the coordinator is lost, the hosts elect
+another one, set up their ranks again in the same processes, and continue from its copy.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 import time
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn, Self
+from typing import NoReturn
 
 import torch
 
+from trainer.checkpoint import storage
+from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
 from trainer.elastic.candidacy import Candidacy
+from trainer.elastic.keys import View
 from trainer.elastic.setup import ElasticSetup
-from trainer.elastic.snapshot import Snapshots, state_of
+from trainer.elastic.snapshot import Copy, Snapshots, state_of
 from trainer.health.attempt import PARENT_SECONDS, Attempt
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
-from trainer.outcome import RunEnd, Stopped, conclude
+from trainer.outcome import Retryable, RunEnd, Stopped, conclude
 from trainer.train import Trainer
 
 # After a loss, the others may still compute the step, and notice the loss when they wait for its sums.
 PATIENCE_STEPS = 2
-POLL_SECONDS = 0.05
 # With coordinator_failover there is a checkpoint at least so often, unless save_minutes is 0.
 COPY_MINUTES = 5.0
 
 
-class ElasticTrainer(Trainer):
-    """Runs one attempt at an elastic run on this rank.
+def train_elastic(
+    run_file: RunFile,
+    data_dir: Path,
+    run_dir: Path,
+    env: RankEnv,
+    attempt: Attempt,
+    log: RunLogger,
+    from_checkpoint: Path | None,
+    tracker_uri: str,
+) -> str:
+    """Run one attempt at an elastic run on this rank; returns the closing sentence. Raises RunEnd.
 
-    setup: sets up this rank, after each change of the members too. copies: copies of the state in the memory
-    of the coordinator. candidacy: the elections, with coordinator_failover; else None.
+    With coordinator_failover, the hosts first elect a coordinator, and again whenever it is lost.
+    tracker_uri: address of the MLflow server; "" for none. Other arguments: as for Trainer.
+    """
+    of_run = run_file, data_dir, run_dir
+    if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
+        return ElasticTrainer(*of_run, env, attempt, log, from_checkpoint).run(tracker_uri)
+    candidacy, former = Candidacy(env, run_file, run_dir, log), None
+    while True:
+        env = candidacy.elect()
+        log.begin(env)
+        attempt.begin_as(env)
+        trainer = ElasticTrainer(*of_run, env, attempt, log, from_checkpoint, candidacy)
+        if former:
+            trainer.continue_from(former)
+        try:
+            return trainer.run(tracker_uri)
+        except MembershipLost as error:
+            if not trainer.has_trained:
+                raise
+            log.warning(f"{error} This rank takes part in the next election.", extra=fields("lost"))
+        former = trainer.remains()
+        del trainer
+        gc.collect()  # its groups have threads and sockets
+
+
+class MembershipLost(Retryable):
+    """Raised if this rank is a member no longer: the coordinator is lost or replaced, or has dropped it."""
+
+
+@dataclass
+class Remains:
+    """What is left of an ElasticTrainer on a rank that was a member: for the next one in the same process.
+
+    copy: the newest copy of the state on this rank, or None. writer: writes it as a checkpoint, if there is
+    no newer one on this host. step: number of steps that were completed. ended: when training stopped, as
+    time.monotonic().
+    """
+
+    copy: Copy | None
+    writer: CheckpointWriter
+    step: int
+    ended: float
+
+
+class ElasticTrainer(Trainer):
+    """Runs one attempt at an elastic run on this rank, or with coordinator_failover the part in one term.
+
+    setup: sets up this rank, after each change of the members too. copies: copies of the state in memory.
+    candidacy: the elections, with coordinator_failover; else None. Other arguments: as for Trainer.
     """
 
     setup_class = ElasticSetup
     setup: ElasticSetup
     copies: Snapshots
-    candidacy: Candidacy | None = None
-    _asks_to_save = False
+    has_trained = False
+    _former: Remains | None = None
+    _stopped_at = 0.0  # when training stopped for a change of the members, as time.monotonic()
     _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
 
-    @classmethod
-    def create(
-        cls,
+    def __init__(
+        self,
         run_file: RunFile,
         data_dir: Path,
         run_dir: Path,
@@ -58,25 +121,43 @@ class ElasticTrainer(Trainer):
         attempt: Attempt,
         log: RunLogger,
         from_checkpoint: Path | None = None,
-    ) -> Self:
-        """The trainer of this rank.
-
-        With coordinator_failover, first waits until the hosts have elected a coordinator. Arguments: as for
-        Trainer.
-        """
-        candidacy = None
-        if env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size):
-            candidacy = Candidacy(env, run_file, run_dir, log)
-            env = candidacy.elect()
-            log.begin(env)
-            attempt.begin_as(env)
-        trainer = super().create(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
-        trainer.setup.end_process = lambda end: attempt.end_process(end, log)
-        trainer.candidacy = trainer.setup.candidacy = candidacy
+        candidacy: Candidacy | None = None,
+    ) -> None:
+        super().__init__(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
+        self.candidacy = self.setup.candidacy = candidacy
+        self.setup.end_process = lambda end: attempt.end_process(end, log)
         if candidacy:
-            trainer.setup.tracks_on_all_hosts = True
-            trainer.setup.copies_to = candidacy.first_name  # eval.yml and others look there
-        return trainer
+            self.setup.tracks_on_all_hosts = True
+            self.setup.copies_to = candidacy.first_name  # eval.yml and others look there
+
+    def continue_from(self, former: Remains) -> None:
+        """Continue a run that this process has trained before. former: of the last trainer."""
+        self._former = former
+        if self.env.is_coordinator:
+            self.setup.copy, self.checkpoint_writer = former.copy, former.writer
+        else:
+            former.writer.wait()  # the coordinator may need this checkpoint
+
+    def remains(self) -> Remains:
+        """Release this trainer after MembershipLost; returns what the next one continues from."""
+        if self.reporter.tracker:
+            self.reporter.tracker.close("retryable", hurry=True)
+        self._release()
+        self.run_status.is_waiting = lambda: False  # a thread may still hold the run status
+        copy, writer = self.copies.newest, self.checkpoint_writer
+        saved = max((int(path.name[5:]) for path in storage.checkpoints(self.setup.checkpoints)), default=0)
+        if copy and copy.step < saved:
+            copy = None
+        state = state_of(copy)
+        if state and state.step > saved:
+            writer.save(state)
+
+        def complete(end: RunEnd, seconds: float) -> RunEnd:
+            writer.wait(seconds)
+            return end
+
+        self.attempt.before_end = complete
+        return Remains(copy, writer, self.reporter.train_state.step, self._stopped_at)
 
     def _set_up(self) -> None:
         super()._set_up()
@@ -85,17 +166,21 @@ class ElasticTrainer(Trainer):
 
     def _begin(self) -> None:
         super()._begin()
-        newest = self.copies.newest if hasattr(self, "copies") else None
-        self.copies = Snapshots(self.group, newest)
+        newest = self.copies.newest if hasattr(self, "copies") else self.setup.copy
+        self.copies = Snapshots(self.group, newest, holders=2 if self.candidacy else 1)
+        self.setup.copy = None
 
     def train(self) -> bool:
         """Train to the last step, with changing members. Returns True if the run was stopped before it."""
         self._saved_at = time.monotonic()
         self.run_status.lap()
         self._continue()
+        if self._former:
+            self._report_change(self._former.step, self._former.ended)
         while (step := self.reporter.train_state.step) < self.plan.num_iterations:
             try:
                 self.train_step(step)
+                self.has_trained = True
                 if self.stopping:
                     return True
                 if self.summary.change or self.summary.snapshot:
@@ -103,6 +188,7 @@ class ElasticTrainer(Trainer):
                 self._save_copy()
                 if self.summary.change:
                     self.copies.finish()
+                    self.group.gather_int64(torch.tensor([0]))  # until all have it: one of them may end now
                     self._change_members()
             except PeerLost as error:
                 self._recover(str(error))
@@ -129,8 +215,7 @@ class ElasticTrainer(Trainer):
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
         due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
-        save, self._asks_to_save = report.save or self._asks_to_save, False
-        return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due, save=save)
+        return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
     def _start_copy(self) -> None:
         """Start to copy the state after this step to the coordinator."""
@@ -180,9 +265,8 @@ class ElasticTrainer(Trainer):
 
     def _change_members(self) -> None:
         """Agree on the next members, connect them, and continue from the snapshot."""
-        began, before = time.monotonic(), self.reporter.train_state
+        self._stopped_at, before = time.monotonic(), self.reporter.train_state
         self._patience = PATIENCE_STEPS * max(self.reporter.durations, default=self._patience)
-        reached = before.step
         while True:
             self.copies.stop()
             self.setup.group.abandon()  # that of the last view, even if it was not connected completely
@@ -190,22 +274,36 @@ class ElasticTrainer(Trainer):
             if self.membership.is_leaving:
                 self._leave()
             try:
-                view = self.membership.change(self._patience)
+                view = self._next_view()
                 self._release()
-                self.setup.connect_members(view, state_of(self.copies.newest))
+                copy = self.copies.newest if self.env.is_coordinator else None
+                self.setup.connect_members(view, state_of(copy))
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)
                 break
             except PeerLost as error:
                 self.membership.break_off(str(error))
-        step, seconds = self.reporter.train_state.step, time.monotonic() - began
+        self._report_change(before.step, self._stopped_at)
+
+    def _report_change(self, reached: int, stopped_at: float) -> None:
+        """Report the members that train now. reached, stopped_at: the step and the time before the change."""
+        step, seconds = self.reporter.train_state.step, time.monotonic() - stopped_at
         self.reporter.members(len({peer.host for peer in self.group.peers}), len(self.group.peers))
         again = f" {reached - step} step(s) are trained again." if reached > step else ""
         self.log.info(
             f"The ranks continue after step {step}, {seconds:.1f} s after they stopped.{again}",
             extra=fields("members changed", step=step, reached=reached, seconds=seconds),
         )
+
+    def _next_view(self) -> View:
+        try:
+            return self.membership.change(self._patience)
+        except Retryable as error:
+            if self.candidacy is None:
+                raise
+            self.watchdog.close()
+            raise MembershipLost(str(error)) from None
 
     def _release(self) -> None:
         """Drop model, optimizer and sync mode, so that the next ones do not need memory beside them."""
@@ -227,25 +325,9 @@ class ElasticTrainer(Trainer):
         end = super()._complete(end, seconds)
         membership = self.setup.membership
         is_asked = isinstance(end, Stopped) and not self.stopping and math.isfinite(seconds)
-        if membership and is_asked and (membership.leave(seconds) or self._hand_over(seconds)):
+        if membership and is_asked and membership.leave(seconds):
             self.attempt.left = "The other hosts continue the run without this one."
         return end
-
-    def _hand_over(self, seconds: float) -> bool:
-        """On the coordinator of a run with failover: save and copy a checkpoint, from which others continue.
-
-        Called on the thread that received SIGTERM. Returns whether that was done within `seconds`.
-        """
-        if self.candidacy is None or not self.env.is_coordinator or self.group.world_size == 1:
-            return False
-        began, step = time.monotonic(), self.reporter.train_state.step
-        self._asks_to_save = True
-        while time.monotonic() - began < seconds:
-            newest = self.reporter.train_state.checkpoint
-            if newest and int(newest.rpartition("_")[2]) > step and self.checkpoint_copies.has_copy(newest):
-                return True
-            time.sleep(POLL_SECONDS)
-        return False
 
     def run(self, tracker_uri: str = "") -> str:
         outcome = "finished"

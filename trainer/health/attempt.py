@@ -94,8 +94,11 @@ class Attempt:
             ) from None
 
     def begin_as(self, env: RankEnv) -> None:
-        """Record the rank that this process has since the hosts elected a coordinator. env: has that rank."""
-        self._env = env
+        """Begin as the rank that this process has since the hosts elected a coordinator. env: has that rank.
+
+        Functions that were registered with `at_end` before are not called at the end.
+        """
+        self._env, self._at_end = env, []
 
     def update(self, **figures: Any) -> None:
         """Set figures for the outcome file, which `end` writes. figures: fields of OutcomeRecord."""

@@ -131,6 +131,13 @@ class Watchdog:
         self._run_status.stop()
         self._exchange.stop()
 
+    def close(self) -> None:
+        """Stop for good, although the process goes on: nothing is published, and no query is answered."""
+        self.stop()
+        self._exchange.is_started = False
+        if self._endpoint:
+            self._endpoint.close()
+
     def _status(self) -> RunStatusRecord:
         condition = self._interface.read()
         return replace(self._run_status.record(), **condition, endpoint=self.endpoint, ended=self._own_end)
