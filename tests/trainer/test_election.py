@@ -12,7 +12,15 @@ from itertools import pairwise
 
 import pytest
 
-from trainer.elastic.election import FRESH_SECONDS, GRACE_SECONDS, NONE, Elected, Election, Notice
+from trainer.elastic.election import (
+    FRESH_SECONDS,
+    GRACE_SECONDS,
+    HEARD_SECONDS,
+    NONE,
+    Elected,
+    Election,
+    Notice,
+)
 
 RESTART_SECONDS = 4.0  # until the unit starts a process again
 LOST_SECONDS = 8.0  # until a member gives up a coordinator that does not answer
@@ -235,7 +243,7 @@ def test_of_two_hosts_one_waits_for_the_answer_of_the_other() -> None:
     election.answered(Notice(1, 1, 1, (0, 1), None, 29000))
     assert election.decide() == Elected(1, 1, 29000)
     alone = Election(0, 2, 1, 0, lambda: now[0])
-    now[0] += GRACE_SECONDS
+    now[0] += HEARD_SECONDS
     assert alone.decide() == Elected(2, 0, 0)
 
 

@@ -27,7 +27,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 FRESH_SECONDS = 3.0  # how long a notice counts
-GRACE_SECONDS = 2.0  # for the last coordinator to return: the ranks that lost it start again as it does
+GRACE_SECONDS = 1.0  # for the last coordinator to answer: perhaps only a connection to it was lost
+HEARD_SECONDS = 2.0  # for the answer of a majority, before one of two hosts may coordinate by itself
 NONE = -1  # the term before the first one
 
 
@@ -154,7 +155,7 @@ class Election:
             return self._elect(Elected(leader.term, leader.host, leader.port))
         has_quorum = self._supported() == self.me and len(self._supporters()) >= self._quorum
         # Of two hosts one is a quorum: it first waits for the answer of the other one, which may coordinate.
-        is_heard = len(self.reached()) > self._hosts // 2 or not self._is_early()
+        is_heard = len(self.reached()) > self._hosts // 2 or not self._is_before(HEARD_SECONDS)
         if has_quorum and is_heard:
             return self._elect(Elected(self._next_term(), self.me, 0))
         return None
@@ -168,8 +169,8 @@ class Election:
         """The lowest term above all known ones whose coordinator is this host."""
         return self.known + 1 + (self.me - self.known - 1) % self._hosts
 
-    def _is_early(self) -> bool:
-        return self._clock() - self._began < GRACE_SECONDS
+    def _is_before(self, seconds: float) -> bool:
+        return self._clock() - self._began < seconds
 
     def _supporters(self) -> list[int]:
         fresh = self._fresh(self._asked).values()
@@ -178,7 +179,7 @@ class Election:
     def _supported(self) -> int | None:
         """The first host, from the coordinator of the highest known term on, that could have a quorum."""
         last = max(self.known, 0) % self._hosts
-        only_last = self.known == NONE or self._is_early()
+        only_last = self.known == NONE or self._is_before(GRACE_SECONDS)
         answers = self._fresh(self._answered)
         for place in range(1 if only_last else self._hosts):
             host = (last + place) % self._hosts
