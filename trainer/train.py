@@ -60,6 +60,7 @@ class Trainer:
     """
 
     setup_class = RunSetup
+    continues = False  # whether another trainer has trained in this attempt before
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class Trainer:
         self.attempt.update(run_id=self.run_file.run_id)
         self.run_status.start()
         self.watchdog.start()
-        if self.env.is_coordinator:
+        if self.env.is_coordinator and not self.continues:
             self.stop_file.unlink(missing_ok=True)  # it was meant for an earlier attempt
         try:
             self._set_up()
@@ -97,7 +98,8 @@ class Trainer:
             self.attempt.update(alone=end.alone)
             raise
         if self.env.is_coordinator:
-            self.log.info(self.setup.describe(), extra=fields("plan"))
+            if not self.continues:
+                self.log.info(self.setup.describe(), extra=fields("plan"))
             if self.reporter.train_state.step:  # until there is a new one, that of an earlier attempt
                 self.attempt.update(sample=sample.last(self.run_dir))
             self.reporter.is_main = True

@@ -3,10 +3,12 @@
 Or it is slow: from that step on, each row takes so many seconds longer, and rows are shared out anew sooner;
 until the file exists that NANOFLEET_TEST_HURRY names.
 Or its disk is (write): the checkpoint of that step takes so many seconds. Or the copy of each file of a
-checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step
-that is not there (misread). Or a bit of a parameter that all ranks step changes in its memory (flip). Or, in
-an elastic run, it dies as it connects to the other members (vanish), or at that step as it evaluates, saves,
-or leaves the members of before a change (exit_evaluate, exit_save, exit_change; with step 0 at any).
+checkpoint to other hosts takes so many seconds (copy). Or it reads a token of that step that is not there
+(misread). Or, in an elastic run, its copies of the state are sent so many seconds later (snapshot), all but
+the first ones, so many as the step says. Or a bit of a parameter that all ranks step changes in its memory
+(flip). Or, in an elastic run, it dies as it connects to the other members (vanish), or at that step as it
+evaluates, saves, or leaves the members of before a change (exit_evaluate, exit_save, exit_change; with step 0
+at any).
 
 python tests/trainer/faulty.py burn 5 8 train --data-dir ...       # at step 5, for 8 s
 """
@@ -38,6 +40,9 @@ def plant(fault: str, step: int, seconds: float) -> None:
         return
     if fault == "copy":
         plant_slow_copy(seconds)
+        return
+    if fault == "snapshot":
+        plant_late_copy(step, seconds)
         return
     if fault == "vanish":
         from trainer.elastic.setup import ElasticSetup
@@ -124,6 +129,20 @@ def plant_slow_disk(step: int, seconds: float) -> None:
             time.sleep(seconds)
 
     storage._write_tensors = write
+
+
+def plant_late_copy(soon: int, seconds: float) -> None:
+    """Send copies of the state but the first `soon` so many seconds later; the other ranks wait for them."""
+    from trainer.elastic.snapshot import Snapshots
+
+    sound, sent = Snapshots._send, []
+
+    def send(self: Any, *arguments: Any) -> None:
+        sent.append(self)
+        time.sleep(seconds if len(sent) > soon else 0)
+        sound(self, *arguments)
+
+    Snapshots._send = send  # type: ignore[method-assign]
 
 
 def plant_slow_copy(seconds: float) -> None:

@@ -115,6 +115,18 @@ def test_a_frozen_rank_is_left_behind_and_ends_when_it_wakes(
     check_losses(run, undisturbed)
 
 
+def test_a_rank_that_freezes_while_a_copy_is_sent_does_not_hold_up_the_others(
+    elastic: Begin, undisturbed: list[float]
+) -> None:
+    """Their transfers with it stay in flight, until its connections close at the end of the test."""
+    run = elastic(3, (SLOW, SLOW, "snapshot 2 600"), snapshot_seconds=1)
+    run.reach(25)
+    run.processes[2].send_signal(signal.SIGSTOP)
+    assert run.has_ranks(2) < 15
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    check_losses(run, undisturbed)
+
+
 def test_the_end_of_the_coordinator_ends_the_others(elastic: Begin) -> None:
     run = elastic(3)
     run.reach(10)

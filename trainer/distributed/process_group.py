@@ -90,7 +90,7 @@ class Collectives:
         self.is_waiting = False  # whether the main thread waits in a collective
         # Why to give up waiting for the other ranks, or "". None: a wait ends only with its collective.
         self.interruption: Callable[[], str] | None = None
-        self.subgroups: list[Any] = []  # further process groups of some of its ranks
+        self._others: list[Any] = []  # further process groups of its ranks
         self._is_abandoned = False
         self._in_flight: dict[int, tuple[Any, Any]] = {}  # id -> (work, its tensors)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # entered by `wait`
@@ -154,8 +154,8 @@ class Collectives:
         """
         self._is_abandoned = True
         if dist.is_initialized():
-            held = [dist.group.WORLD, *self.subgroups], self._in_flight
-            self._in_flight, self.subgroups = {}, []
+            held = [dist.group.WORLD, *self._others], self._in_flight
+            self._in_flight, self._others = {}, []
             ending = threading.Thread(target=dist.destroy_process_group, name="abandoned group", daemon=True)
             ending.start()
             ending.join()
@@ -384,6 +384,7 @@ class Collectives:
         made = dist.new_group(ranks, AGAIN_TIMEOUT, backend="gloo", group_desc=name)
         if made is not dist.GroupMember.NON_GROUP_MEMBER:
             dist.distributed_c10d._set_pg_timeout(UNMEASURED_TIMEOUT, made)
+        self._others.append(made)  # its destructor would wait for a transfer that was given up: see abandon
         return made
 
     # -- failures --------------------------------------------------------------------------------------

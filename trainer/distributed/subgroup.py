@@ -29,7 +29,6 @@ class Subgroup:
         self._group, self._process_group = group, process_group
         self.rank, self.members, self.source = group.rank, sorted(members), source
         self.peers = [group.peers[rank] for rank in self.members]
-        group.subgroups.append(process_group)  # its destructor would wait for a transfer that was given up
 
     @classmethod
     def open(cls, group: Collectives, name: str, members: Sequence[int], source: int) -> Subgroup:

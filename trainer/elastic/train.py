@@ -132,7 +132,7 @@ class ElasticTrainer(Trainer):
 
     def continue_from(self, former: Remains) -> None:
         """Continue a run that this process has trained before. former: of the last trainer."""
-        self._former = former
+        self._former, self.continues = former, True
         if self.env.is_coordinator:
             self.setup.copy, self.checkpoint_writer = former.copy, former.writer
         else:
