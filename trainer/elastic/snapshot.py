@@ -180,8 +180,9 @@ def state_of(copy: Copy | None) -> State | None:
         return None
     model: dict[str, Tensor] = {}
     optim: dict[str, ParameterState] = {}
-    for rank, (formats, data) in enumerate(zip(copy.formats, copy.parts, strict=True)):
-        for path, tensor in tensors_of(formats, data).items():
+    ranks = sorted(range(len(copy.parts)), key=lambda rank: rank != copy.holder)
+    for rank in ranks:
+        for path, tensor in tensors_of(copy.formats[rank], copy.parts[rank]).items():
             group, _, last = path.rpartition("/")
             name = last if group == MODEL else group
             into = model if group == MODEL else optim.setdefault(name, {})
@@ -189,7 +190,7 @@ def state_of(copy: Copy | None) -> State | None:
                 into[last] = tensor
                 continue
             own = copy.rows[name]
-            if group == MODEL and rank == copy.holder:  # it has all rows; those of others may be stale
+            if group == MODEL and rank == copy.holder:  # all rows, of which others replace theirs
                 into[last] = tensor.clone()
             elif last not in into:
                 into[last] = tensor.new_empty(sum(map(len, own)), *tensor.shape[1:])

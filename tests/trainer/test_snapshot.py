@@ -1,0 +1,39 @@
+"""The state of a run from the parts that its ranks have sent to a holder."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.distributed.process_group import formats_of
+from trainer.elastic.snapshot import Copy, state_of
+
+ROWS = [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([2])]
+
+
+def part_of(rank: int, holder: int) -> dict[str, Tensor]:
+    """The part of a rank: rows of the table with its own number; the holder's other rows are stale."""
+    own = ROWS[rank]
+    table = torch.full((5, 2), -1.0)
+    table[own] = float(rank)
+    part = {"table/moment": torch.full((len(own), 2), 10.0 + rank)}
+    if rank != holder:
+        return {"model/table": table[own], f"matrix{rank}/moment": torch.tensor([float(rank)]), **part}
+    mine = {"model/table": table, "model/scale": torch.tensor([7.0]), "scale/step": torch.tensor(3)}
+    return {**mine, f"matrix{rank}/moment": torch.tensor([float(rank)]), **part}
+
+
+@pytest.mark.parametrize("holder", [0, 1, 2])
+def test_each_row_is_that_of_its_owner_on_every_holder(holder: int) -> None:
+    parts = [part_of(rank, holder) for rank in range(3)]
+    flat = [torch.cat([t.reshape(-1).view(torch.uint8) for t in part.values()]) for part in parts]
+    copy = Copy({"step": 9}, holder, [formats_of(part) for part in parts], flat, {"table": ROWS})
+    state = state_of(copy)
+    assert state is not None
+    assert state.step == copy.step == 9
+    assert state.model["table"][:, 0].tolist() == [0, 1, 2, 0, 1]
+    assert state.model["scale"].tolist() == [7]
+    assert state.optim["table"]["moment"][:, 0].tolist() == [10, 11, 12, 10, 11]
+    assert [state.optim[f"matrix{rank}"]["moment"].item() for rank in range(3)] == [0, 1, 2]
+    assert int(state.optim["scale"]["step"]) == 3
