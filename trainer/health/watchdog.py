@@ -132,7 +132,7 @@ class Watchdog:
         self._exchange.stop()
 
     def close(self) -> None:
-        """Stop for good, although the process goes on: nothing is published, and no query is answered."""
+        """Stop for good, although the process continues: nothing is published, and no query is answered."""
         self.stop()
         self._exchange.is_started = False
         if self._endpoint:
