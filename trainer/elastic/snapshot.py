@@ -77,7 +77,7 @@ class Snapshots:
         self._channel = group.open_channel("copies")
         self._thread: threading.Thread | None = None
         self._problem: Exception | None = None
-        self._spare: dict[str, Tensor] = {}  # buffers that may be used again
+        self._spare: dict[str, Tensor] = {}  # buffers to use again: freed memory would stay with the process
         # Another holder than the coordinator has no copy yet: the first one is due at once.
         self._started_at = time.monotonic() if len(self._holders) < 2 else -math.inf
         self.seconds = 0.0  # in which the newest copy arrived
@@ -117,7 +117,7 @@ class Snapshots:
             everything = _part_of(None, parameters, sync, optimizer)
             formats[rank] = formats_of(everything)
             rows = {name: found for name in parameters if (found := _rows_by_rank(name, sync, group))}
-            copy = Copy(meta, rank, formats, [self._pack("own", everything)], rows)
+            copy = Copy(meta, rank, formats, [self._pack(f"part {rank}", everything)], rows)
         self.pause = time.monotonic() - began
         self._thread = threading.Thread(target=self._send, args=(part, sizes, copy), name="copy", daemon=True)
         self._thread.start()
@@ -125,9 +125,13 @@ class Snapshots:
     def _pack(self, name: str, part: Mapping[str, Tensor]) -> Tensor:
         """The bytes of all tensors of `part`, one after another; in the spare buffer `name` if it fits."""
         flat = [tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in part.values()]
-        size, spare = sum(map(len, flat)), self._spare.pop(name, None)
-        out = spare if spare is not None and len(spare) == size else torch.empty(size, dtype=torch.uint8)
+        out = self._room(name, sum(map(len, flat)))
         return torch.cat(flat, out=out) if flat else out
+
+    def _room(self, name: str, size: int) -> Tensor:
+        """A buffer of `size` bytes: the spare one `name`, or a new one if that has another size."""
+        spare = self._spare.pop(name, None)
+        return spare if spare is not None and len(spare) == size else torch.empty(size, dtype=torch.uint8)
 
     def finish(self) -> None:
         """Wait until the started copy has arrived. Raises PeerLost if a member is lost meanwhile."""
@@ -153,7 +157,7 @@ class Snapshots:
         to = [other in self._holders and other != rank for other in range(len(sizes))]
         incoming = [size if copy and other != rank else 0 for other, size in enumerate(sizes)]
         try:
-            received = [torch.empty(size, dtype=torch.uint8) for size in incoming]
+            received = [self._room(f"part {other}", size) for other, size in enumerate(incoming)]
             for start in range(0, max(sizes), CHUNK_BYTES):
                 chunk = part[start : start + CHUNK_BYTES]
                 sends = [len(chunk) if is_receiver else 0 for is_receiver in to]
@@ -169,8 +173,8 @@ class Snapshots:
             received[rank] = copy.parts[0]
             copy.parts = received
             old, self.newest = self.newest, copy
-            if old and old.holder < len(old.parts):
-                self._spare["own"] = old.parts[old.holder]
+            if old:
+                self._spare |= {f"part {other}": each for other, each in enumerate(old.parts[: len(sizes)])}
         self.seconds = time.monotonic() - began
 
 
