@@ -162,14 +162,18 @@ def train(args: argparse.Namespace) -> int:
     def start(run_file: RunFile, attempt: Attempt, log: RunLogger) -> str:
         if env.is_host_leader and "torch" not in sys.modules:
             log.info("Importing torch; after a reboot this may take a minute.")
-        from trainer.elastic.train import train_elastic
+        from trainer.elastic.train import ElasticTrainer, train_elastic
         from trainer.train import Trainer
 
         tracker_uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
-        of_run = run_file, args.data_dir, args.run_dir, env, attempt, log, args.from_checkpoint
-        if run_file.config.elastic and env.world_size > 1:
-            return train_elastic(*of_run, tracker_uri)
-        return Trainer(*of_run).run(tracker_uri)
+        of_run, of_rank = (run_file, args.data_dir, args.run_dir), (attempt, log, args.from_checkpoint)
+        if not run_file.config.elastic or env.world_size == 1:
+            return Trainer(*of_run, env, *of_rank).run(tracker_uri)
+
+        def make(env: RankEnv) -> ElasticTrainer:
+            return ElasticTrainer(*of_run, env, *of_rank)
+
+        return train_elastic(make, run_file, args.run_dir, env, attempt, log, tracker_uri)
 
     return run_attempt(args.run_dir, env, RunLogger(env, args.json), lambda: run_file_from(args), start)
 

@@ -23,7 +23,7 @@ from trainer.elastic.election import (
 )
 
 RESTART_SECONDS = 4.0  # until the unit starts a process again
-LOST_SECONDS = 8.0  # until a member gives up a coordinator that does not answer
+LOST_SECONDS = 6.0  # until a member gives up a coordinator that does not answer
 QUORUM_SECONDS = 40.0  # until a coordinator gives up without a quorum
 FAULTS_SECONDS, CALM_SECONDS = 120.0, 90.0
 
@@ -103,6 +103,8 @@ class World:
             process.election.port = 1
             known = self.coordinators.setdefault(elected.term, host)
             assert known == host, "two hosts coordinate a term"
+            trained = max((term for _, term, _ in self.steps), default=NONE)
+            assert process.election.previous >= trained, "it may continue from a copy of an older term"
 
     def members(self, leader: int, term: int) -> list[int]:
         """The hosts that can take part in a step of a coordinator."""
@@ -121,7 +123,7 @@ class World:
                 self.steps.append((self.now, term, host))
                 process.good_at = self.now
             if process.election.known > term or self.now - process.good_at > QUORUM_SECONDS:
-                self.end(host)
+                self.elect_again(host, process)
             return
         assert leader is not None
         coordinator = self.hosts[leader]
@@ -129,9 +131,16 @@ class World:
             if self.connected(host, leader):
                 process.good_at = self.now
         elif self.connected(host, leader):  # its store is closed
-            self.end(host)
+            self.elect_again(host, process)
+            return
         if self.now - process.good_at > LOST_SECONDS:
-            self.end(host)
+            self.elect_again(host, process)
+
+    def elect_again(self, host: int, process: Host) -> None:
+        """Let a host that has lost its coordinator, or was replaced, take part in an election at once."""
+        election = Election(host, self.count, self.quorum, process.election.term, lambda: self.now)
+        election.known = process.election.known
+        self.hosts[host] = Host(election, good_at=self.now)
 
 
 def disturb(world: World, faults: int) -> None:

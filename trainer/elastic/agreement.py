@@ -1,8 +1,8 @@
 """How the ranks of a run agree on its members: the coordinator proposes, the others accept.
 
 Only one rank decides, so that two histories of a run cannot exist. That is the coordinator, rank 0. When it
-is lost, the units of the other hosts restart the run, and with coordinator_failover the hosts elect another
-coordinator (election.py). A coordinator that was elected needs a majority of the hosts in each view.
+is lost, the other hosts elect another one with coordinator_failover (election.py); without it, their units
+restart the run. A coordinator that was elected needs a majority of the hosts in each view.
 
 The coordinator proposes a view. Each member accepts it, and the coordinator commits it when all have. A
 member that does not accept in time is left out of the next proposal. Nothing here starts a collective.
@@ -70,8 +70,8 @@ class Coordinator:
 
         is_loading: returns whether the rank with this number still loads; the wait then continues. expected:
         the ranks that will come; None: all. kind: device kind of a run that this rank continues from its
-        memory; else "". With at least min_hosts hosts the run starts without the ranks
-        that have not arrived. Raises Final if the records of the members differ; Retryable if too few arrive.
+        memory; else "". With at least min_hosts hosts the run starts without the ranks that have not arrived.
+        Raises Final if the records of the members differ; Retryable if too few arrive.
         """
         began, everyone = self._clock(), set(range(self._world_size))
         awaited = everyone if expected is None else everyone & set(expected)

@@ -88,6 +88,7 @@ class Election:
     quorum: the hosts that a coordinator needs, with itself.
     term: the term on the disk of this host, or NONE; later the term of the present coordinator.
     known: the highest term of which this host has learned.
+    previous: the same before the present coordinator was elected.
     port: port of this host's rendezvous store, once it is the coordinator; else 0.
     is_over: whether `decide` has found a coordinator.
     The caller writes the term of `decide` to the disk before it acts on it.
@@ -102,7 +103,7 @@ class Election:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.me, self._hosts, self._quorum = me, hosts, quorum
-        self.term = self.known = term
+        self.term = self.known = self.previous = term
         self.port = 0  # of the store of this host, once it coordinates the term
         self.is_over = False
         self._clock, self._began = clock, clock()
@@ -161,7 +162,7 @@ class Election:
         return None
 
     def _elect(self, elected: Elected) -> Elected:
-        self.term, self.is_over = elected.term, True
+        self.term, self.previous, self.is_over = elected.term, self.known, True
         self.known = max(self.known, self.term)
         return elected
 

@@ -56,6 +56,11 @@ class Copy:
         """The number of completed steps."""
         return int(self.meta["step"])
 
+    @property
+    def term(self) -> int:
+        """The term in which the copy was made, in a run with coordinator_failover."""
+        return int(self.meta["terms"][-1][0])
+
 
 class Snapshots:
     """Makes copies of the state of a run in the memory of the holders, for one process group.

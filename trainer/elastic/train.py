@@ -14,6 +14,7 @@ import dataclasses
 import gc
 import math
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -42,38 +43,36 @@ COPY_MINUTES = 5.0
 
 
 def train_elastic(
+    make: Callable[[RankEnv], ElasticTrainer],
     run_file: RunFile,
-    data_dir: Path,
     run_dir: Path,
     env: RankEnv,
     attempt: Attempt,
     log: RunLogger,
-    from_checkpoint: Path | None,
     tracker_uri: str,
 ) -> str:
     """Run one attempt at an elastic run on this rank; returns the closing sentence. Raises RunEnd.
 
     With coordinator_failover, the hosts first elect a coordinator, and again whenever it is lost.
-    tracker_uri: address of the MLflow server; "" for none. Other arguments: as for Trainer.
+    make: creates the trainer of this rank for its environment, which changes with the coordinator. env: the
+    environment at launch. tracker_uri: address of the MLflow server; "" for none. Others: as for Trainer.
     """
-    of_run = run_file, data_dir, run_dir
     if not (env.addresses and run_file.config.has_failover(len(env.addresses), env.local_world_size)):
-        return ElasticTrainer(*of_run, env, attempt, log, from_checkpoint).run(tracker_uri)
-    candidacy, former = Candidacy(env, run_file, run_dir, log), None
+        return make(env).run(tracker_uri)
+    candidacy, last = Candidacy(env, run_file, run_dir, log), None
     while True:
         env = candidacy.elect()
         log.begin(env)
         attempt.begin_as(env)
-        trainer = ElasticTrainer(*of_run, env, attempt, log, from_checkpoint, candidacy)
-        if former:
-            trainer.continue_from(former)
+        trainer = make(env)
+        trainer.take_part(candidacy, last)
         try:
             return trainer.run(tracker_uri)
         except MembershipLost as error:
             if not trainer.has_trained:
                 raise
             log.warning(f"{error} This rank takes part in the next election.", extra=fields("lost"))
-        former = trainer.remains()
+        last = trainer.end_term()
         del trainer
         gc.collect()  # its groups have threads and sockets
 
@@ -83,8 +82,8 @@ class MembershipLost(Retryable):
 
 
 @dataclass
-class Remains:
-    """What is left of an ElasticTrainer on a rank that was a member: for the next one in the same process.
+class LastTerm:
+    """What a rank keeps of the last term for the trainer of the next one, in the same process.
 
     copy: the newest copy of the state on this rank, or None. writer: writes it as a checkpoint, if there is
     no newer one on this host. step: number of steps that were completed. ended: when training stopped, as
@@ -101,44 +100,37 @@ class ElasticTrainer(Trainer):
     """Runs one attempt at an elastic run on this rank, or with coordinator_failover the part in one term.
 
     setup: sets up this rank, after each change of the members too. copies: copies of the state in memory.
-    candidacy: the elections, with coordinator_failover; else None. Other arguments: as for Trainer.
+    candidacy: the elections, with coordinator_failover; else None. has_trained: whether a step is completed.
     """
 
     setup_class = ElasticSetup
     setup: ElasticSetup
     copies: Snapshots
+    candidacy: Candidacy | None = None
     has_trained = False
-    _former: Remains | None = None
+    _last_term: LastTerm | None = None
     _stopped_at = 0.0  # when training stopped for a change of the members, as time.monotonic()
     _patience = 60.0  # seconds for the members to notice a loss; before a step is measured
 
-    def __init__(
-        self,
-        run_file: RunFile,
-        data_dir: Path,
-        run_dir: Path,
-        env: RankEnv,
-        attempt: Attempt,
-        log: RunLogger,
-        from_checkpoint: Path | None = None,
-        candidacy: Candidacy | None = None,
-    ) -> None:
-        super().__init__(run_file, data_dir, run_dir, env, attempt, log, from_checkpoint)
+    def take_part(self, candidacy: Candidacy, last: LastTerm | None) -> None:
+        """Train under the elected coordinator. Call it before `run`, in a run with coordinator_failover.
+
+        candidacy: the elections. last: what this process keeps of the last term; None if it was no member.
+        """
         self.candidacy = self.setup.candidacy = candidacy
-        self.setup.end_process = lambda end: attempt.end_process(end, log)
-        if candidacy:
-            self.setup.tracks_on_all_hosts = True
-            self.setup.copies_to = candidacy.first_name  # eval.yml and others look there
-
-    def continue_from(self, former: Remains) -> None:
-        """Continue a run that this process has trained before. former: of the last trainer."""
-        self._former, self.continues = former, True
-        if self.env.is_coordinator:
-            self.setup.copy, self.checkpoint_writer = former.copy, former.writer
+        self.setup.tracks_on_all_hosts = True
+        self.setup.copies_to = candidacy.first_name  # eval.yml and others look there
+        if last is None:
+            return
+        self._last_term, self.continues = last, True
+        # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
+        is_newest = last.copy is not None and last.copy.term == candidacy.election.previous
+        if self.env.is_coordinator and is_newest:
+            self.setup.copy, self.checkpoint_writer = last.copy, last.writer
         else:
-            former.writer.wait()  # the coordinator may need this checkpoint
+            last.writer.wait()  # the coordinator may need this checkpoint
 
-    def remains(self) -> Remains:
+    def end_term(self) -> LastTerm:
         """Release this trainer after MembershipLost; returns what the next one continues from."""
         if self.reporter.tracker:
             self.reporter.tracker.close("retryable", hurry=True)
@@ -148,8 +140,7 @@ class ElasticTrainer(Trainer):
         saved = max((int(path.name[5:]) for path in storage.checkpoints(self.setup.checkpoints)), default=0)
         if copy and copy.step < saved:
             copy = None
-        state = state_of(copy)
-        if state and state.step > saved:
+        if copy and copy.step > saved and (state := state_of(copy)):
             writer.save(state)
 
         def complete(end: RunEnd, seconds: float) -> RunEnd:
@@ -157,9 +148,11 @@ class ElasticTrainer(Trainer):
             return end
 
         self.attempt.before_end = complete
-        return Remains(copy, writer, self.reporter.train_state.step, self._stopped_at)
+        return LastTerm(copy, writer, self.reporter.train_state.step, self._stopped_at)
 
     def _set_up(self) -> None:
+        attempt, log = self.attempt, self.log  # a thread keeps the function, and must not keep this trainer
+        self.setup.end_process = lambda end: attempt.end_process(end, log)
         super()._set_up()
         self.membership = self.setup.joined
         self.membership.watch(self.watchdog.status_age)
@@ -175,8 +168,8 @@ class ElasticTrainer(Trainer):
         self._saved_at = time.monotonic()
         self.run_status.lap()
         self._continue()
-        if self._former:
-            self._report_change(self._former.step, self._former.ended)
+        if self._last_term:
+            self._report_change(self._last_term.step, self._last_term.ended)
         while (step := self.reporter.train_state.step) < self.plan.num_iterations:
             try:
                 self.train_step(step)
@@ -218,7 +211,7 @@ class ElasticTrainer(Trainer):
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
     def _start_copy(self) -> None:
-        """Start to copy the state after this step to the coordinator."""
+        """Start to copy the state after this step to the ranks that hold copies."""
         step, meta = self.reporter.train_state.step, {}
         self.run_status.enter("checkpoint")
         if self.env.is_coordinator:
@@ -238,8 +231,8 @@ class ElasticTrainer(Trainer):
     def _saves_copies(self) -> bool:
         """Whether checkpoints that are due by time are written from a copy of the state.
 
-        So it is in a run with failover: with its coordinator the steps since the newest checkpoint are lost.
-        Such a checkpoint does not pause the training, so that there can be one every few minutes.
+        So it is in a run with failover: if all holders of copies are lost, it continues from a checkpoint.
+        One that is written from a copy does not pause the training, so there can be one every few minutes.
         """
         return self.candidacy is not None and self.group.world_size > 1
 
