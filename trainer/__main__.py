@@ -167,7 +167,7 @@ def train(args: argparse.Namespace) -> int:
 
         tracker_uri = args.tracker_uri or os.environ.get("MLFLOW_TRACKING_URI", "")
         of_run, of_rank = (run_file, args.data_dir, args.run_dir), (attempt, log, args.from_checkpoint)
-        if not run_file.config.elastic or env.world_size == 1:
+        if not run_file.config.is_elastic or env.world_size == 1:
             return Trainer(*of_run, env, *of_rank).run(tracker_uri)
 
         def make(env: RankEnv) -> ElasticTrainer:

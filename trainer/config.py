@@ -42,7 +42,7 @@ BY_SPEED = "auto"
 TRACKERS = ("mlflow", "none")
 AUTO_IS_0 = ("total_batch_size", "threads")  # settings that take auto for 0
 RECOMPUTE = ("none", "layers")
-FAILOVER = ("auto", "true", "false")
+SWITCHES = ("auto", "true", "false")  # values of elastic and coordinator_failover
 
 
 class ConfigError(ValueError):
@@ -131,7 +131,13 @@ class RunConfig:
     local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, 2, or 32 for no rounding")
     local_topk: int = setting(0, "with sync local, values sent of each 4,096, the largest; 0: all")
     local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
-    elastic: bool = setting(False, "whether hosts may leave and join while the run trains", RUNTIME)
+    elastic: str = setting(
+        "auto",
+        "whether hosts may leave and join while the run trains; auto: train.yml decides, true with two or "
+        "more hosts without GPU that have memory for copies of the state",
+        RUNTIME,
+        before="false",
+    )
     min_hosts: int = setting(1, "with elastic, the least number of hosts; with fewer the run waits", RUNTIME)
     coordinator_failover: str = setting(
         "auto",
@@ -163,7 +169,7 @@ class RunConfig:
             )
         self._require(
             "elastic",
-            not (self.elastic and self.sync == "local"),
+            not (self.is_elastic and self.sync == "local"),
             "does not go with sync local; set another sync",
         )
         if self.num_iterations and self.target_flops:
@@ -202,12 +208,17 @@ class RunConfig:
         """The number of attention heads."""
         return self.n_embd // self.head_dim
 
+    @property
+    def is_elastic(self) -> bool:
+        """Whether hosts may leave and join while the run trains; not, where auto has not been decided."""
+        return self.elastic == "true"
+
     def has_failover(self, hosts: int, ranks_per_host: int = 1) -> bool:
         """Whether another host becomes the coordinator of the run when the coordinator is lost.
 
         hosts: number of hosts of the run. ranks_per_host: ranks on each.
         """
-        possible = self.elastic and hosts > 1 and ranks_per_host == 1
+        possible = self.is_elastic and hosts > 1 and ranks_per_host == 1
         return possible and (
             self.coordinator_failover == "true" or (self.coordinator_failover == "auto" and hosts > 2)
         )
@@ -314,7 +325,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v in DTYPES, f"must be {' or '.join(DTYPES)}", "dtype"),
     (lambda v: v in (*SYNC_MODES, "auto"), f"must be {' or '.join((*SYNC_MODES, 'auto'))}", "sync"),
     (lambda v: v in ("base", "sft"), "must be base or sft", "stage"),
-    (lambda v: v in FAILOVER, f"must be {', '.join(FAILOVER[:2])} or {FAILOVER[2]}", "coordinator_failover"),
+    (lambda v: v in SWITCHES, "must be auto, true or false", "elastic coordinator_failover"),
     (lambda v: v in RECOMPUTE, f"must be {' or '.join(RECOMPUTE)}", "recompute"),
     (lambda v: v in TRACKERS, f"must be {' or '.join(TRACKERS)}", "tracker"),
     (
@@ -335,7 +346,7 @@ def _cast(name: str, kind: str, value: Any) -> Any:
     text = str(value).strip()
     if kind == "bool" and text.lower() in BOOLS:
         return BOOLS[text.lower()]
-    if name == "coordinator_failover" and text.lower() in BOOLS:  # as YAML has it
+    if name in ("elastic", "coordinator_failover") and text.lower() in BOOLS:  # as YAML has it
         return str(BOOLS[text.lower()]).lower()
     if kind == "str" and value is not None and not isinstance(value, bool):
         return text

@@ -8,7 +8,7 @@ from typing import Any
 from ansible_collections.nanofleet.fleet.plugins.module_utils.controller_action import ControllerAction
 from ansible_collections.nanofleet.fleet.plugins.module_utils.findings import reported
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_hosts import facts_of, host_findings
-from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import run_findings
+from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_run import run_findings, run_settings
 from ansible_collections.nanofleet.fleet.plugins.module_utils.preflight_use import use_findings
 
 
@@ -28,4 +28,5 @@ class ActionModule(ControllerAction):
             for host, each in facts.items()
         }
         claims = {host: each.get("claim", "") for host, each in facts.items()}
-        return {**reported(findings), "logins": logins, "claims": claims}
+        settings = run_settings(facts, asked["run"])
+        return {**reported(findings), "logins": logins, "claims": claims, "settings": settings}

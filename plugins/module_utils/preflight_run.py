@@ -11,6 +11,7 @@ feedback (trainer/sync/local.py).
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -45,30 +46,88 @@ def run_findings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any])
     """
     if not options["asked"]:
         return []
-    reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
-    stored = next((found for facts in reached.values() if (found := _stored(facts))), {})
-    try:
-        # As train.yml resumes it: an existing run keeps its values for every setting that is not given anew.
-        config = RunConfig.resumed(stored, options["config"])
-    except ValueError:  # settings of another release, about which train.yml decides
-        config = RunConfig.resumed({}, options["config"])
-    ranks = int(options["nproc_per_node"])
-    on_gpu = config.device == "cuda" or (
-        config.device == "auto" and all(facts.get("gpu") for facts in reached.values())
-    )
-    vocabularies = [str(facts["vocabulary"]) for facts in reached.values() if facts.get("vocabulary")]
-    vocabulary = int(vocabularies[0]) if vocabularies and vocabularies[0].isdigit() else VOCABULARY
-    findings: list[Finding] = []
-    for host, facts in reached.items():
-        coordinates = host == next(iter(facts_by_host))
-        own = {"device_batch_size": int(facts["micro_batch"])} if int(facts.get("micro_batch") or 0) else {}
-        values = {**config.to_dict(), **own}
-        need = Need(values, vocabulary, ranks, ranks * len(facts_by_host), coordinates, on_gpu)
-        findings += _memory(host, facts, need, bool(stored))
-        findings += _disk(host, facts, need) if coordinates else []
-        findings += [] if on_gpu else _processor(host, facts, config)
-        findings += _cpus(host, facts, config, ranks)
+    request = Request(facts_by_host, options)
+    findings = list(_elastic(request))
+    for host, facts in request.reached.items():
+        need = request.needs[host]
+        findings += _memory(host, facts, need, bool(request.stored))
+        findings += _disk(host, facts, need) if need.coordinates else []
+        findings += [] if request.on_gpu else _processor(host, facts, request.config)
+        findings += _cpus(host, facts, request.config, need.ranks)
     return findings
+
+
+def run_settings(facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> dict[str, str]:
+    """The settings of the requested run that follow from its hosts: {"elastic": "true"}, or {}.
+
+    Arguments: as for `run_findings`. elastic is decided where it is auto and the run has several hosts.
+    """
+    return Request(facts_by_host, options).decided if options["asked"] else {}
+
+
+class Request:
+    """The requested run, and what it needs on each host.
+
+    Arguments: as for `run_findings`. After construction: `reached` has the facts of the hosts that answered,
+    `stored` the configuration of an earlier attempt, `config` the one of this attempt, `on_gpu` whether it
+    computes on GPUs, `needs` {host: Need}, `decided` the settings that follow from the hosts, and `too_small`
+    {host: GiB that are missing} the hosts without memory for the copies of an elastic run.
+    """
+
+    def __init__(self, facts_by_host: Mapping[str, Facts], options: Mapping[str, Any]) -> None:
+        self.reached = {host: facts for host, facts in facts_by_host.items() if "unreachable" not in facts}
+        self.stored = next((found for facts in self.reached.values() if (found := _stored(facts))), {})
+        try:
+            # As train.yml resumes it: an existing run keeps its values for settings that are not given.
+            self.config = RunConfig.resumed(self.stored, options["config"])
+        except ValueError:  # settings of another release, about which train.yml decides
+            self.config = RunConfig.resumed({}, options["config"])
+        devices, ranks = [facts.get("gpu") for facts in self.reached.values()], int(options["nproc_per_node"])
+        self.on_gpu = self.config.device == "cuda" or (self.config.device == "auto" and all(devices))
+        vocabularies = [
+            str(facts["vocabulary"]) for facts in self.reached.values() if facts.get("vocabulary")
+        ]
+        vocabulary = int(vocabularies[0]) if vocabularies and vocabularies[0].isdigit() else VOCABULARY
+        self.needs: dict[str, Need] = {}
+        for host, facts in self.reached.items():
+            coordinates, rows = host == next(iter(facts_by_host)), int(facts.get("micro_batch") or 0)
+            values = self.config.to_dict() | ({"device_batch_size": rows} if rows else {})
+            world_size = ranks * len(facts_by_host)
+            self.needs[host] = Need(values, vocabulary, ranks, world_size, coordinates, self.on_gpu)
+        self.decided: dict[str, str] = {}
+        self.too_small: dict[str, float] = {}
+        if self.config.elastic == "auto" and len(facts_by_host) > 1:
+            self._decide_elastic()
+
+    def _decide_elastic(self) -> None:
+        needs = {}
+        if not self.on_gpu and self.config.sync != "local":
+            needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
+        for host, need in needs.items():
+            memory = memory_of(self.reached[host])
+            if memory and self.needs[host].memory_gb <= memory < need.memory_gb:
+                self.too_small[host] = need.memory_gb - memory
+        self.decided = {"elastic": "true" if needs and not self.too_small else "false"}
+        self.config = dataclasses.replace(self.config, elastic=self.decided["elastic"])
+        if self.config.is_elastic:
+            self.needs = needs
+
+
+def _elastic(request: Request) -> Iterator[Finding]:
+    """A warning for each host that lacks memory for an elastic run; with elastic=auto it is none then."""
+    for host, missing in request.too_small.items():
+        problem = (
+            "The run is not elastic, so all hosts wait when one is lost: this host lacks "
+            f"{missing:.1f} GiB of memory for copies of the state."
+        )
+        fix = "nothing, if that is fine; else repeat the command with a smaller -e depth"
+        need = request.needs[host].with_(elastic="true", coordinator_failover="false")
+        if need.memory_gb <= memory_of(request.reached[host]):
+            fix = (
+                "nothing, if that is fine; else repeat the command with -e elastic=true "
+                f"-e coordinator_failover=false  (only {next(iter(request.needs))} then keeps copies)"
+            )
+        yield warning("NF445", host, problem, fix)
 
 
 def _stored(facts: Facts) -> Mapping[str, Any]:
@@ -99,7 +158,7 @@ class Need:
         coordinates: bool = True,
         on_gpu: bool = False,
     ) -> None:
-        self.values, self.ranks = values, ranks
+        self.values, self.ranks, self.coordinates = values, ranks, coordinates
         self._others = (vocabulary, ranks, world_size, coordinates, on_gpu)
         self.config = config = RunConfig.resumed({}, values)
         width = config.n_embd
@@ -146,9 +205,9 @@ class Need:
         may_coordinate = coordinates or config.has_failover(world_size // ranks, ranks)
         self.copy_gb = self.checkpoint_gb if may_coordinate else 0.0
         self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
-        if config.elastic and may_coordinate:  # trainer/elastic/snapshot.py
+        if config.is_elastic and may_coordinate:  # trainer/elastic/snapshot.py
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
-        elif config.elastic:
+        elif config.is_elastic:
             self.once["a copy of its part of the state"] = (self.checkpoint_gb - tables) / world_size
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB
@@ -174,12 +233,9 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
 
     resumes: whether the run exists, so that its depth cannot change.
     """
-    if not str(facts.get("memory_kb", "")).isdigit():
+    if not (limit := memory_of(facts)):
         return
-    in_container = int(facts.get("container_kb") or facts["memory_kb"])
-    total = min(int(facts["memory_kb"]), in_container) / 2**20
-    needed, depth = need.memory_gb, need.config.depth
-    limit = limited_gb(facts.get("limit", ""), total)
+    total, needed, depth = _total_gb(facts), need.memory_gb, need.config.depth
     subject = f"{need.ranks} ranks of depth {depth} need" if need.ranks > 1 else f"Depth {depth} needs"
     if needed > limit:
         parts = need.described()
@@ -211,6 +267,18 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             "PID by: ps aux --sort=-rss | head)"
         )
         yield warning("NF402", host, f"{problem}.", fix)
+
+
+def _total_gb(facts: Facts) -> float:
+    """The memory in GiB of a host, or of the container that it is; 0 if it is not known."""
+    if not str(facts.get("memory_kb", "")).isdigit():
+        return 0.0
+    return min(int(facts["memory_kb"]), int(facts.get("container_kb") or facts["memory_kb"])) / 2**20
+
+
+def memory_of(facts: Facts) -> float:
+    """The memory in GiB that a run may use on a host; 0 if it is not known. facts: those of its probe."""
+    return limited_gb(facts.get("limit", ""), _total_gb(facts))
 
 
 def limited_gb(limit: str, total_gb: float) -> float:

@@ -7,9 +7,8 @@ Pure functions of results of the module run_state, by host in rank order.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import has_failover
+from ansible_collections.nanofleet.fleet.plugins.module_utils.run_plan import has_failover, is_elastic
 from ansible_collections.nanofleet.fleet.plugins.module_utils.run_summary import (
     State,
     answered,
@@ -36,7 +35,7 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
     run_file = reached[active[0]]["run_file"] or {}
     if not is_elastic(run_file):
         return (
-            f"The run {run_id} ends on all hosts when one of them ends: it was started without elastic=true. "
+            f"The run {run_id} ends on all hosts when one of them ends: it is not elastic. "
             f"End it: ansible-playbook stop.yml -e run_id={run_id}"
         )
     first = coordinator(states)
@@ -54,11 +53,6 @@ def refusal(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) ->
             f"{', '.join(active)}. Fix: repeat the command with one of these as HOST: -e leave=HOST"
         )
     return ""
-
-
-def is_elastic(run_file: Mapping[str, Any]) -> bool:
-    """Whether a run continues without some of its hosts. run_file: content of its run.json."""
-    return str((run_file.get("config") or {}).get("elastic", "")).lower() == "true"
 
 
 def report(states: Mapping[str, State], run_id: str, leaving: Sequence[str]) -> str:

@@ -62,7 +62,8 @@ def plan_run(
     run_id: name of the run. file: content of run.json; None if the run is refused.
     action: start, resume, join (hosts join an elastic run), none or refuse. message: about it.
     ends: {host: units that cannot continue and are ended first}. saves: whether the run saves before that.
-    joins: hosts that join an elastic run. failover: whether its hosts elect another coordinator.
+    joins: hosts that join an elastic run. elastic: whether hosts may leave and join while it trains.
+    failover: whether its hosts elect another coordinator.
     """
     name = run_id
     try:
@@ -109,7 +110,13 @@ def plan_run(
     except (trainer.ConfigError, RefusedError) as error:
         file, action, message, ends, saves, joins = None, "refuse", str(error), {}, False, []
     plan = {"run_id": name, "file": file, "action": action, "message": message, "ends": ends}
-    return {**plan, "saves": saves, "joins": joins, "failover": has_failover(file, int(nproc_per_node))}
+    failover = has_failover(file, int(nproc_per_node))
+    return {**plan, "saves": saves, "joins": joins, "elastic": is_elastic(file), "failover": failover}
+
+
+def is_elastic(file: Mapping[str, Any] | None) -> bool:
+    """Whether a run continues without some of its hosts. file: content of its run.json; None for no run."""
+    return str(((file or {}).get("config") or {}).get("elastic", "")).lower() == "true"
 
 
 def has_failover(file: Mapping[str, Any] | None, nproc_per_node: int) -> bool:
@@ -156,7 +163,7 @@ def _decide(run_file: Any, stored: State | None, fleet: Mapping[str, State]) -> 
         # After a boot, a host that is no longer part of the run waits for the earlier hosts.
         members = [host for host in active if host in (stored or {}).get("hosts", active)] or active
         absent = _absent(stored or {}, fleet, unit)
-        if before.elastic and absent and coordinator(fleet, run_file.hosts) in active:
+        if before.is_elastic and absent and coordinator(fleet, run_file.hosts) in active:
             where = ", ".join(active)
             joining = f"The run {name} trains on {where}; {', '.join(absent)} will join it."
             return "join", " ".join([joining, *notes]), {}

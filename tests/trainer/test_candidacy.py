@@ -21,7 +21,7 @@ from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable
 
 HOSTS = ("tower", "laptop", "attic")
-RUN = RunFile("a", RunConfig(elastic=True), HOSTS)
+RUN = RunFile("a", RunConfig(elastic="true"), HOSTS)
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")
 
 
@@ -153,12 +153,12 @@ def test_which_runs_have_failover() -> None:
     assert (failover(2), failover(3), failover(3, 2)) == (False, True, False)
     assert failover(2, coordinator_failover=True)
     assert not failover(3, coordinator_failover="false")
-    assert not failover(3, elastic=False, coordinator_failover="true")
+    assert not failover(3, elastic="false", coordinator_failover="true")
     with pytest.raises(ConfigError, match="coordinator_failover"):
         RunConfig.from_strings({"coordinator_failover": "maybe"})
-    quorums = {hosts: RunConfig(elastic=True).quorum(hosts) for hosts in (2, 3, 4, 5, 64)}
+    quorums = {hosts: RunConfig(elastic="true").quorum(hosts) for hosts in (2, 3, 4, 5, 64)}
     assert quorums == {2: 1, 3: 2, 4: 3, 5: 3, 64: 33}
-    assert RunConfig(elastic=True, min_hosts=3).quorum(3) == 3
+    assert RunConfig(elastic="true", min_hosts=3).quorum(3) == 3
 
 
 def test_ranks_are_counted_from_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ OTHERS = {
     "device_batch_size": 1,
     "threads": 2,
     "recompute": "layers",
-    "elastic": True,
+    "elastic": "false",
     "min_hosts": 2,
     "snapshot_seconds": 30.0,
     "coordinator_failover": "true",

@@ -179,7 +179,7 @@ def test_the_environment_of_a_command_that_root_runs_is_no_file_of_the_service_u
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_ranks_of_an_elastic_run_get_the_path_of_the_secret(elastic: bool) -> None:
-    plan = {"run_id": "a", "file": {"hosts": ["tower", "laptop"], "config": {"elastic": elastic}}}
+    plan = {"run_id": "a", "elastic": elastic, "file": {"hosts": ["tower", "laptop"]}}
     given = rendered("__launch_setenv", **{**PLACE, "launch_plan": plan})
     path = "/opt/nanofleet/fleet.secret"
     assert given.get("NANOFLEET_SECRET_FILE") == (path if elastic else None)
@@ -235,7 +235,7 @@ def test_rank_0_alone_is_told_of_the_tracker() -> None:
 def test_any_host_of_a_run_with_failover_has_what_a_coordinator_needs() -> None:
     hosts = ["tower", "laptop", "attic"]
     addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
-    plan = {"run_id": "a", "failover": True, "file": {"hosts": hosts, "config": {"elastic": True}}}
+    plan = {"run_id": "a", "elastic": True, "failover": True, "file": {"hosts": hosts}}
     given = {"launch_hosts": hosts, "launch_addresses": addresses, "launch_plan": plan}
     tracker = {"launch_tracker_uri": "http://10.0.0.9:5000", "launch_tracker_username": "me"}
     environment = rendered("__launch_setenv", **given, **tracker)

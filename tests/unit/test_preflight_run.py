@@ -229,3 +229,46 @@ def test_a_processor_without_avx2_is_slow() -> None:
     assert found["severity"] == "warning"
     assert "no AVX2" in found["problem"]
     assert host(put(GOOD, flags="asimd", machine="aarch64"), config={}) == []
+
+
+def settings(sizes: dict[str, str], **config: object) -> tuple[dict[str, str], list[dict[str, str]]]:
+    """(settings that follow from hosts with memory of these sizes in kB, their findings)."""
+    common = {"active": "", "disks": {}, "flags": "", "cores": 4}
+    facts = {name: {**common, "memory_kb": size} for name, size in sizes.items()}
+    options = {"asked": True, "config": {"depth": 8, **config}, "nproc_per_node": 1}
+    return run.run_settings(facts, options), run.run_findings(facts, options)
+
+
+def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
+    large = dict.fromkeys(("a", "b", "c"), "99000000")
+    assert settings(large) == ({"elastic": "true"}, [])
+    assert settings(large, elastic="false") == ({}, [])
+    assert settings({"a": "99000000"}) == ({}, [])
+    assert settings(large, sync="local") == ({"elastic": "false"}, [])
+    assert settings(large, device="cuda") == ({"elastic": "false"}, [])
+    # Of two hosts only the coordinator keeps whole copies, of three each does.
+    small = "6000000"
+    assert settings({"a": "99000000", "b": small})[0] == {"elastic": "true"}
+    decided, [found] = settings({"a": "99000000", "b": "99000000", "c": small})
+    assert decided == {"elastic": "false"}
+    assert (found["code"], found["host"], found["severity"]) == ("NF445", "c", "warning")
+    assert "-e elastic=true -e coordinator_failover=false" in found["remedy"]
+    assert "lacks 1." in found["problem"]
+    decided, [found] = settings({"a": small, "b": "99000000"})
+    assert decided == {"elastic": "false"}
+    assert found["remedy"].endswith("a smaller -e depth")
+
+
+def test_a_host_too_small_for_the_run_itself_is_refused_without_a_word_on_elastic() -> None:
+    _, found = settings({"a": "99000000", "b": "2000000"})
+    assert [each["code"] for each in found] == ["NF401"]
+
+
+def test_a_run_keeps_what_was_decided_at_its_start() -> None:
+    large = {"memory_kb": "99000000", "active": "", "disks": {}, "flags": "", "cores": 4}
+    stored = json.dumps({"config": {"depth": 8, "elastic": "false"}})
+    facts = {"a": {**large, "run_file": stored}, "b": large}
+    options = {"asked": True, "config": {}, "nproc_per_node": 1}
+    assert run.run_settings(facts, options) == {}
+    again = {**options, "config": {"elastic": "auto"}}
+    assert run.run_settings(facts, again) == {"elastic": "true"}

@@ -54,7 +54,7 @@ def test_the_coordinator_of_three_hosts_may_leave() -> None:
             "attic does not take part in the run a. Those that do: tower,",
         ),
         (dict.fromkeys(STATES, OVER), ["attic"], "The run a is not active, so no host can leave it"),
-        (dict.fromkeys(STATES, PLAIN), ["attic"], "it was started without elastic=true"),
+        (dict.fromkeys(STATES, PLAIN), ["attic"], "it is not elastic"),
     ],
 )
 def test_others_are_refused_with_the_reason(

@@ -344,7 +344,12 @@ def test_the_run_file_of_another_release_is_migrated_or_refused_by_name() -> Non
     made = plan({}, host, state(), run_id="local")
     assert (made["action"], made["message"]) == ("resume", "")
     config = made["file"]["config"]
-    assert config == {**RunConfig().to_dict(), **old["config"], "tracker_experiment": "nanofleet"}
+    assert config == {
+        **RunConfig().to_dict(),
+        **old["config"],
+        "tracker_experiment": "nanofleet",
+        "elastic": "false",
+    }
     del old["config"]["local_delay"]
     old["config"]["flux"] = 3
     made = plan({}, host, state(), run_id="local")
