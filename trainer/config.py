@@ -167,11 +167,6 @@ class RunConfig:
                 0 <= self.local_delay < self.local_steps,
                 f"must be at least 0 and below local_steps, {self.local_steps} here",
             )
-        self._require(
-            "elastic",
-            not (self.is_elastic and self.sync == "local"),
-            "does not go with sync local; set another sync",
-        )
         if self.num_iterations and self.target_flops:
             raise ConfigError(
                 f"num_iterations is {self.num_iterations} and target_flops {self.target_flops:g}: "

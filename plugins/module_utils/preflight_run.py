@@ -101,7 +101,7 @@ class Request:
 
     def _decide_elastic(self) -> None:
         needs = {}
-        if not self.on_gpu and self.config.sync != "local":
+        if not self.on_gpu:
             needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
         for host, need in needs.items():
             memory = memory_of(self.reached[host])
@@ -205,9 +205,10 @@ class Need:
         may_coordinate = coordinates or config.has_failover(world_size // ranks, ranks)
         self.copy_gb = self.checkpoint_gb if may_coordinate else 0.0
         self.once = {"the copy a checkpoint is written from": self.copy_gb, "torchrun": TORCHRUN_GIB}
-        if config.is_elastic and may_coordinate:  # trainer/elastic/snapshot.py
+        copies = config.is_elastic and not local  # with local each rank continues from its own parameters
+        if copies and may_coordinate:  # trainer/elastic/snapshot.py
             self.once["two copies of the state of an elastic run"] = 2 * self.checkpoint_gb
-        elif config.is_elastic:
+        elif copies:
             self.once["a copy of its part of the state"] = (self.checkpoint_gb - tables) / world_size
         if coordinates and config.tracker != "none":
             self.once["the tracker"] = TRACKER_GIB

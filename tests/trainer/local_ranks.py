@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,6 +27,14 @@ class Room:
     def __init__(self, world_size: int) -> None:
         self.tensors: dict[tuple[int, int], Tensor] = {}
         self.barrier = threading.Barrier(world_size, timeout=60)
+        self.shared: dict[int, Any] = {}
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        """The values that all ranks bring, in rank order."""
+        self.barrier.wait()
+        self.shared[rank] = value
+        self.barrier.wait()
+        return [self.shared[each] for each in range(self.barrier.parties)]
 
 
 class RankThread(Collectives):
@@ -39,7 +47,7 @@ class RankThread(Collectives):
     def start_all_gather(self, tensor: Tensor) -> tuple[Tensor, Pending]:
         number, table = self.count, tensor.new_empty(self.world_size, len(tensor))
         self.count += 1
-        self.room.tensors[number, self.rank] = tensor.clone()
+        self.room.tensors[number, self.rank] = table[self.rank] = tensor.clone()
 
         def arrive() -> None:
             self.room.barrier.wait()
@@ -47,6 +55,17 @@ class RankThread(Collectives):
                 table[rank] = self.room.tensors[number, rank]
 
         return table, arrive
+
+    def gather_int64(self, values: Tensor) -> Tensor:
+        return torch.stack(self.room.gather(self.rank, values))
+
+    def broadcast_owned(self, owned: Mapping[int, Tensor]) -> None:
+        for owner, tensor in owned.items():
+            tensor.copy_(self.room.gather(self.rank, tensor.clone())[owner])
+
+    def send(self, tensor: Tensor, owner: int, receivers: Sequence[int]) -> Tensor:
+        sent: Tensor = self.room.gather(self.rank, tensor.clone())[owner]
+        return sent.clone() if self.rank in receivers else tensor
 
 
 class Rank:

@@ -244,7 +244,6 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
     assert settings(large) == ({"elastic": "true"}, [])
     assert settings(large, elastic="false") == ({}, [])
     assert settings({"a": "99000000"}) == ({}, [])
-    assert settings(large, sync="local") == ({"elastic": "false"}, [])
     assert settings(large, device="cuda") == ({"elastic": "false"}, [])
     # Of two hosts only the coordinator keeps whole copies, of three each does.
     small = "6000000"
@@ -254,6 +253,10 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
     assert (found["code"], found["host"], found["severity"]) == ("NF445", "c", "warning")
     assert "-e elastic=true -e coordinator_failover=false" in found["remedy"]
     assert "lacks 1." in found["problem"]
+    # With local each host continues from its own parameters, and keeps no copies.
+    alone = run.Need({"depth": 8, "sync": "local", "elastic": "false"}, world_size=3).memory_gb
+    three = {"a": "99000000", "b": "99000000", "c": str(int(alone * 2**20) + 1)}
+    assert settings(three, sync="local") == ({"elastic": "true"}, [])
     decided, [found] = settings({"a": small, "b": "99000000"})
     assert decided == {"elastic": "false"}
     assert found["remedy"].endswith("a smaller -e depth")

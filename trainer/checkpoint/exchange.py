@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from trainer.checkpoint.storage import State
-from trainer.distributed.process_group import Collectives
+from trainer.distributed.process_group import Collectives, formats_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -109,6 +109,18 @@ def broadcast_meta(group: Collectives, state: State | None) -> State:
         described = {"meta": torch.tensor(list(text), dtype=torch.uint8)}
     meta, names = json.loads(group.broadcast_tensors(described)["meta"].numpy().tobytes())
     return state or State(meta, {}, {name: {} for name in names})
+
+
+def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence[int]) -> None:
+    """Load the optimizer state of rank 0 on the ranks `receivers`. All ranks call it, after the same step."""
+    if not receivers:
+        return
+    mine, received = flatten(optimizer.state_dict()) if group.rank == 0 else {}, {}
+    for name, dtype, shape in json.loads(group.gather_bytes(formats_of(mine))[0]):
+        tensor = mine[name] if group.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
+        received[name] = group.send(tensor, 0, receivers)
+    if group.rank in receivers:
+        optimizer.load_state_dict(unflatten(received))
 
 
 def scatter_optimizer(

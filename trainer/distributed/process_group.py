@@ -365,6 +365,26 @@ class Collectives:
                 received[name] = flat.view(shape)
         return received
 
+    def send(self, tensor: Tensor, owner: int, receivers: Sequence[int]) -> Tensor:
+        """Send the CPU tensor of rank `owner` to some ranks. All ranks call it with one of the same shape.
+
+        Returns the tensor received on `receivers`, and `tensor` itself on other ranks.
+        """
+        flat, is_receiver = tensor.detach().contiguous().view(-1), self.rank in receivers
+        result = torch.empty_like(flat) if is_receiver else flat
+        size = max(1, CHUNK_BYTES // tensor.element_size())
+        for chunk, into in zip(flat.split(size), result.split(size), strict=True):
+            sends, receives = [0] * self.world_size, [0] * self.world_size
+            if self.rank == owner:
+                sends = [len(chunk) * (rank in receivers) for rank in range(self.world_size)]
+            receives[owner] = len(chunk) * is_receiver
+            sent = chunk.repeat(len(receivers)) if self.rank == owner else chunk[:0]
+            received, pending = self.start_exchange(sent, sends, receives)
+            self.wait([pending])
+            if is_receiver:
+                into.copy_(received)
+        return result.view(tensor.shape)
+
     def open_channel(self, name: str) -> Channel:
         """Connect the ranks a second time, for use by another thread. All ranks call it. Raises PeerLost.
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from trainer.checkpoint import compatibility, exchange, storage
@@ -22,14 +24,36 @@ from trainer.elastic.membership import Membership
 from trainer.elastic.snapshot import Copy, state_of
 from trainer.host.logger import fields
 from trainer.host.numerics import Numerics
+from trainer.model.gpt import GPT
+from trainer.optim.muon_adamw import MuonAdamW
 from trainer.outcome import Retryable
 from trainer.placement import decide
 from trainer.placement.batch_split import split_rows
 from trainer.placement.decide import Placement
 from trainer.run_plan import Plan
 from trainer.setup import RunSetup
+from trainer.sync.local import Local
+from trainer.sync.mode import SyncMode
 
 CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five times that
+
+
+@dataclass
+class Kept:
+    """What a rank with sync=local keeps when its coordinator is lost, and continues from under the next one.
+
+    meta: content of meta.json for a checkpoint of its last step. model, optimizer, sync: of this rank.
+    """
+
+    meta: dict[str, Any]
+    model: GPT
+    optimizer: MuonAdamW
+    sync: SyncMode
+
+    @property
+    def term(self) -> int:
+        """The term in which this rank was a member."""
+        return int(self.meta["terms"][-1][0])
 
 
 class ElasticSetup(RunSetup):
@@ -39,6 +63,7 @@ class ElasticSetup(RunSetup):
     end_process: ends this process from another thread than the training one.
     candidacy: the elections, with coordinator_failover; else None.
     copy: on a coordinator that continues from its memory, the state; else None.
+    kept: with sync=local, what this rank continues from after an election; else None.
     terms: [term, step after which it began] for each term of the run, with coordinator_failover.
     """
 
@@ -46,7 +71,9 @@ class ElasticSetup(RunSetup):
     end_process: Callable[[Retryable], None]
     candidacy: Candidacy | None = None
     copy: Copy | None = None
+    kept: Kept | None = None
     terms: list[list[int]]
+    _is_new = True  # whether this rank has not taken part yet
 
     def _open_store(self) -> dist.Store:
         self.membership = Membership(
@@ -56,7 +83,8 @@ class ElasticSetup(RunSetup):
 
     def _find_ranks(self, record: Record) -> list[Record]:
         """Join the run; returns the records of its members. The coordinator has compared them."""
-        kind = "cpu" if self.copy else ""
+        continues = self.env.is_coordinator and (self.copy or self.kept)
+        kind = "cpu" if continues else ""
         view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive, kind)
         return [member.record for member in view.members]
 
@@ -73,18 +101,40 @@ class ElasticSetup(RunSetup):
         if self.joined.is_first:
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
-        else:  # this rank joins a run that trains, or continues one from its memory
-            self.connect_members(self.joined.view, state_of(self.copy))
-            if self.copy:
-                text = f"Continuing from the copy of step {self.copy.step} in the memory of this host."
-                self.log.info(text, extra=fields("continued", step=self.copy.step))
+            self._is_new, self.kept = False, None
+            return
+        # This rank joins a run that trains, or continues one from its memory.
+        kept, self.kept = self.kept, None
+        state = state_of(self.copy)
+        if kept:
+            self.model, self.optimizer, self.sync = kept.model, kept.optimizer, kept.sync
+            self._is_new = False
+            state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
+        self.connect_members(self.joined.view, state)
+        if state:
+            text = f"Continuing from the copy of step {state.step} in the memory of this host."
+            self.log.info(text, extra=fields("continued", step=state.step))
 
     def _resume(self, state: State) -> None:
-        super()._resume(state)
+        if isinstance(self.sync, Local) and not self.joined.is_first:
+            self._regroup(self.sync, state)
+        else:
+            super()._resume(state)
         if self.candidacy:
             term, terms = self.candidacy.election.term, list(state.meta.get("terms", []))
             self.terms = terms if terms and terms[-1][0] == term else [*terms, [term, state.step]]
             self._set_aside_replaced()
+
+    def _regroup(self, sync: Local, state: State) -> None:
+        """With sync=local, give new ranks the shared state; the others continue from their own.
+
+        state: on rank 0, that of the last step, without tensors.
+        """
+        is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
+        sync.regroup(self.group, state.step, self._is_new)
+        exchange.send_optimizer(self.group, self.optimizer, [rank for rank, new in enumerate(is_new) if new])
+        self._is_new = False
+        self.train_state = TrainState.from_meta(state.meta)
 
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
         meta = super().checkpoint_meta(plan, state)
@@ -111,13 +161,15 @@ class ElasticSetup(RunSetup):
         """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.
 
         state: on rank 0, the state after which the training continues; None: that of its newest checkpoint.
-        Other ranks receive it. Rows are split equally, or in proportion to the fixed shares of the members.
+        Other ranks receive it; with sync=local only new ones do. Rows are split equally, or in proportion to
+        the fixed shares of the members.
         Raises PeerLost if a member is lost meanwhile.
         """
         self.run_status.enter("resume")
         self._connect_view(view)
         self.plan = dataclasses.replace(self.plan, shares=self._shares_of(view))
-        self._build()
+        if not hasattr(self, "model"):
+            self._build()
         state = state or (self._load_state() if self.env.is_coordinator else None)
         state = exchange.broadcast_meta(self.group, state)
         steps = compatibility.planned_steps(state.meta, self.config, self.plan.num_iterations)
@@ -127,7 +179,8 @@ class ElasticSetup(RunSetup):
         shares = tuple(self.plan.shares)
         self.placement = dataclasses.replace(placement, shares=shares, owner_speeds=(), prediction=None)
         self.model.compute_dtype = self.optimizer.compute_dtype = self.numerics.compute_dtype
-        self.sync = self.make_sync()
+        if not hasattr(self, "sync"):
+            self.sync = self.make_sync()
         self._resume(state)
         self.config_digest = str(state.meta.get("config_digest") or self.config_digest)
         self._gather_facts([member.record for member in view.members])

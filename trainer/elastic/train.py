@@ -4,6 +4,8 @@ After a step, the members that stay and those that join connect again and contin
 on the coordinator. In an orderly change the copy is of that step, so nothing is lost. After a loss it is the
 newest one, at most `snapshot_seconds` old; the steps since then are trained again, on the same rows.
 
+With sync=local no copies are needed: each rank continues from its own parameters (trainer/sync/local.py).
+
 With coordinator_failover, the next rank has the copies too. When the coordinator is lost, the hosts elect
 another one, set up their ranks again in the same processes, and continue from its copy.
 """
@@ -22,13 +24,14 @@ from typing import NoReturn
 import torch
 
 from trainer.checkpoint import storage
+from trainer.checkpoint.storage import State
 from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
-from trainer.elastic.setup import ElasticSetup
+from trainer.elastic.setup import ElasticSetup, Kept
 from trainer.elastic.snapshot import Copy, Snapshots, state_of
 from trainer.health.attempt import PARENT_SECONDS, Attempt
 from trainer.host.logger import RunLogger, fields
@@ -85,12 +88,14 @@ class MembershipLost(Retryable):
 class LastTerm:
     """What a rank keeps of the last term for the trainer of the next one, in the same process.
 
-    copy: the newest copy of the state on this rank, or None. writer: writes it as a checkpoint, if there is
+    copy: the newest copy of the state on this rank, or None. kept: with sync=local, what this rank continues
+    from; else None. writer: writes it as a checkpoint, if there is
     no newer one on this host. step: number of steps that were completed. ended: when training stopped, as
     time.monotonic().
     """
 
     copy: Copy | None
+    kept: Kept | None
     writer: CheckpointWriter
     step: int
     ended: float
@@ -124,7 +129,10 @@ class ElasticTrainer(Trainer):
             return
         self._last_term, self.continues = last, True
         # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
-        is_newest = last.copy is not None and last.copy.term == candidacy.election.previous
+        state = last.copy or last.kept
+        is_newest = state is not None and state.term == candidacy.election.previous
+        if is_newest:
+            self.setup.kept = last.kept
         if self.env.is_coordinator and is_newest:
             self.setup.copy, self.checkpoint_writer = last.copy, last.writer
         else:
@@ -134,6 +142,10 @@ class ElasticTrainer(Trainer):
         """Release this trainer after MembershipLost; returns what the next one continues from."""
         if self.reporter.tracker:
             self.reporter.tracker.close("retryable", hurry=True)
+        kept = None
+        if self._is_local:
+            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
+            kept = Kept(meta, self.model, self.optimizer, self.sync)
         self._release()
         self.run_status.is_waiting = lambda: False  # a thread may still hold the run status
         copy, writer = self.copies.newest, self.checkpoint_writer
@@ -148,7 +160,7 @@ class ElasticTrainer(Trainer):
             return end
 
         self.attempt.before_end = complete
-        return LastTerm(copy, writer, self.reporter.train_state.step, self._stopped_at)
+        return LastTerm(copy, kept, writer, self.reporter.train_state.step, self._stopped_at)
 
     def _set_up(self) -> None:
         attempt, log = self.attempt, self.log  # a thread keeps the function, and must not keep this trainer
@@ -176,7 +188,7 @@ class ElasticTrainer(Trainer):
                 self.has_trained = True
                 if self.stopping:
                     return True
-                if self.summary.change or self.summary.snapshot:
+                if self.summary.snapshot or (self.summary.change and not self._is_local):
                     self._start_copy()
                 self._save_copy()
                 if self.summary.change:
@@ -207,7 +219,12 @@ class ElasticTrainer(Trainer):
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
-        due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
+        due = (
+            wanted
+            and not self._is_local
+            and copies.age >= self.config.snapshot_seconds
+            and not copies.is_busy
+        )
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
     def _start_copy(self) -> None:
@@ -234,7 +251,12 @@ class ElasticTrainer(Trainer):
         So it is in a run with failover: if all holders of copies are lost, it continues from a checkpoint.
         One that is written from a copy does not pause the training, so there can be one every few minutes.
         """
-        return self.candidacy is not None and self.group.world_size > 1
+        return self.candidacy is not None and self.group.world_size > 1 and not self._is_local
+
+    @property
+    def _is_local(self) -> bool:
+        """Whether each rank continues from its own parameters after a change of the members."""
+        return self.config.sync == "local"
 
     def _save_copy(self) -> None:
         """On the coordinator, write the newest complete copy of the state as a checkpoint, if one is due."""
@@ -268,9 +290,7 @@ class ElasticTrainer(Trainer):
                 self._leave()
             try:
                 view = self._next_view()
-                self._release()
-                copy = self.copies.newest if self.env.is_coordinator else None
-                self.setup.connect_members(view, state_of(copy))
+                self.setup.connect_members(view, self._state_to_continue())
                 self._begin()
                 self.reporter.train_state.checkpoint = before.checkpoint
                 self._read_first_batch(self.reporter.train_state.step)
@@ -278,6 +298,14 @@ class ElasticTrainer(Trainer):
             except PeerLost as error:
                 self.membership.break_off(str(error))
         self._report_change(before.step, self._stopped_at)
+
+    def _state_to_continue(self) -> State | None:
+        """On the coordinator, the state from which the members continue. Releases what they build again."""
+        if self._is_local:
+            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
+            return State(meta, {}, {}) if self.env.is_coordinator else None
+        self._release()
+        return state_of(self.copies.newest if self.env.is_coordinator else None)
 
     def _report_change(self, reached: int, stopped_at: float) -> None:
         """Report the members that train now. reached, stopped_at: the step and the time before the change."""

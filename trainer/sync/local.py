@@ -18,6 +18,11 @@ sent. The rest stays in them, so the next pseudo-gradient contains it. With a bu
 the rank to the outer parameters. The rank would learn the same difference again, and the buffer would add it
 each time.
 
+When the members of an elastic run change, the others keep their parameters. A sync round in flight that a
+rank has completed is completed on all: that rank sends the others the outer parameters of the fragment. One
+that no rank has completed is taken back, and started again with the next members. A rank that joins starts
+from the outer parameters.
+
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
 
@@ -96,6 +101,7 @@ class SyncRound(NamedTuple):
     decay: weight decay, as a factor, of a row without tokens.
     table: packed pseudo-gradients, uint8, (world_size, bytes).
     pending: waits for the transfer.
+    rank: row of this rank in `table`. tokens: of this rank, in the round.
     """
 
     started_at: int
@@ -104,6 +110,8 @@ class SyncRound(NamedTuple):
     decay: float
     table: Tensor
     pending: Pending
+    rank: int = 0
+    tokens: int = 0
 
     def common_state(self) -> ParameterState:
         """The state that is equal on all ranks, for a checkpoint: {name: tensor}.
@@ -141,8 +149,9 @@ class Fragment:
     parameters: {name: parameter}. outer: settings of local. sync_at: step at which its rounds are due.
         of_rows: whether it is an embedding, of which only some rows are sent.
     Attributes: `outer`, `momentum` and `error` have the outer parameters, their momentum and the error
-    feedback, one tensor for each parameter; `synced_at` is the step of its last round, `tokens` those of this
-    rank since then.
+    feedback, one tensor for each parameter; `synced_at` is the step at which its last round was started,
+    `tokens` those of this rank since then, `completed` the `synced_at` of its last complete round, and
+    `is_due` whether a round that was taken back is started again after the next step.
     """
 
     def __init__(
@@ -157,7 +166,8 @@ class Fragment:
         self.error = [] if outer.keeps_residual else [torch.zeros_like(value) for value in self.outer]
         # Of an embedding, the last step at which each row was active; on the CPU.
         self.active_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
-        self.synced_at = 0
+        self.synced_at = self.completed = 0
+        self.is_due = False
         self.tokens = 0  # of this rank since its last round
         self.decay = 1.0  # weight decay of a row without tokens since the last round
         self.sync_round: SyncRound | None = None
@@ -242,7 +252,8 @@ class Local(SyncMode):
         """Start the sync rounds that are due after this step, and finish those whose delay is over."""
         self._step += 1
         for fragment in self._fragments:
-            if (self._step - fragment.sync_at) % self._outer.steps == 0:
+            scheduled = (self._step - fragment.sync_at) % self._outer.steps == 0
+            if (scheduled or fragment.is_due) and not fragment.sync_round:
                 self._start_round(fragment)
         for fragment in self._fragments:
             if fragment.sync_round and fragment.sync_round.started_at + self._outer.delay <= self._step:
@@ -263,23 +274,25 @@ class Local(SyncMode):
             delta += torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
         packed = fragment.compressor.pack(delta)
         unpacked = fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
+        count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
+        table, pending = self._group.start_all_gather(torch.cat([packed, count]))
         if fragment.error:
             _write_rows(fragment.error, rows, delta - unpacked)
             sent = [p.detach().clone() for p in fragment.parameters]
         else:
             sent = fragment.apply_to_outer(unpacked, rows)
-        count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
-        table, pending = self._group.start_all_gather(torch.cat([packed, count]))
-        fragment.sync_round = SyncRound(self._step, sent, rows, fragment.decay, table, pending)
-        fragment.tokens, fragment.decay = 0, 1.0
+        own = self._group.rank, fragment.tokens
+        fragment.sync_round = SyncRound(self._step, sent, rows, fragment.decay, table, pending, *own)
+        fragment.tokens, fragment.decay, fragment.is_due = 0, 1.0, False
         fragment.synced_at = self._step
 
     @torch.no_grad()
     def _finish_round(self, fragment: Fragment) -> None:
         """Wait for the pseudo-gradients of all ranks and take the outer step."""
-        sync_round, fragment.sync_round = fragment.sync_round, None
+        sync_round = fragment.sync_round
         assert sync_round is not None
         self._group.wait([sync_round.pending])
+        fragment.sync_round, fragment.completed = None, sync_round.started_at
         deltas = [torch.zeros_like(outer) for outer in fragment.outer]
         if sync_round.rows is not None:  # rows without tokens have only decayed, equally on every rank
             torch.mul(fragment.outer[0], 1 - sync_round.decay, out=deltas[0])
@@ -316,6 +329,87 @@ class Local(SyncMode):
         for fragment in self._fragments:
             if fragment.sync_round:
                 self._finish_round(fragment)
+
+    # -- a change of the members -------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def regroup(self, group: Collectives, step: int, is_new: bool) -> None:
+        """Continue with the ranks of `group`. All of them call it; it may be called again if one is lost.
+
+        step: number of completed steps, which all ranks take from rank 0. is_new: whether this rank has just
+        joined, and takes the outer parameters from the others. Rank 0 is not new. Raises PeerLost.
+        """
+        for fragment in self._fragments:
+            fragment.compressor = fragment.make_compressor(self._outer)
+            if fragment.sync_round and fragment.sync_round.pending is _done:
+                self._finish_round(fragment)
+        self._group = group
+        completed = [NEVER if is_new else fragment.completed for fragment in self._fragments]
+        of_ranks = group.gather_int64(torch.tensor(completed)).T.tolist()
+        for fragment, steps in zip(self._fragments, of_ranks, strict=True):
+            newest = max(steps)
+            behind = [rank for rank, completed_at in enumerate(steps) if completed_at < newest]
+            if behind:
+                self._send_outer(fragment, steps.index(newest), behind, newest)
+            if fragment.sync_round:
+                self._take_back(fragment)
+        due = [fragment.is_due for fragment in self._fragments]
+        is_due = group.gather_int64(torch.tensor(due, dtype=torch.int64)).any(0).tolist()
+        decays = torch.tensor([fragment.decay for fragment in self._fragments], dtype=torch.float64)
+        synced_at = torch.tensor([fragment.synced_at for fragment in self._fragments])
+        group.broadcast_owned({0: decays})
+        group.broadcast_owned({0: synced_at})
+        for i, fragment in enumerate(self._fragments):
+            fragment.is_due, fragment.decay = is_due[i], float(decays[i])
+            fragment.synced_at = int(synced_at[i])
+        self._step = step
+
+    def _send_outer(self, fragment: Fragment, source: int, behind: Sequence[int], completed: int) -> None:
+        """Send the outer parameters of `fragment` from rank `source` to the ranks `behind`.
+
+        completed: the step of the last round that `source` has completed. A rank that takes part in this
+        round keeps what it has learned since its start; another one continues from the outer parameters.
+        """
+        group = self._group
+        tables = [] if fragment.active_at is None else [fragment.active_at]
+        sent = [*fragment.outer, *fragment.momentum, *tables]
+        received = [group.send(tensor, source, behind) for tensor in sent]
+        if group.rank not in behind:
+            return
+        sync_round, fragment.sync_round = fragment.sync_round, None
+        takes_part = sync_round is not None and sync_round.started_at == completed
+        for i, parameter in enumerate(fragment.parameters):
+            outer = received[i]
+            if takes_part and sync_round:
+                parameter.add_(outer - sync_round.sent_parameters[i])
+            else:
+                parameter.copy_(outer)
+                if fragment.error:
+                    fragment.error[i].zero_()
+            fragment.outer[i].copy_(outer)
+            fragment.momentum[i].copy_(received[len(fragment.parameters) + i])
+        if not takes_part:
+            fragment.tokens = 0
+            if fragment.active_at is not None:
+                fragment.active_at.copy_(received[-1])
+        fragment.completed = completed
+
+    def _take_back(self, fragment: Fragment) -> None:
+        """Drop the round in flight of `fragment`, as if this rank had not taken part; it is started again."""
+        sync_round, fragment.sync_round = fragment.sync_round, None
+        assert sync_round is not None
+        rows = sync_round.rows
+        if fragment.error:
+            pairs = zip(fragment.outer, sync_round.sent_parameters, strict=True)
+            delta = torch.cat([_rows_of(outer - sent, rows).flatten() for outer, sent in pairs])
+            packed = sync_round.table[sync_round.rank, :-COUNT_BYTES]
+            unpacked = fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
+            error = torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
+            _write_rows(fragment.error, rows, error + unpacked - delta)
+        fragment.tokens += sync_round.tokens
+        fragment.decay *= sync_round.decay
+        fragment.synced_at = sync_round.started_at - self._outer.steps
+        fragment.is_due = True
 
     # -- state -------------------------------------------------------------------------------------------
 
@@ -394,7 +488,7 @@ class Local(SyncMode):
                     continue
                 state = common[name]
                 fragment.momentum[i].copy_(state["momentum"])
-                fragment.synced_at = int(state["met_at"])
+                fragment.synced_at = fragment.completed = int(state["met_at"])
                 if fragment.active_at is not None:
                     fragment.active_at.copy_(state["touched_at"])
                     fragment.decay = float(state["kept"])
@@ -409,6 +503,7 @@ class Local(SyncMode):
                 pairs = zip(fragment.names, fragment.outer, strict=True)
                 sent_parameters = [own.get(f"sent/{name}", p).to(p.device, copy=True) for name, p in pairs]
                 fragment.sync_round = SyncRound.from_state(state, sent_parameters)
+                fragment.completed -= self._outer.steps
 
 
 def _make_fragments(model: nn.Module, outer: Outer) -> list[Fragment]:

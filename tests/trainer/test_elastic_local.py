@@ -1,0 +1,84 @@
+"""Elastic runs with sync=local: the others keep their own parameters when a rank is lost.
+
+The shared parameters are compared after every step, so ranks that differ in one bit end the run.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from elastic_run import SLOW, STEPS, ElasticRun
+from test_failover import SLOWER, FailoverRun
+
+pytestmark = pytest.mark.processes
+LOCAL = {"sync": "local", "local_steps": 5, "digest_every": 1}
+
+Begin = Callable[..., ElasticRun]
+
+
+@pytest.fixture
+def begin(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
+    runs: list[ElasticRun] = []
+
+    def begin(world_size: int, kind: type[ElasticRun] = ElasticRun, **knobs: Any) -> ElasticRun:
+        runs.append(kind(data_dir, tmp_path, world_size, **LOCAL, **knobs))
+        for rank in range(world_size):
+            runs[-1].start(rank, SLOW)
+        return runs[-1]
+
+    yield begin
+    for run in runs:
+        for process in run.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def check_steps(run: ElasticRun) -> None:
+    """The coordinator has logged each step once, and the loss has fallen without a jump."""
+    lines = map(json.loads, (run.run_dir(run.leader) / "metrics.jsonl").read_text().splitlines())
+    found = [(line["step"], line["loss"]) for line in lines if "loss" in line]
+    assert [step for step, _ in found] == list(range(1, STEPS + 1))
+    last = [loss for _, loss in found]
+    assert all(after < before + 0.5 for before, after in itertools.pairwise(last)), last
+    assert last[-1] < last[0] - 0.5
+
+
+@pytest.mark.parametrize("knobs", [{}, {"local_bits": 2, "local_delay": 3}, {"local_topk": 64}])
+def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knobs: dict[str, Any]) -> None:
+    run = begin(3, **knobs)
+    run.reach(13)
+    run.processes[2].kill()
+    run.processes[2].wait()
+    assert run.has_ranks(2) < 10
+    run.start(2)
+    run.has_ranks(3)
+    run.processes[1].send_signal(signal.SIGTERM)
+    assert run.has_ranks(2) < 10
+    assert "continue the run without this one" in run.finish(1)["reason"]
+    assert run.finish()["outcome"] == "finished", run.log(0)
+    assert run.finish(2)["outcome"] == "finished", run.log(2)
+    assert "trained again" not in run.log(0)
+    check_steps(run)
+
+
+def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
+    run = begin(3, FailoverRun)
+    run.reach(13)
+    run.processes[0].kill()
+    run.processes[0].wait()
+    run.leader = 1
+    run.has_ranks(2)
+    assert "in the memory of this host" in run.log(1)
+    run.start(0, SLOWER)
+    run.has_ranks(3)
+    for rank in (1, 0, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+        assert "trained again" not in run.log(rank)
+    check_steps(run)

@@ -1,0 +1,169 @@
+"""What ranks in the mode local keep, and what they send each other, when the members of a run change."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from local_ranks import Rank, RankThread, Room, batches_of, equal, together
+from torch import Tensor
+
+from trainer.distributed.process_group import PeerLost
+from trainer.sync.local import Fragment, Outer
+
+ROWS = (2, 1, 1)
+OUTERS = [Outer(steps=6, delay=2), Outer(steps=6, delay=2, bits=2), Outer(steps=6, delay=2, topk=64)]
+
+
+def ranks_after(steps: int, outer: Outer) -> list[Rank]:
+    """Three ranks after so many steps; every fragment has a round in flight at some of them."""
+    room = Room(3)
+    ranks = [Rank(rank, 3, room, outer, torch.float64) for rank in range(3)]
+
+    def work(rank: Rank) -> list[Tensor]:
+        for step in range(steps):
+            rank.step(batches_of(step, ROWS))
+        return []
+
+    together(ranks, work)
+    return ranks
+
+
+def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = ()) -> None:
+    """Let `ranks` be the members from now on. new: those that have just joined, by their new number."""
+    room = Room(len(ranks))
+    for number, rank in enumerate(ranks):
+        rank.rank = number
+
+    def work(rank: Rank) -> list[Tensor]:
+        rank.sync.regroup(RankThread(rank.rank, len(ranks), room), step, rank.rank in new)
+        return []
+
+    together(ranks, work)
+
+
+def go_on(ranks: list[Rank], first: int, steps: int) -> None:
+    """Train, and check after each step that the shared parameters are the same to the last bit."""
+    rows = ROWS[: len(ranks)]
+
+    def work(rank: Rank) -> list[Tensor]:
+        seen = []
+        for step in range(first, first + steps):
+            rank.step(batches_of(step, rows))
+            seen += rank.in_common()
+        return seen
+
+    first_seen, *others = together(ranks, work)
+    assert all(equal(first_seen, seen) for seen in others)
+
+
+def in_flight(rank: Rank) -> list[Fragment]:
+    return [fragment for fragment in rank.sync._fragments if fragment.sync_round]
+
+
+def owed(fragment: Fragment) -> list[Tensor]:
+    """What a rank has learned and not shared yet: its change, and the residual of rounding."""
+    pairs = zip(fragment.outer, fragment.parameters, strict=True)
+    changes = [outer - p.detach() for outer, p in pairs]
+    return [change + fragment.error[i] if fragment.error else change for i, change in enumerate(changes)]
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+def test_a_round_that_nobody_has_completed_is_taken_back_and_started_again(outer: Outer) -> None:
+    before, ranks = ranks_after(5, outer)[:2], ranks_after(6, outer)[:2]
+    shared = ranks[0].in_common()
+    (names,) = (f.names for f in in_flight(ranks[0]) if f.synced_at == 6)
+    regroup(ranks, 6)
+    for old, rank in zip(before, ranks, strict=True):
+        assert not in_flight(rank)
+        assert equal(rank.in_common(), shared)  # no outer step
+        old.train(batches_of(5, ROWS))  # until the round is started
+        then, now = (next(f for f in each.sync._fragments if f.names == names) for each in (old, rank))
+        assert (now.is_due, now.tokens) == (True, then.tokens)
+        assert now.decay == pytest.approx(then.decay, rel=1e-14)
+        for expected, found in zip(owed(then), owed(now), strict=True):
+            torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-12)
+    go_on(ranks, 6, 8)
+    (again,) = (f for f in ranks[0].sync._fragments if f.names == names)
+    assert again.completed > 6
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+def test_a_round_that_one_rank_has_completed_is_completed_on_all(outer: Outer) -> None:
+    undisturbed, ranks = ranks_after(9, outer), ranks_after(8, outer)
+    late = ranks[1]
+
+    def lost() -> None:
+        raise PeerLost("Lost rank 2.")
+
+    def work(rank: Rank) -> list[Tensor]:
+        rank.train(batches_of(8, ROWS))
+        if rank is late:
+            for fragment in in_flight(rank):
+                assert fragment.sync_round
+                arrive = fragment.sync_round.pending
+                fragment.sync_round = fragment.sync_round._replace(
+                    pending=lambda arrive=arrive: (arrive(), lost())
+                )
+            with pytest.raises(PeerLost):
+                rank.sync.broadcast()
+        else:
+            rank.sync.broadcast()
+        return []
+
+    due = [f for f in in_flight(late) if f.sync_round and f.sync_round.started_at + outer.delay <= 9]
+    assert len(due) == 1
+    together(ranks, work)
+    assert in_flight(late)
+    assert not equal(late.in_common(), ranks[0].in_common())
+    regroup(ranks[:2], 9)
+    for rank, expected in zip(ranks[:2], undisturbed[:2], strict=True):
+        assert equal(rank.in_common(), expected.in_common())
+        pairs = zip(rank.sync._fragments, expected.sync._fragments, strict=True)
+        for now, then in pairs:
+            if now.names == due[0].names:  # other rounds were taken back
+                assert equal(now.parameters, then.parameters)
+    go_on(ranks[:2], 9, 8)
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> None:
+    ranks = ranks_after(8, outer)[:2]
+    own = [rank.own() for rank in ranks]
+    new = Rank(2, 3, Room(3), outer, torch.float64)
+    ranks.append(new)
+    regroup(ranks, 8, new=(2,))
+    new.optimizer.load_state_dict(copy.deepcopy(ranks[0].optimizer.state_dict()))
+    assert equal(new.own(), ranks[0].in_common())
+    assert equal(new.in_common(), ranks[0].in_common())
+    assert all(map(equal, (rank.own() for rank in ranks[:2]), own))
+    go_on(ranks, 8, 14)
+
+
+def test_a_change_that_fails_halfway_is_repeated() -> None:
+    """The rank that joins is lost while it receives; the others then continue without it."""
+    outer = OUTERS[0]
+    ranks = ranks_after(8, outer)[:2]
+    shared = ranks[0].in_common()
+    room = Room(3)
+    sent = 0
+
+    class Lossy(RankThread):
+        def send(self, *args: object) -> Tensor:
+            nonlocal sent
+            sent += 1
+            raise PeerLost("Lost rank 2.")
+
+    new = Rank(2, 3, Room(3), outer, torch.float64)
+
+    def work(rank: Rank) -> list[Tensor]:
+        with pytest.raises(PeerLost):
+            rank.sync.regroup(Lossy(rank.rank, 3, room), 8, rank is new)
+        return []
+
+    together([*ranks, new], work)
+    assert sent == 3
+    regroup(ranks, 8)
+    assert equal(ranks[0].in_common(), shared)
+    go_on(ranks, 8, 10)
