@@ -46,3 +46,21 @@ class Digests:
         # Without the file the next comparison only takes longer.
         with contextlib.suppress(PermissionError):
             write_whole(str(self.path), json.dumps(self.kept))
+
+
+def folder_digest(folder: Path) -> dict[str, Any]:
+    """found, sha256, files and bytes of a folder. Raises ValueError for a link, which no copy would have."""
+    result: dict[str, Any] = {"found": folder.is_dir(), "sha256": "", "files": 0, "bytes": 0}
+    if not result["found"]:
+        return result
+    whole = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink():
+            raise ValueError(f"{path} is a link. Replace it by the file, and type the same command again")
+        if path.is_file():
+            with path.open("rb") as file:
+                content = hashlib.file_digest(file, "sha256").digest()
+            whole.update(path.relative_to(folder).as_posix().encode() + b"\0" + content)
+            result["files"] += 1
+            result["bytes"] += path.stat().st_size
+    return {**result, "sha256": whole.hexdigest()}

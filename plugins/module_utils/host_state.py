@@ -28,6 +28,7 @@ from ansible_collections.nanofleet.fleet.plugins.module_utils.claim_file import 
     refusal,
 )
 from ansible_collections.nanofleet.fleet.plugins.module_utils.data_folder import own
+from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import folder_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.files import read_text
 from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts import (
     described,
@@ -140,18 +141,23 @@ def folder_differences(folders: Sequence[Options]) -> Iterator[str]:
             yield f"{each['path']} is missing or has another owner or mode"
 
 
-def data_differences(path: str, user: str, mode: str, manifest_sha256: str, remember: bool) -> Iterator[str]:
+def data_differences(
+    path: str, user: str, mode: str, manifest_sha256: str, remember: bool, core_sha256: str = ""
+) -> Iterator[str]:
     """Phrases about a data directory: its owner, and files that differ from the controller's manifest.
 
     path: of the directory. user, mode: the owner and the mode that it has to have, the mode as text such as
     "0750". manifest_sha256: of the controller's manifest. remember: whether each computed sha256 is stored
-    beside the data.
+    beside the data. core_sha256: folder_digest of the controller's CORE bundle; "" if it has none.
     """
     if not os.path.isdir(path) or own(Path(path), user, user, int(mode, 8), True)["changed"]:
         yield f"{path} is missing, or something in it has another owner or mode"
         return
     with acting_as(user):
         yield from verify(Path(path), manifest_sha256, remember)["findings"]
+        bundle = Path(path, "core")
+        if core_sha256 and folder_digest(bundle)["sha256"] != core_sha256:
+            yield f"the CORE bundle in {bundle} differs from the controller's"
 
 
 # -- what is returned as it is ------------------------------------------------------------------------------

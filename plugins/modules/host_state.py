@@ -42,7 +42,7 @@ def read(p: dict[str, Any], check_mode: bool) -> dict[str, Any]:
     differences += host_state.folder_differences(p["folders"])
     differences += secret_file.differences(p["secret"], host_state.groups_of(user)[0])
     differences += host_state.data_differences(
-        data["path"], user, data["mode"], data["manifest_sha256"], not check_mode
+        data["path"], user, data["mode"], data["manifest_sha256"], not check_mode, data["core_sha256"]
     )
     state: dict[str, Any] = {
         "network": {**network, "peers": p["network"]["peers"], "override": p["network"]["override"]},
@@ -108,6 +108,7 @@ def main() -> None:
         "path": {"type": "path", "required": True},
         "mode": {"type": "str", "required": True},
         "manifest_sha256": {"type": "str", "required": True},
+        "core_sha256": {"type": "str", "default": ""},
     }
     tracker_spec = {
         "path": {"type": "path", "required": True},

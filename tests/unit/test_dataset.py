@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import dataset_findings as filters
 from ansible_collections.nanofleet.fleet.plugins.module_utils import shard_digests as module
-from ansible_collections.nanofleet.fleet.plugins.modules import folder_digest
+from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import folder_digest
 
 ROLE = Path(__file__).resolve().parents[2] / "roles" / "dataset"
 
@@ -147,12 +147,12 @@ def test_copies_of_a_folder_have_one_digest_and_links_are_refused(tmp_path: Path
         (tmp_path / name / "eval_data").mkdir(parents=True)
         (tmp_path / name / "core.yaml").write_text("x")
         (tmp_path / name / "eval_data" / "t.jsonl").write_text("y")
-    a, b = (folder_digest.digest_of(tmp_path / name) for name in "ab")
+    a, b = (folder_digest(tmp_path / name) for name in "ab")
     assert a == b
     assert (a["found"], a["files"], a["bytes"]) == (True, 2, 2)
     (tmp_path / "b" / "eval_data" / "t.jsonl").rename(tmp_path / "b" / "t.jsonl")
-    assert folder_digest.digest_of(tmp_path / "b")["sha256"] != a["sha256"]
-    assert folder_digest.digest_of(tmp_path / "c") == {"found": False, "sha256": "", "files": 0, "bytes": 0}
+    assert folder_digest(tmp_path / "b")["sha256"] != a["sha256"]
+    assert folder_digest(tmp_path / "c") == {"found": False, "sha256": "", "files": 0, "bytes": 0}
     (tmp_path / "a" / "link").symlink_to("/etc/passwd")
     with pytest.raises(ValueError, match=r"link is a link\. Replace it"):
-        folder_digest.digest_of(tmp_path / "a")
+        folder_digest(tmp_path / "a")

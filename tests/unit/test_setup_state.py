@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from ansible_collections.nanofleet.fleet.plugins.module_utils import host_state, setup_comparison
 from ansible_collections.nanofleet.fleet.plugins.module_utils.claim_file import claim_text
+from ansible_collections.nanofleet.fleet.plugins.module_utils.file_digests import folder_digest
 from ansible_collections.nanofleet.fleet.plugins.module_utils.host_accounts import described, groups_of
 from ansible_collections.nanofleet.fleet.plugins.module_utils.setup_comparison import Fleet, Ports, Wanted
 from ansible_collections.nanofleet.fleet.plugins.module_utils.shard_digests import verify
@@ -127,6 +128,12 @@ def test_data_are_compared_with_the_controllers_manifest(data: Path) -> None:
     assert list(host_state.data_differences(str(data), ME, "0750", "0" * 64, False))
     assert list(host_state.data_differences(str(data), ME, "0700", digest, False))
     assert list(host_state.data_differences(str(data / "none"), ME, "0750", digest, False))
+    (data / "core").mkdir()
+    (data / "core" / "core.yaml").write_text("icl_tasks: []\n")
+    bundle = folder_digest(data / "core")["sha256"]
+    assert list(host_state.data_differences(str(data), ME, "0750", digest, False, bundle)) == []
+    (found,) = host_state.data_differences(str(data), ME, "0750", digest, False, "0" * 64)
+    assert "CORE bundle" in found
     shard = next((data / "shards").iterdir())
     shard.write_bytes(shard.read_bytes()[:-1])
     [phrase] = host_state.data_differences(str(data), ME, "0750", digest, False)
