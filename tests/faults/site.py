@@ -73,6 +73,7 @@ class Site:
     names: list[str]
     addresses: list[str]
     rows: list[Row] = field(default_factory=list)
+    elastic: str = "false"  # of its runs: then both hosts are needed
 
     @classmethod
     def of(cls, fleet: Fleet, data: Path) -> Site:
@@ -97,12 +98,13 @@ class Site:
         return self.fleet.play(verb, fails=fails, run_id=run_id, data_dir=self.data, **knobs).stdout
 
     def train(self, run_id: str, *, fails: bool = False, **knobs: Any) -> str:
-        return self.play("train.yml", run_id, fails=fails, **{**TINY, **knobs})
+        return self.play("train.yml", run_id, fails=fails, **{**TINY, "elastic": self.elastic, **knobs})
 
     def begin(self, verb: str, run_id: str, folder: Path, **knobs: Any) -> Play:
         """Start a playbook and go on."""
         log = folder / f"{verb}-{run_id}.log"
-        words = {**(TINY if verb == "train.yml" else {}), **knobs, "run_id": run_id, "data_dir": self.data}
+        run = {**TINY, "elastic": self.elastic} if verb == "train.yml" else {}
+        words = {**run, **knobs, "run_id": run_id, "data_dir": self.data}
         command = ["ansible-playbook", "-i", str(self.fleet.inventory), verb]
         for name, value in words.items():
             command += ["-e", f"{name}={value}"]

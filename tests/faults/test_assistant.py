@@ -44,7 +44,14 @@ def tuned(site: Site, base: str, chats: Path) -> Iterator[dict[str, Any]]:
     steps = {
         name: TINY[name] for name in ("steps", "save_every", "eval_every", "sample_every", "eval_tokens")
     }
-    asked = {"stage": "sft", "from_run": base, "conversations": chats, "doctor": "never", **steps}
+    asked = {
+        "stage": "sft",
+        "from_run": base,
+        "conversations": chats,
+        "doctor": "never",
+        "elastic": False,
+        **steps,
+    }
     asked |= {"launch_stall_seconds": IMPATIENT, "run_id": f"tuned-{int(time.time())}"}
     begin(site, asked)
     yield asked

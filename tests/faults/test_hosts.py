@@ -73,7 +73,7 @@ def test_a_host_leaves_for_good_and_another_joins(site: Site, run: str, tmp_path
         assert address not in rest.read_text()
         log = site.log_size(COORDINATOR, run)
         alone = Fleet(site.fleet.workdir, rest).play(
-            "train.yml", run_id=run, data_dir=site.data, launch_stall_seconds=IMPATIENT, **TINY
+            "train.yml", run_id=run, data_dir=site.data, launch_stall_seconds=IMPATIENT, elastic=False, **TINY
         )
         site.resumed(run, log)
         site.trains(run, beyond=step + 1)

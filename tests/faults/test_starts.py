@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ pytestmark = [pytest.mark.lab, pytest.mark.faults, pytest.mark.slow, pytest.mark
 @pytest.fixture(autouse=True)
 def _free_hosts(site: Site) -> None:
     site.clear()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _default(site: Site) -> Iterator[None]:
+    """Runs are elastic, as by default: a start that fails is refused or reported in the same way."""
+    site.elastic = "auto"
+    yield
+    site.elastic = "false"
 
 
 def refusal(
