@@ -131,6 +131,12 @@ class RunConfig:
     local_bits: int = setting(8, "with sync local, bits of a sent value: 8, 4, 2, or 32 for no rounding")
     local_topk: int = setting(0, "with sync local, values sent of each 4,096, the largest; 0: all")
     local_delay: int = setting(1, "with sync local, steps that overlap with a sync round, below local_steps")
+    local_grace: float = setting(
+        60.0,
+        "with sync local and elastic, seconds that the others wait for a rank that still computes a step; "
+        "then they continue without it",
+        RUNTIME,
+    )
     elastic: str = setting(
         "auto",
         "whether hosts may leave and join while the run trains; auto: train.yml decides, true with two or "
@@ -310,7 +316,7 @@ _RULES: tuple[tuple[Callable[[Any], object], str, str], ...] = (
     (lambda v: v >= 0, "must not be negative", "save_minutes digest_every seed threads weight_decay"),
     (lambda v: v >= 0, "must not be negative", "core_metric_every core_metric_max_per_task"),
     (lambda v: v > 0, "must be above 0", "unembedding_lr embedding_lr matrix_lr scalar_lr local_lr"),
-    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac snapshot_seconds"),
+    (lambda v: v > 0, "must be above 0", "target_param_data_ratio init_lr_frac snapshot_seconds local_grace"),
     (lambda v: 0 <= v <= 1, "must lie between 0 and 1", "warmdown_ratio final_lr_frac"),
     (lambda v: 0 <= v < 1, "must be at least 0 and below 1", "local_momentum"),
     (lambda v: v < 2**63, "must be below 2^63", "seed"),

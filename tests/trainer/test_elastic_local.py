@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ Begin = Callable[..., ElasticRun]
 def begin(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
     runs: list[ElasticRun] = []
 
-    def begin(world_size: int, kind: type[ElasticRun] = ElasticRun, **knobs: Any) -> ElasticRun:
-        runs.append(kind(data_dir, tmp_path, world_size, **LOCAL, **knobs))
+    def begin(
+        world_size: int, kind: type[ElasticRun] = ElasticRun, faults: Mapping[int, str] = {}, **knobs: Any
+    ) -> ElasticRun:
+        runs.append(kind(data_dir, tmp_path, world_size, **{**LOCAL, **knobs}))
         for rank in range(world_size):
-            runs[-1].start(rank, SLOW)
+            runs[-1].start(rank, faults.get(rank, SLOW))
         return runs[-1]
 
     yield begin
@@ -65,6 +67,18 @@ def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knob
     assert run.finish()["outcome"] == "finished", run.log(0)
     assert run.finish(2)["outcome"] == "finished", run.log(2)
     assert "trained again" not in run.log(0)
+    check_steps(run)
+
+
+def test_a_rank_that_is_slow_for_longer_than_the_grace_is_left_behind(begin: Begin) -> None:
+    run = begin(3, faults={2: "sleep 20 8"}, local_grace=1)
+    run.reach(19)
+    assert run.has_ranks(2) < 15
+    assert "still computes a step" in run.log(0)
+    assert run.finish(2)["outcome"] == "retryable"
+    run.start(2)
+    run.has_ranks(3)
+    assert run.finish()["outcome"] == "finished", run.log(0)
     check_steps(run)
 
 

@@ -22,6 +22,7 @@ OTHERS = {
     "elastic": "false",
     "min_hosts": 2,
     "snapshot_seconds": 30.0,
+    "local_grace": 20.0,
     "coordinator_failover": "true",
     "eval_every": 3,
     "eval_tokens": 64,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 
 import torch.distributed as dist
@@ -81,6 +81,7 @@ class Membership:
         self._follower: Follower | None = None
         self._kind = ""  # the device kind of the run
         self._age: Callable[[int], float | None] = lambda number: None
+        self._late: Callable[[], Collection[int]] = lambda: ()
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
         self._is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
@@ -277,12 +278,15 @@ class Membership:
 
     # -- the thread that watches -----------------------------------------------------------------------
 
-    def watch(self, age: Callable[[int], float | None]) -> None:
+    def watch(
+        self, age: Callable[[int], float | None], late: Callable[[], Collection[int]] = lambda: ()
+    ) -> None:
         """Start the thread that finds lost members and ranks that ask to join or leave.
 
-        age: function of a rank at launch: seconds since its last run status; None before the first.
+        age: function of a rank at launch: seconds since its last run status; None before the first. late:
+        returns the ranks at launch for which the others do not wait any longer.
         """
-        self._age = age
+        self._age, self._late = age, late
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def stop(self) -> None:
@@ -343,15 +347,19 @@ class Membership:
         """On the coordinator, look for members that are lost or leave, and for ranks that ask to join."""
         replaced = coordinator.replaced(view)
         silent = [member for member in view.members if self._is_silent(member)]
-        if replaced or silent:
-            self._suspects |= {(member.number, member.incarnation) for member in [*replaced, *silent]}
-            names = ", ".join(map(str, replaced or silent))
-            why = (
-                "has started again"
-                if replaced
-                else "sends no status, and its health endpoint does not answer"
-            )
-            self._break(view, f"{names} {why}.")
+        numbers = self._late()
+        late = [member for member in view.members if member.number in numbers]
+        for members, why in (
+            (replaced, "has started again"),
+            (silent, "sends no status, and its health endpoint does not answer"),
+            (
+                late,
+                "still computes a step that the others have completed, for longer than local_grace allows",
+            ),
+        ):
+            if members:
+                self._suspects |= {(member.number, member.incarnation) for member in members}
+                self._break(view, f"{', '.join(map(str, members))} {why}.")
         self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
 
     def _break(self, view: View, reason: str) -> None:

@@ -167,7 +167,9 @@ class ElasticTrainer(Trainer):
         self.setup.end_process = lambda end: attempt.end_process(end, log)
         super()._set_up()
         self.membership = self.setup.joined
-        self.membership.watch(self.watchdog.status_age)
+        watchdog, grace = self.watchdog, self.config.local_grace
+        late = (lambda: watchdog.delaying(grace)) if self._is_local else (lambda: [])
+        self.membership.watch(watchdog.status_age, late)
 
     def _begin(self) -> None:
         super()._begin()

@@ -28,7 +28,7 @@ from trainer.health.delay import DelayReport, stall_seconds
 from trainer.health.diagnosis import FRESH_SECONDS, EndpointResult, Freshness, shows_host
 from trainer.health.endpoint import QUERY_SECONDS, Answer, EndpointAddress, HealthEndpoint, query
 from trainer.health.report import RankEvidence, capitalize, describe_delay, describe_loss
-from trainer.health.run_status import RunStatus, Stage
+from trainer.health.run_status import STEP_PHASES, RunStatus, Stage
 from trainer.health.stacks import main_line, stacks
 from trainer.health.status_exchange import PUBLISH_SECONDS, StatusExchange
 from trainer.health.status_record import RankEnd, RunStatusRecord
@@ -45,6 +45,8 @@ LAST_STATUS_SECONDS = 0.5  # of them, for the last status of a peer that is endi
 FAREWELL_SECONDS = 5.0  # for the others to read the end of rank 0, which may own the store
 HURRIED_FAREWELL_SECONDS = 1.0
 STOOD_STILL_SECONDS = 5.0
+DELAYING_STEPS = 2  # median steps
+COMPUTING = set(STEP_PHASES) - {"sync"}
 
 
 class Watchdog:
@@ -119,6 +121,21 @@ class Watchdog:
         """Seconds since the last status of `rank` arrived; None before the first."""
         received = self._exchange.received.get(rank)
         return received.age if received else None
+
+    def delaying(self, seconds: float) -> list[int]:
+        """The ranks, by their number at launch, that still compute a step for which this rank waits.
+
+        seconds: the least time for which it has waited; two median steps, if that is longer. Ranks that wait
+        too, or whose phase is not known, are left out; before a step is measured, all are.
+        """
+        mine, median = self._run_status.record(), self._run_status.step_seconds
+        waited = mine.phase_seconds if mine.waits and mine.phase == "sync" else None
+        if not median or waited is None or waited < max(seconds, DELAYING_STEPS * median):
+            return []
+        received = dict(self._exchange.received)
+        return [
+            rank for rank in self._others if rank in received and received[rank].status.phase in COMPUTING
+        ]
 
     def is_alive(self, rank: int) -> bool:
         """Whether a status of `rank` arrived in the last FRESH_SECONDS that does not report its end."""
