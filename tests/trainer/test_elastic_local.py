@@ -52,7 +52,14 @@ def check_steps(run: ElasticRun) -> None:
     assert last[-1] < last[0] - 0.5
 
 
-@pytest.mark.parametrize("knobs", [{}, {"local_bits": 2, "local_delay": 3}, {"local_topk": 64}])
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {"local_bits": 2, "local_delay": 3},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"local_topk": 64}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knobs: dict[str, Any]) -> None:
     run = begin(3, **knobs)
     run.reach(13)
@@ -70,6 +77,7 @@ def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knob
     check_steps(run)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_slow_for_longer_than_the_grace_is_left_behind(begin: Begin) -> None:
     run = begin(3, faults={2: "sleep 20 8"}, local_grace=1)
     run.reach(19)
@@ -95,4 +103,19 @@ def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
     for rank in (1, 0, 2):
         assert run.finish(rank)["outcome"] == "finished", run.log(rank)
         assert "trained again" not in run.log(rank)
+    check_steps(run)
+
+
+@pytest.mark.slow
+def test_a_rank_that_was_frozen_joins_again_in_the_same_process(begin: Begin) -> None:
+    run = begin(3, FailoverRun)
+    run.reach(13)
+    run.processes[2].send_signal(signal.SIGSTOP)
+    run.has_ranks(2)
+    run.reach(30)
+    run.processes[2].send_signal(signal.SIGCONT)
+    run.has_ranks(3)
+    for rank in (0, 1, 2):
+        assert run.finish(rank)["outcome"] == "finished", run.log(rank)
+    assert run.log(2).count("Importing torch") <= 1
     check_steps(run)

@@ -30,17 +30,22 @@ def ranks_after(steps: int, outer: Outer) -> list[Rank]:
     return ranks
 
 
-def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = ()) -> None:
-    """Let `ranks` be the members from now on. new: those that have just joined, by their new number."""
+def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = ()) -> int:
+    """Let `ranks` be the members from now on; returns the step from which all of them continue.
+
+    step: of rank 0. new: those that have just joined, by their new number.
+    """
     room = Room(len(ranks))
     for number, rank in enumerate(ranks):
         rank.rank = number
 
     def work(rank: Rank) -> list[Tensor]:
-        rank.sync.regroup(RankThread(rank.rank, len(ranks), room), step, rank.rank in new)
-        return []
+        found = rank.sync.regroup(RankThread(rank.rank, len(ranks), room), step, rank.rank in new)
+        return [torch.tensor(found)]
 
-    together(ranks, work)
+    steps = {int(found) for (found,) in together(ranks, work)}
+    assert len(steps) == 1
+    return steps.pop()
 
 
 def go_on(ranks: list[Rank], first: int, steps: int) -> None:
@@ -139,6 +144,19 @@ def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> No
     assert equal(new.in_common(), ranks[0].in_common())
     assert all(map(equal, (rank.own() for rank in ranks[:2]), own))
     go_on(ranks, 8, 14)
+
+
+@pytest.mark.parametrize("stale", [0, 2])
+def test_a_rank_that_has_missed_steps_starts_from_the_shared_parameters(stale: int) -> None:
+    """Also if it is rank 0: after an election it may be one that the others had left behind."""
+    ranks = ranks_after(8, OUTERS[0])
+    missing = ranks.pop(stale)
+    assert regroup(ranks, 8) == 8
+    go_on(ranks, 8, 5)
+    ranks.insert(stale, missing)
+    assert regroup(ranks, 8 if stale == 0 else 13) == 13
+    assert equal(missing.own(), ranks[1].in_common())
+    go_on(ranks, 13, 8)
 
 
 def test_a_change_that_fails_halfway_is_repeated() -> None:

@@ -131,10 +131,10 @@ class ElasticSetup(RunSetup):
         state: on rank 0, that of the last step, without tensors.
         """
         is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
-        sync.regroup(self.group, state.step, self._is_new)
+        step = sync.regroup(self.group, state.step, self._is_new)
         exchange.send_optimizer(self.group, self.optimizer, [rank for rank, new in enumerate(is_new) if new])
         self._is_new = False
-        self.train_state = TrainState.from_meta(state.meta)
+        self.train_state = dataclasses.replace(TrainState.from_meta(state.meta), step=step)
 
     def checkpoint_meta(self, plan: Plan, state: TrainState) -> dict[str, Any]:
         meta = super().checkpoint_meta(plan, state)

@@ -333,36 +333,42 @@ class Local(SyncMode):
     # -- a change of the members -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def regroup(self, group: Collectives, step: int, is_new: bool) -> None:
+    def regroup(self, group: Collectives, step: int, is_new: bool) -> int:
         """Continue with the ranks of `group`. All of them call it; it may be called again if one is lost.
 
-        step: number of completed steps, which all ranks take from rank 0. is_new: whether this rank has just
-        joined, and takes the outer parameters from the others. Rank 0 is not new. Raises PeerLost.
+        step: number of steps that rank 0 has completed. is_new: whether this rank has just joined, and takes
+        the outer parameters from the others. Rank 0 is not new. Returns the number of completed steps from
+        which all ranks continue: that of rank 0 unless it has missed steps of the others. Raises PeerLost.
         """
         for fragment in self._fragments:
             fragment.compressor = fragment.make_compressor(self._outer)
             if fragment.sync_round and fragment.sync_round.pending is _done:
                 self._finish_round(fragment)
         self._group = group
+        steps = group.gather_int64(torch.tensor([-1 if is_new else self._step])).flatten().tolist()
+        leader = 0 if max(steps) <= step + 1 else steps.index(max(steps))
+        step = steps[leader] if leader else step
+        is_new = is_new or self._step + 1 < step  # has missed steps of the others
         completed = [NEVER if is_new else fragment.completed for fragment in self._fragments]
         of_ranks = group.gather_int64(torch.tensor(completed)).T.tolist()
-        for fragment, steps in zip(self._fragments, of_ranks, strict=True):
-            newest = max(steps)
-            behind = [rank for rank, completed_at in enumerate(steps) if completed_at < newest]
+        for fragment, by_rank in zip(self._fragments, of_ranks, strict=True):
+            newest = max(by_rank)
+            behind = [rank for rank, completed_at in enumerate(by_rank) if completed_at < newest]
             if behind:
-                self._send_outer(fragment, steps.index(newest), behind, newest)
+                self._send_outer(fragment, by_rank.index(newest), behind, newest)
             if fragment.sync_round:
                 self._take_back(fragment)
         due = [fragment.is_due for fragment in self._fragments]
         is_due = group.gather_int64(torch.tensor(due, dtype=torch.int64)).any(0).tolist()
         decays = torch.tensor([fragment.decay for fragment in self._fragments], dtype=torch.float64)
         synced_at = torch.tensor([fragment.synced_at for fragment in self._fragments])
-        group.broadcast_owned({0: decays})
-        group.broadcast_owned({0: synced_at})
+        group.broadcast_owned({leader: decays})
+        group.broadcast_owned({leader: synced_at})
         for i, fragment in enumerate(self._fragments):
             fragment.is_due, fragment.decay = is_due[i], float(decays[i])
             fragment.synced_at = int(synced_at[i])
         self._step = step
+        return step
 
     def _send_outer(self, fragment: Fragment, source: int, behind: Sequence[int], completed: int) -> None:
         """Send the outer parameters of `fragment` from rank `source` to the ranks `behind`.
