@@ -148,11 +148,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--hosts", type=int, default=3, metavar="N", help="of the lab (%(default)s)")
     parser.add_argument("--minutes", type=float, default=30.0, metavar="N", help="(%(default)s)")
     parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the events (%(default)s)")
+    parser.add_argument("--sync", default=SETTINGS["sync"], metavar="MODE", help="(%(default)s)")
     parser.add_argument("--record", action="store_true", help=f"write {RECORD.relative_to(ROOT)}")
     args = parser.parse_args(argv)
     args.out.mkdir(parents=True, exist_ok=True)
     lab = Lab(args.lab, args.hosts, args.data_dir.resolve(), f"soak-{int(time.time())}")
-    lab.play("train.yml", run_id=lab.run_id, **SETTINGS, data_dir=lab.data_dir)
+    settings = {**SETTINGS, "sync": args.sync}
+    lab.play("train.yml", run_id=lab.run_id, **settings, data_dir=lab.data_dir)
     try:
         lab.wait(lambda: len(lab.steps) > elastic.CALM_STEPS, "the first steps")
         found = result(lab, disturb(lab, args.minutes, args.seed, lambda line: print(line, flush=True)))
@@ -160,7 +162,7 @@ def main(argv: list[str] | None = None) -> int:
         lab.play("stop.yml", run_id=lab.run_id, stop_now="true")
     origin = record.origin("python -m benchmarks.elastic_soak")
     content = {**origin, "machine": machine(), "hosts": args.hosts, "seed": args.seed}
-    content = {**content, "settings": elastic.SETTINGS, **found}
+    content = {**content, "settings": settings, **found}
     print(block(content))
     for path in (args.out / RECORD.name, *([RECORD] if args.record else [])):
         record.write(path, content)

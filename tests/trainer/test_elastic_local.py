@@ -68,6 +68,7 @@ def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knob
     assert run.has_ranks(2) < 10
     run.start(2)
     run.has_ranks(3)
+    assert "MB from the coordinator; joining the run" in run.log(2)
     run.processes[1].send_signal(signal.SIGTERM)
     assert run.has_ranks(2) < 10
     assert "continue the run without this one" in run.finish(1)["reason"]
@@ -79,7 +80,7 @@ def test_a_lost_rank_costs_the_others_no_step_and_joins_again(begin: Begin, knob
 
 @pytest.mark.slow
 def test_a_rank_that_is_slow_for_longer_than_the_grace_is_left_behind(begin: Begin) -> None:
-    run = begin(3, faults={2: "sleep 20 8"}, local_grace=1)
+    run = begin(3, faults={2: "sleep 20 8"}, local_grace=3)
     run.reach(19)
     assert run.has_ranks(2) < 15
     assert "still computes a step" in run.log(0)

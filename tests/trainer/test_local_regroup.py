@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -30,17 +31,25 @@ def ranks_after(steps: int, outer: Outer) -> list[Rank]:
     return ranks
 
 
-def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = ()) -> int:
+def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = (), sent: list[int] | None = None) -> int:
     """Let `ranks` be the members from now on; returns the step from which all of them continue.
 
-    step: of rank 0. new: those that have just joined, by their new number.
+    step: of rank 0. new: those that have just joined, by their new number. sent: gets the number of values
+    of each tensor that is sent, once for each rank.
     """
+
+    class Counted(RankThread):
+        def send(self, tensor: Tensor, owner: int, receivers: Sequence[int]) -> Tensor:
+            if sent is not None:
+                sent.append(tensor.numel())
+            return super().send(tensor, owner, receivers)
+
     room = Room(len(ranks))
     for number, rank in enumerate(ranks):
         rank.rank = number
 
     def work(rank: Rank) -> list[Tensor]:
-        found = rank.sync.regroup(RankThread(rank.rank, len(ranks), room), step, rank.rank in new)
+        found = rank.sync.regroup(Counted(rank.rank, len(ranks), room), step, rank.rank in new)
         return [torch.tensor(found)]
 
     steps = {int(found) for (found,) in together(ranks, work)}
@@ -147,7 +156,7 @@ def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> No
 
 
 @pytest.mark.parametrize("stale", [0, 2])
-def test_a_rank_that_has_missed_steps_starts_from_the_shared_parameters(stale: int) -> None:
+def test_a_rank_that_has_missed_steps_takes_part_again(stale: int) -> None:
     """Also if it is rank 0: after an election it may be one that the others had left behind."""
     ranks = ranks_after(8, OUTERS[0])
     missing = ranks.pop(stale)
@@ -155,8 +164,33 @@ def test_a_rank_that_has_missed_steps_starts_from_the_shared_parameters(stale: i
     go_on(ranks, 8, 5)
     ranks.insert(stale, missing)
     assert regroup(ranks, 8 if stale == 0 else 13) == 13
-    assert equal(missing.own(), ranks[1].in_common())
+    assert equal(missing.in_common(), ranks[1].in_common())
     go_on(ranks, 13, 8)
+
+
+@pytest.mark.parametrize("outer", OUTERS)
+def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(outer: Outer) -> None:
+    ranks = ranks_after(8, outer)[:2]
+    regroup(ranks, 8)
+    go_on(ranks, 8, 2)
+    new = Rank(2, 3, Room(3), outer, torch.float64)
+    with ranks[0].sync.shared_parameters():  # as in an evaluation
+        swapped = list(ranks[0].sync.copy_outer())
+    new.sync.load_outer(ranks[0].sync.copy_outer())
+    assert equal(
+        [t for state in swapped for t in state.values()],
+        [t for state in ranks[0].sync.copy_outer() for t in state.values()],
+    )
+    new.optimizer.load_state_dict(copy.deepcopy(ranks[0].optimizer.state_dict()))
+    assert equal(new.own(), ranks[0].in_common())
+    go_on(ranks, 10, 3)
+    ranks.append(new)
+    sent: list[int] = []
+    regroup(ranks, 13, sent=sent)
+    everything = 3 * 2 * sum(p.numel() for p in new.model.parameters())  # outer, momentum, on 3 ranks
+    assert 0 < sum(sent) < 0.9 * everything
+    assert equal(new.in_common(), ranks[0].in_common())
+    go_on(ranks, 13, 10)
 
 
 def test_a_change_that_fails_halfway_is_repeated() -> None:

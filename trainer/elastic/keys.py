@@ -4,6 +4,7 @@ A member is named by its number, the rank that it has at launch, and by its inca
 starts as that rank has the next one. A view is the list of members of one generation.
 
     nonce                       run id of the coordinator, with the nonce that signs (signed.py)
+    fetch/NUMBER                token of a rank that asks for the shared state before it joins (prefetch.py)
     join/NUMBER                 incarnation and consistency record of a rank that asks to join
     leave/NUMBER                incarnation of a member that ends in order
     broken/GENERATION           why the members of a generation no longer wait for each other

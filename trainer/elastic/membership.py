@@ -10,6 +10,7 @@ view = membership.change(60)                    # agree on the next view; then c
 from __future__ import annotations
 
 import contextlib
+import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -82,6 +83,8 @@ class Membership:
         self._kind = ""  # the device kind of the run
         self._age: Callable[[int], float | None] = lambda number: None
         self._late: Callable[[], Collection[int]] = lambda: ()
+        self.send_state: Callable[[dist.Store], None] | None = None
+        self._fetched: set[str] = set()  # tokens of ranks to which the shared state was sent
         self._broken = 0, ""  # the last generation whose members no longer wait for each other, and why
         self._is_store_lost = False
         self._uses_store = False  # whether the training thread uses the store, and may wait for it for ever
@@ -136,6 +139,17 @@ class Membership:
             self._follower.ask()
             self.view = self._guard(lambda follower: follower.follow(0, None))
         return self.view
+
+    def fetch(self) -> dist.Store | None:
+        """Ask the coordinator for the shared state before this rank joins, if the run trains already.
+
+        Returns the store by which this rank and the coordinator connect for it; None before the first view.
+        """
+        if not self._keys.get("committed"):
+            return None
+        token = secrets.token_hex(8)
+        self._keys.set(f"fetch/{self.env.rank}", token)
+        return dist.PrefixStore(f"fetch/{token}", self.store)
 
     def change(self, seconds: float) -> View:
         """Agree with the other members on the next view, after a step or a loss; returns it.
@@ -304,6 +318,7 @@ class Membership:
                     self._break(view, broken)
                 if self._coordinator:
                     self._look(view, self._coordinator)
+                    self._serve(view, keys)
                     if self._is_superseded:
                         self._break(view, SUPERSEDED)
             except RuntimeError:
@@ -361,6 +376,26 @@ class Membership:
                 self._suspects |= {(member.number, member.incarnation) for member in members}
                 self._break(view, f"{', '.join(map(str, members))} {why}.")
         self._wanted = bool(coordinator.leavers(view) or coordinator.applicants(view.members))
+
+    def _serve(self, view: View, keys: SignedKeys) -> None:
+        """On the coordinator, start to send the shared state to ranks that have asked for it."""
+        for number in set(range(self.env.world_size)) - set(view.numbers) if self.send_state else ():
+            token = keys.get(f"fetch/{number}")
+            if token and token not in self._fetched:
+                self._fetched.add(token)
+                threading.Thread(
+                    target=self._send_to, args=(number, token), name="fetch", daemon=True
+                ).start()
+
+    def _send_to(self, number: int, token: str) -> None:
+        try:
+            store = open_store(self.env, seconds=LOST_STORE_SECONDS / 2)
+            if self.send_state:
+                self.send_state(dist.PrefixStore(f"fetch/{token}", store))
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            text = f"The shared state could not be sent to rank {number} before it joins ({reason})."
+            self._log.warning(text, extra=fields("fetch", rank=number))
 
     def _break(self, view: View, reason: str) -> None:
         """End the waits of the main thread, if `view` is the current one."""

@@ -18,12 +18,14 @@ from trainer.config import ConfigError
 from trainer.data.loader import equal_split
 from trainer.distributed.consistency import Record
 from trainer.distributed.process_group import CPU, Collectives, Peer
+from trainer.elastic import prefetch
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.membership import Membership
 from trainer.elastic.snapshot import Copy, state_of
 from trainer.host.logger import fields
-from trainer.host.numerics import Numerics
+from trainer.host.numerics import Numerics, Options
+from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.outcome import Retryable
@@ -83,10 +85,33 @@ class ElasticSetup(RunSetup):
 
     def _find_ranks(self, record: Record) -> list[Record]:
         """Join the run; returns the records of its members. The coordinator has compared them."""
+        if self.config.sync == "local" and not (self.env.is_coordinator or self.kept or record.problem):
+            self._fetch()
         continues = self.env.is_coordinator and (self.copy or self.kept)
         kind = "cpu" if continues else ""
         view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive, kind)
         return [member.record for member in view.members]
+
+    def _load_and_check(self, options: Options) -> list[Record]:
+        self.numerics = options.cpu
+        return super()._load_and_check(options)
+
+    def _fetch(self) -> None:
+        """With sync=local, receive the shared state while the others train, before this rank joins them."""
+        if (store := self.joined.fetch()) is None:
+            return
+        self._build()
+        self.placement, self.group = Placement("local", tuple(self.plan.shares)), Collectives(RankEnv(), [])
+        self.sync = self.make_sync()
+        assert isinstance(self.sync, Local)
+        try:
+            megabytes = prefetch.receive_state(store, self.sync, self.optimizer)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            self.log.warning(f"The shared state did not arrive before this rank joins ({reason}).")
+            return
+        self._is_new = False
+        self.log.info(f"Received {megabytes:,.0f} MB from the coordinator; joining the run.")
 
     def _check_kind(self, kind: str) -> str:
         return self.joined.decide_kind(kind)

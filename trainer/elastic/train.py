@@ -29,6 +29,7 @@ from trainer.checkpoint.writer import CheckpointWriter
 from trainer.config import RunFile
 from trainer.distributed.process_group import PeerLost
 from trainer.distributed.step_sync import StepReport
+from trainer.elastic import prefetch
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
 from trainer.elastic.setup import ElasticSetup, Kept
@@ -37,6 +38,7 @@ from trainer.health.attempt import PARENT_SECONDS, Attempt
 from trainer.host.logger import RunLogger, fields
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Retryable, RunEnd, Stopped, conclude
+from trainer.sync.local import Local
 from trainer.train import Trainer
 
 # After a loss, the others may still compute the step, and notice the loss when they wait for its sums.
@@ -169,6 +171,9 @@ class ElasticTrainer(Trainer):
         self.membership = self.setup.joined
         watchdog, grace = self.watchdog, self.config.local_grace
         late = (lambda: watchdog.delaying(grace)) if self._is_local else (lambda: [])
+        if isinstance(self.sync, Local):
+            sync, optimizer = self.sync, self.optimizer
+            self.membership.send_state = lambda store: prefetch.send_state(store, sync, optimizer)
         self.membership.watch(watchdog.status_age, late)
 
     def _begin(self) -> None:

@@ -21,7 +21,8 @@ each time.
 When the members of an elastic run change, the others keep their parameters. A sync round in flight that a
 rank has completed is completed on all: that rank sends the others the outer parameters of the fragment. One
 that no rank has completed is taken back, and started again with the next members. A rank that joins starts
-from the outer parameters.
+from the outer parameters. It receives them before, while the others train (trainer/elastic/prefetch.py), and
+then only those of fragments that have changed since.
 
 Every rank sums the same bytes in the same order, by operations that round once, so that different CPUs get
 equal sums.
@@ -34,7 +35,8 @@ and its update is then divided by too small a number.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -214,6 +216,8 @@ class Local(SyncMode):
         self._fragments = _make_fragments(model, self._outer)
         self._tables = [f for f in self._fragments if f.active_at is not None]
         self._active = torch.empty(0, dtype=torch.int64)
+        self._lock = threading.Lock()  # held while outer parameters change: another thread may copy them
+        self._is_swapped = False  # whether the model holds the outer parameters
 
     # -- a step ----------------------------------------------------------------------------------------
 
@@ -292,12 +296,16 @@ class Local(SyncMode):
         sync_round = fragment.sync_round
         assert sync_round is not None
         self._group.wait([sync_round.pending])
-        fragment.sync_round, fragment.completed = None, sync_round.started_at
         deltas = [torch.zeros_like(outer) for outer in fragment.outer]
         if sync_round.rows is not None:  # rows without tokens have only decayed, equally on every rank
             torch.mul(fragment.outer[0], 1 - sync_round.decay, out=deltas[0])
         _write_rows(deltas, sync_round.rows, self._mean(sync_round, fragment))
+        with self._lock:
+            self._take_outer_step(fragment, sync_round, deltas)
 
+    def _take_outer_step(self, fragment: Fragment, sync_round: SyncRound, deltas: list[Tensor]) -> None:
+        """Take the outer step of a complete round. deltas: the mean of the pseudo-gradients, by parameter."""
+        fragment.sync_round, fragment.completed = None, sync_round.started_at
         for parameter, outer, momentum, delta, sent in zip(
             fragment.parameters,
             fragment.outer,
@@ -348,7 +356,6 @@ class Local(SyncMode):
         steps = group.gather_int64(torch.tensor([-1 if is_new else self._step])).flatten().tolist()
         leader = 0 if max(steps) <= step + 1 else steps.index(max(steps))
         step = steps[leader] if leader else step
-        is_new = is_new or self._step + 1 < step  # has missed steps of the others
         completed = [NEVER if is_new else fragment.completed for fragment in self._fragments]
         of_ranks = group.gather_int64(torch.tensor(completed)).T.tolist()
         for fragment, by_rank in zip(self._fragments, of_ranks, strict=True):
@@ -358,6 +365,10 @@ class Local(SyncMode):
                 self._send_outer(fragment, by_rank.index(newest), behind, newest)
             if fragment.sync_round:
                 self._take_back(fragment)
+        late = [rank for rank, own in enumerate(steps) if own + 1 < step]  # new ones, and others
+        for fragment in self._tables if late else []:
+            assert fragment.active_at is not None
+            fragment.active_at.copy_(group.send(fragment.active_at, leader, late))
         due = [fragment.is_due for fragment in self._fragments]
         is_due = group.gather_int64(torch.tensor(due, dtype=torch.int64)).any(0).tolist()
         decays = torch.tensor([fragment.decay for fragment in self._fragments], dtype=torch.float64)
@@ -377,8 +388,7 @@ class Local(SyncMode):
         round keeps what it has learned since its start; another one continues from the outer parameters.
         """
         group = self._group
-        tables = [] if fragment.active_at is None else [fragment.active_at]
-        sent = [*fragment.outer, *fragment.momentum, *tables]
+        sent = [*fragment.outer, *fragment.momentum]
         received = [group.send(tensor, source, behind) for tensor in sent]
         if group.rank not in behind:
             return
@@ -394,10 +404,7 @@ class Local(SyncMode):
                     fragment.error[i].zero_()
             fragment.outer[i].copy_(outer)
             fragment.momentum[i].copy_(received[len(fragment.parameters) + i])
-        if not takes_part:
-            fragment.tokens = 0
-            if fragment.active_at is not None:
-                fragment.active_at.copy_(received[-1])
+        fragment.tokens = fragment.tokens if takes_part else 0
         fragment.completed = completed
 
     def _take_back(self, fragment: Fragment) -> None:
@@ -442,9 +449,33 @@ class Local(SyncMode):
 
     def _swap(self) -> None:
         """Swap the tensors of the model's parameters with those of the outer parameters, without a copy."""
+        with self._lock:
+            self._is_swapped = not self._is_swapped
+            for fragment in self._fragments:
+                for i, p in enumerate(fragment.parameters):
+                    p.data, fragment.outer[i] = fragment.outer[i], p.data
+
+    def copy_outer(self) -> Iterator[dict[str, Tensor]]:
+        """Copy the outer state of each fragment, one at a time, while another thread trains."""
         for fragment in self._fragments:
-            for i, p in enumerate(fragment.parameters):
-                p.data, fragment.outer[i] = fragment.outer[i], p.data
+            with self._lock:
+                outer = [p.detach() for p in fragment.parameters] if self._is_swapped else fragment.outer
+                tables = [] if fragment.active_at is None else [fragment.active_at]
+                state = [torch.tensor(fragment.completed), *outer, *fragment.momentum, *tables]
+                copied = {str(i): tensor.cpu().clone() for i, tensor in enumerate(state)}
+            yield copied
+
+    @torch.no_grad()
+    def load_outer(self, states: Iterable[Mapping[str, Tensor]]) -> None:
+        """Load the result of `copy_outer` of another rank; this rank continues from these parameters."""
+        for fragment, state in zip(self._fragments, states, strict=True):
+            completed, *tensors = state.values()
+            tables = [] if fragment.active_at is None else [fragment.active_at]
+            for own, tensor in zip([*fragment.outer, *fragment.momentum, *tables], tensors, strict=True):
+                own.copy_(tensor)
+            for parameter, outer in zip(fragment.parameters, fragment.outer, strict=True):
+                parameter.copy_(outer)
+            fragment.completed = int(completed)
 
     def common_state(self) -> dict[str, ParameterState]:
         """See SyncMode.
