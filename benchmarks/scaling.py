@@ -39,7 +39,7 @@ from trainer.placement.cost_model import CostModel, payload
 from trainer.placement.decide import step_work
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.run_plan import make_plan
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 
 RECORD = RECORDED / "scaling.json"
 MEASURED = (2, 4, 8)

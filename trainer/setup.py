@@ -47,7 +47,7 @@ from trainer.placement.decide import Placement
 from trainer.placement.rank_threads import bind_threads
 from trainer.placement.single_host import find_obstacles
 from trainer.run_plan import Plan, describe_plan, make_plan
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 from trainer.sync.mode import SyncMode
 from trainer.sync.modes import make_sync
 from trainer.tracking.reporter import StepCost

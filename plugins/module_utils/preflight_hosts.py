@@ -69,6 +69,8 @@ def facts_of(hosts: list[str], hostvars: Mapping[str, Any]) -> dict[str, dict[st
         # The lines of the probe as root come last and so override those of an ordinary user.
         outputs = [str(result.get("stdout") or "") for result in (probe, root)]
         found[host] = parse_probe("\n".join(outputs)) | {"becomes": may_become_root(hostvars[host])}
+        if hostvars[host].get("runtime_torch", "cpu") != "cuda":  # the CPU build of torch uses no GPU
+            found[host].pop("gpu", None)
     return found
 
 

@@ -103,30 +103,40 @@ class Request:
         needs = {}
         if not self.on_gpu:
             needs = {host: need.with_(elastic="true") for host, need in self.needs.items()}
+        # A host that is too small even without copies is refused (NF401), and no reason to say more.
+        if not all(self.fits(host, need) for host, need in self.needs.items()):
+            needs = {}
         for host, need in needs.items():
-            memory = memory_of(self.reached[host])
-            if memory and self.needs[host].memory_gb <= memory < need.memory_gb:
-                self.too_small[host] = need.memory_gb - memory
+            if not self.fits(host, need):
+                self.too_small[host] = need.memory_gb - memory_of(self.reached[host])
         self.decided = {"elastic": "true" if needs and not self.too_small else "false"}
         self.config = dataclasses.replace(self.config, elastic=self.decided["elastic"])
         if self.config.is_elastic:
             self.needs = needs
 
+    def fits(self, host: str, need: Need) -> bool:
+        """Whether a host has the memory in `need`, or its memory is not known."""
+        memory = memory_of(self.reached[host])
+        return not memory or need.memory_gb <= memory
+
 
 def _elastic(request: Request) -> Iterator[Finding]:
     """A warning for each host that lacks memory for an elastic run; with elastic=auto it is none then."""
+    without = {"elastic": "true", "coordinator_failover": "false"}
+    one_keeps = all(request.fits(host, need.with_(**without)) for host, need in request.needs.items())
     for host, missing in request.too_small.items():
         problem = (
             "The run is not elastic, so all hosts wait when one is lost: this host lacks "
             f"{missing:.1f} GiB of memory for copies of the state."
         )
-        fix = "nothing, if that is fine; else repeat the command with a smaller -e depth"
-        need = request.needs[host].with_(elastic="true", coordinator_failover="false")
-        if need.memory_gb <= memory_of(request.reached[host]):
-            fix = (
-                "nothing, if that is fine; else repeat the command with -e elastic=true "
-                f"-e coordinator_failover=false  (only {next(iter(request.needs))} then keeps copies)"
+        fix = "nothing, if that is fine"
+        if one_keeps:
+            fix += (
+                "; else repeat the command with -e elastic=true -e coordinator_failover=false  (only "
+                f"{next(iter(request.needs))} then keeps copies)"
             )
+        elif not request.stored:  # the depth of a run that exists is settled
+            fix += "; else repeat the command with a smaller -e depth"
         yield warning("NF445", host, problem, fix)
 
 
@@ -248,6 +258,8 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             fix = f"repeat the command with -e depth={smaller[-1]}"
         else:
             fix = f"remove {host} from the inventory"
+        if need.with_(elastic="false").memory_gb <= limit:
+            fix = "repeat the command with -e elastic=false: no host then keeps copies of the state"
         if need.with_(coordinator_failover="false").memory_gb <= limit:
             fix = "repeat the command with -e coordinator_failover=false: this host then keeps no copies"
         yield finding("NF401", host, problem, fix)
@@ -267,6 +279,8 @@ def _memory(host: str, facts: Facts, need: Need, resumes: bool) -> Iterator[Find
             f"end programs that are not needed: sudo kill PID  (on {host}; the largest are listed with their "
             "PID by: ps aux --sort=-rss | head)"
         )
+        if need.with_(elastic="false").memory_gb <= available:
+            fix += ", or repeat the command with -e elastic=false: no host then keeps copies of the state"
         yield warning("NF402", host, f"{problem}.", fix)
 
 

@@ -19,7 +19,7 @@ from trainer.distributed.process_group import Collectives, Pending
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import MuonAdamW, build_optimizer
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 from trainer.sync.modes import make_sync
 
 

@@ -16,7 +16,8 @@ from trainer.distributed.process_group import Collectives, Pending
 from trainer.host.rank_env import RankEnv
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import ParameterState, build_optimizer
-from trainer.sync.local import Local, Outer
+from trainer.sync.fragment import Outer
+from trainer.sync.local import Local
 
 CONFIG = GPTConfig.from_depth(2, 300, 32, aspect_ratio=16, head_dim=16)
 

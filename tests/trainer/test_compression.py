@@ -13,7 +13,7 @@ from torch import Tensor
 from trainer.config import LOCAL_TOPK, ConfigError, RunConfig
 from trainer.model.gpt import GPTConfig
 from trainer.sync.compressor import SMALL, make_compressor
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 from trainer.sync.quantize import BLOCK, Quantizer
 from trainer.sync.topk import CHUNK, TopK
 

@@ -110,7 +110,7 @@ def test_a_frozen_rank_is_left_behind_and_ends_when_it_wakes(
     time.sleep(max(0.0, frozen + LOST_STORE_SECONDS + 1 - time.monotonic()))  # it was not the store
     run.processes[1].send_signal(signal.SIGCONT)
     end = run.finish(1)
-    assert (end["outcome"], "silent" in end["reason"]) == ("retryable", True), end
+    assert (end["outcome"], "continue without" in end["reason"]) == ("retryable", True), end
     assert run.finish()["outcome"] == "finished", run.log(0)
     check_losses(run, undisturbed)
 

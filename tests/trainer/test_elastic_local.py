@@ -99,6 +99,8 @@ def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
     run.leader = 1
     run.has_ranks(2)
     assert "in the memory of this host" in run.log(1)
+    # A coordinator without a state of its own would continue from this.
+    run.wait_until(lambda: any((run.run_dir(2) / "checkpoints").glob("step_*")), "a checkpoint on the third")
     run.start(0, SLOWER)
     run.has_ranks(3)
     for rank in (1, 0, 2):

@@ -20,7 +20,7 @@ from trainer.config import NEAR_MODES, ConfigError, RunConfig
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.optim.muon_adamw import build_optimizer
 from trainer.run_plan import describe_plan, make_plan
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 from trainer.sync.quantize import BLOCK, Quantizer
 
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)

@@ -11,7 +11,7 @@ from local_ranks import Rank, RankThread, Room, batches_of, equal, together
 from torch import Tensor
 
 from trainer.distributed.process_group import PeerLost
-from trainer.sync.local import Fragment, Outer
+from trainer.sync.fragment import Fragment, Outer
 
 ROWS = (2, 1, 1)
 OUTERS = [Outer(steps=6, delay=2), Outer(steps=6, delay=2, bits=2), Outer(steps=6, delay=2, topk=64)]
@@ -31,11 +31,17 @@ def ranks_after(steps: int, outer: Outer) -> list[Rank]:
     return ranks
 
 
-def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = (), sent: list[int] | None = None) -> int:
+def regroup(
+    ranks: list[Rank],
+    step: int,
+    new: tuple[int, ...] = (),
+    sent: list[int] | None = None,
+    last: int = 1000,
+) -> int:
     """Let `ranks` be the members from now on; returns the step from which all of them continue.
 
     step: of rank 0. new: those that have just joined, by their new number. sent: gets the number of values
-    of each tensor that is sent, once for each rank.
+    of each tensor that is sent, once for each rank. last: the highest number that is returned.
     """
 
     class Counted(RankThread):
@@ -49,7 +55,7 @@ def regroup(ranks: list[Rank], step: int, new: tuple[int, ...] = (), sent: list[
         rank.rank = number
 
     def work(rank: Rank) -> list[Tensor]:
-        found = rank.sync.regroup(Counted(rank.rank, len(ranks), room), step, rank.rank in new)
+        found = rank.sync.regroup(Counted(rank.rank, len(ranks), room), step, rank.rank in new, last)
         return [torch.tensor(found)]
 
     steps = {int(found) for (found,) in together(ranks, work)}
@@ -156,16 +162,44 @@ def test_a_rank_that_joins_starts_from_the_shared_parameters(outer: Outer) -> No
 
 
 @pytest.mark.parametrize("stale", [0, 2])
-def test_a_rank_that_has_missed_steps_takes_part_again(stale: int) -> None:
+@pytest.mark.parametrize("missed", [1, 2, 5])
+@pytest.mark.parametrize("left_at", [7, 8])
+def test_a_rank_that_has_missed_steps_takes_part_again(stale: int, missed: int, left_at: int) -> None:
     """Also if it is rank 0: after an election it may be one that the others had left behind."""
-    ranks = ranks_after(8, OUTERS[0])
+    ranks = ranks_after(left_at, OUTERS[0])
     missing = ranks.pop(stale)
-    assert regroup(ranks, 8) == 8
-    go_on(ranks, 8, 5)
+    assert regroup(ranks, left_at) == left_at
+    go_on(ranks, left_at, missed)
     ranks.insert(stale, missing)
-    assert regroup(ranks, 8 if stale == 0 else 13) == 13
+    now = left_at + missed
+    # A rank 0 that has missed one step cannot be told from one that is interrupted in it: it is repeated.
+    expected = left_at if stale == 0 and missed == 1 else now
+    assert regroup(ranks, left_at if stale == 0 else now) == expected
     assert equal(missing.in_common(), ranks[1].in_common())
-    go_on(ranks, 13, 8)
+    go_on(ranks, expected, 8)
+
+
+def test_the_last_step_is_trained_again() -> None:
+    """The run is evaluated and saved after it."""
+    ranks = ranks_after(8, OUTERS[0])[:2]
+    assert regroup(ranks, 8, last=7) == 7
+    assert regroup(ranks, 7, last=7) == 7
+    go_on(ranks, 7, 1)
+
+
+def test_rounds_of_the_same_step_that_differ_are_made_equal() -> None:
+    """Without a delay a rank may complete a round that the others take back and start again at this step."""
+    ranks = ranks_after(8, Outer(steps=6, delay=0))
+    alone, ranks = ranks[2], ranks[:2]
+    for rank in ranks:
+        for fragment in rank.sync._fragments:
+            if fragment.completed == 8:  # as if it had been completed without the third rank
+                fragment.outer[0].add_(1)
+                fragment.checksum += 1
+    assert not equal(alone.in_common(), ranks[0].in_common())
+    regroup([*ranks, alone], 8)
+    assert equal(alone.in_common(), ranks[0].in_common())
+    go_on([*ranks, alone], 8, 3)
 
 
 @pytest.mark.parametrize("outer", OUTERS)
@@ -193,6 +227,22 @@ def test_a_rank_that_has_fetched_the_state_needs_only_what_has_changed_since(out
     go_on(ranks, 13, 10)
 
 
+@pytest.mark.parametrize("outer", OUTERS)
+def test_a_checkpoint_without_the_rounds_in_flight_is_continued(outer: Outer) -> None:
+    ranks = ranks_after(8, outer)
+    assert in_flight(ranks[0])
+    found = [copy.deepcopy(rank.sync.state_without_rounds()) for rank in ranks]
+    with ranks[0].sync.shared_parameters():
+        shared = copy.deepcopy(ranks[0].model.state_dict())
+    room = Room(2)
+    others = [Rank(rank, 2, room, outer, torch.float64) for rank in range(2)]
+    for rank in others:
+        rank.model.load_state_dict(shared)
+        rank.sync.load(8, found[1 + rank.rank], {})
+        assert equal(rank.in_common(), ranks[0].in_common())
+    go_on(others, 8, 10)
+
+
 def test_a_change_that_fails_halfway_is_repeated() -> None:
     """The rank that joins is lost while it receives; the others then continue without it."""
     outer = OUTERS[0]
@@ -211,7 +261,7 @@ def test_a_change_that_fails_halfway_is_repeated() -> None:
 
     def work(rank: Rank) -> list[Tensor]:
         with pytest.raises(PeerLost):
-            rank.sync.regroup(Lossy(rank.rank, 3, room), 8, rank is new)
+            rank.sync.regroup(Lossy(rank.rank, 3, room), 8, rank is new, 1000)
         return []
 
     together([*ranks, new], work)

@@ -12,7 +12,7 @@ from trainer.config import SYNC_MODES
 from trainer.model.gpt import GPT, GPTConfig
 from trainer.placement.cost_model import CostModel, StepWork, payload
 from trainer.placement.microbenchmark import Link, Speed
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 
 D8 = GPTConfig.from_depth(8, vocab_size=32768, sequence_len=1024)
 ROWS_OF_2048 = 1200  # different tokens among 2,048 of English; code has fewer

@@ -182,7 +182,9 @@ def test_bfloat16_where_it_is_emulated(flags: str, refused: bool) -> None:
     assert severity(found) == (["refusal"] if refused else [])
     assert not refused or f"its vector instructions are {', '.join(flags.split())}" in found[0]["problem"]
     assert host(put(GOOD, flags=flags), config={"dtype": "auto"}) == []
-    assert host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"}) == []
+    on_gpu = {"config": {"dtype": "bfloat16"}, "variables": {"runtime_torch": "cuda"}}
+    assert host(put(GOOD, flags=flags, gpu="yes"), **on_gpu) == []
+    assert bool(host(put(GOOD, flags=flags, gpu="yes"), config={"dtype": "bfloat16"})) == refused
 
 
 @pytest.mark.parametrize(
@@ -263,8 +265,23 @@ def test_a_run_of_several_hosts_is_elastic_where_its_copies_fit() -> None:
 
 
 def test_a_host_too_small_for_the_run_itself_is_refused_without_a_word_on_elastic() -> None:
-    _, found = settings({"a": "99000000", "b": "2000000"})
+    decided, found = settings({"a": "99000000", "b": "2000000"})
+    assert decided == {"elastic": "false"}
     assert [each["code"] for each in found] == ["NF401"]
+    # The depth that fits is that of the run without copies.
+    _, [plain] = settings({"a": "4500000", "b": "99000000"}, elastic="false")
+    _, [auto] = settings({"a": "4500000", "b": "99000000"})
+    assert auto == plain
+
+
+def test_a_run_that_exists_and_is_elastic_is_offered_to_be_so_no_longer() -> None:
+    """Its depth is settled, and another coordinator may have less memory than the first."""
+    large = {"memory_kb": "99000000", "active": "", "disks": {}, "flags": "", "cores": 4}
+    stored = json.dumps({"config": {"depth": 8, "elastic": "true"}})
+    facts = {"a": {**large, "memory_kb": "6500000"}, "b": {**large, "run_file": stored}}
+    [found] = run.run_findings(facts, {"asked": True, "config": {}, "nproc_per_node": 1})
+    assert found["code"] == "NF401"
+    assert "-e elastic=false" in found["remedy"]
 
 
 def test_a_run_keeps_what_was_decided_at_its_start() -> None:

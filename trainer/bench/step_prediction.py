@@ -24,7 +24,7 @@ from trainer.placement.cost_model import BETTER, CostModel, choose_mode
 from trainer.placement.decide import step_work
 from trainer.placement.microbenchmark import Link, Speed, measure_speed
 from trainer.run_plan import Plan
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 
 SAMPLED_LAYERS = 2  # one with a value embedding, one without
 SAMPLED_SECONDS = 0.8  # the most that a sampled row may take at the GEMM rate of this host

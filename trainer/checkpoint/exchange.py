@@ -66,9 +66,14 @@ def gather_optimizer(
             gathered[name] = mine
         if owner:
             gathered |= unflatten(group.send_to_coordinator(flatten({name: mine}), owner))
-    for name, tensors in sync.common_state().items():
-        gathered.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
+    add_common_state(gathered, sync.common_state())
     return {name: tensors for name, tensors in gathered.items() if tensors}
+
+
+def add_common_state(optim: dict[str, ParameterState], common: Mapping[str, ParameterState]) -> None:
+    """Add the state of the sync mode that is equal on all ranks to the optimizer state of a checkpoint."""
+    for name, tensors in common.items():
+        optim.setdefault(name, {}).update({f"{COMMON}{key}": tensor for key, tensor in tensors.items()})
 
 
 def _gather_rows(

@@ -66,8 +66,8 @@ def save_rank_state(
     """Write the state file of this rank and return its sha256. Raises OSError.
 
     own: {name: tensor} from the sync mode. optim: {parameter name: {state name: tensor}}; {} on rank 0. keep:
-    the newest `keep` + 1 files stay: the coordinator writes the checkpoint of this step later, and until then
-    a run resumes from an earlier one.
+    the files of the newest `keep` + 1 steps stay, of all ranks: the coordinator writes the checkpoint of this
+    step later, and until then a run resumes from an earlier one.
     """
     path = rank_state_file(run_dir, step, rank)
     path.parent.mkdir(exist_ok=True)
@@ -78,8 +78,11 @@ def save_rank_state(
         save_tensors(tensors, file)
         sync_file(file)
     os.replace(temporary, path)
-    for old in sorted(path.parent.glob(f"step_*-rank{rank}.pt"))[: -keep - 1]:
-        old.unlink()
+    files = list(path.parent.glob("step_*-rank*.pt"))
+    kept = sorted({each.name.partition("-")[0] for each in files})[-keep - 1 :]
+    for old in files:
+        if old.name.partition("-")[0] not in kept:
+            old.unlink(missing_ok=True)  # another rank of this host may have removed it
     return file_sha256(path)
 
 

@@ -121,6 +121,10 @@ class Coordinator:
             joining = self.applicants(present)
         return self._agree([*present, *joining], generation, view.kind, is_dead)
 
+    def suffices(self, members: Iterable[Member]) -> bool:
+        """Whether these members are on enough hosts for a view."""
+        return not self._too_few(members)
+
     def _too_few(self, members: Iterable[Member]) -> bool:
         return len({member.record.host for member in members}) < self._min_hosts
 
@@ -289,7 +293,9 @@ class Follower:
         raise Retryable("The coordinator proposed no members. Is its host reachable and its rank active?")
 
     def _left_out(self) -> Retryable:
-        text = f"{self.me} was silent for too long: the others continue without it. It joins again."
+        text = (
+            f"The others continue without {self.me}, which was silent or late for too long. It joins again."
+        )
         return Retryable(text)
 
     def _is_in(self, view: View) -> bool:

@@ -364,6 +364,8 @@ class Membership:
         silent = [member for member in view.members if self._is_silent(member)]
         numbers = self._late()
         late = [member for member in view.members if member.number in numbers]
+        if not coordinator.suffices(member for member in view.members if member not in late):
+            late = []  # the run could not continue without them
         for members, why in (
             (replaced, "has started again"),
             (silent, "sends no status, and its health endpoint does not answer"),

@@ -35,7 +35,6 @@ from trainer.placement.decide import Placement
 from trainer.run_plan import Plan
 from trainer.setup import RunSetup
 from trainer.sync.local import Local
-from trainer.sync.mode import SyncMode
 
 CONNECT_TIMEOUT = timedelta(seconds=2)  # Gloo gives up connecting after five times that
 
@@ -50,7 +49,14 @@ class Kept:
     meta: dict[str, Any]
     model: GPT
     optimizer: MuonAdamW
-    sync: SyncMode
+    sync: Local
+
+    def state(self) -> State:
+        """The shared state as of a checkpoint, without sync rounds in flight; its tensors are not copied."""
+        optim = {name: dict(tensors) for name, tensors in self.optimizer.state_dict().items()}
+        exchange.add_common_state(optim, self.sync.state_without_rounds())
+        with self.sync.shared_parameters():
+            return State(dict(self.meta), dict(self.model.state_dict()), optim)
 
     @property
     def term(self) -> int:
@@ -66,6 +72,7 @@ class ElasticSetup(RunSetup):
     candidacy: the elections, with coordinator_failover; else None.
     copy: on a coordinator that continues from its memory, the state; else None.
     kept: with sync=local, what this rank continues from after an election; else None.
+    wait_for_checkpoint: waits until `kept` is written, which a coordinator without it needs.
     terms: [term, step after which it began] for each term of the run, with coordinator_failover.
     """
 
@@ -74,6 +81,7 @@ class ElasticSetup(RunSetup):
     candidacy: Candidacy | None = None
     copy: Copy | None = None
     kept: Kept | None = None
+    wait_for_checkpoint: Callable[[], object] | None = None
     terms: list[list[int]]
     _is_new = True  # whether this rank has not taken part yet
 
@@ -123,13 +131,16 @@ class ElasticSetup(RunSetup):
         return self.membership
 
     def _begin(self, records: list[Record], gpu: Numerics | None) -> None:
+        kept, self.kept = self.kept, None
         if self.joined.is_first:
+            del kept
+            if self.wait_for_checkpoint:
+                self.wait_for_checkpoint()
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
-            self._is_new, self.kept = False, None
+            self._is_new = False
             return
         # This rank joins a run that trains, or continues one from its memory.
-        kept, self.kept = self.kept, None
         state = state_of(self.copy)
         if kept:
             self.model, self.optimizer, self.sync = kept.model, kept.optimizer, kept.sync
@@ -137,8 +148,9 @@ class ElasticSetup(RunSetup):
             state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
         self.connect_members(self.joined.view, state)
         if state:
-            text = f"Continuing from the copy of step {state.step} in the memory of this host."
-            self.log.info(text, extra=fields("continued", step=state.step))
+            step = self.train_state.step
+            text = f"Continuing from the copy of step {step} in the memory of this host."
+            self.log.info(text, extra=fields("continued", step=step))
 
     def _resume(self, state: State) -> None:
         if isinstance(self.sync, Local) and not self.joined.is_first:
@@ -147,7 +159,8 @@ class ElasticSetup(RunSetup):
             super()._resume(state)
         if self.candidacy:
             term, terms = self.candidacy.election.term, list(state.meta.get("terms", []))
-            self.terms = terms if terms and terms[-1][0] == term else [*terms, [term, state.step]]
+            began = [term, self.train_state.step]
+            self.terms = terms if terms and terms[-1][0] == term else [*terms, began]
             self._set_aside_replaced()
 
     def _regroup(self, sync: Local, state: State) -> None:
@@ -156,7 +169,7 @@ class ElasticSetup(RunSetup):
         state: on rank 0, that of the last step, without tensors.
         """
         is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
-        step = sync.regroup(self.group, state.step, self._is_new)
+        step = sync.regroup(self.group, state.step, self._is_new, self.plan.num_iterations - 1)
         exchange.send_optimizer(self.group, self.optimizer, [rank for rank, new in enumerate(is_new) if new])
         self._is_new = False
         self.train_state = dataclasses.replace(TrainState.from_meta(state.meta), step=step)

@@ -133,10 +133,11 @@ class ElasticTrainer(Trainer):
         # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
         state = last.copy or last.kept
         is_newest = state is not None and state.term == candidacy.election.previous
-        if is_newest:
-            self.setup.kept = last.kept
+        self.setup.kept, last.kept = last.kept if is_newest else None, None
         if self.env.is_coordinator and is_newest:
             self.setup.copy, self.checkpoint_writer = last.copy, last.writer
+        elif self.setup.kept:
+            self.setup.wait_for_checkpoint = last.writer.wait
         else:
             last.writer.wait()  # the coordinator may need this checkpoint
 
@@ -145,7 +146,7 @@ class ElasticTrainer(Trainer):
         if self.reporter.tracker:
             self.reporter.tracker.close("retryable", hurry=True)
         kept = None
-        if self._is_local:
+        if isinstance(self.sync, Local):
             meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
             kept = Kept(meta, self.model, self.optimizer, self.sync)
         self._release()
@@ -154,7 +155,8 @@ class ElasticTrainer(Trainer):
         saved = max((int(path.name[5:]) for path in storage.checkpoints(self.setup.checkpoints)), default=0)
         if copy and copy.step < saved:
             copy = None
-        if copy and copy.step > saved and (state := state_of(copy)):
+        state = kept.state() if kept else state_of(copy)
+        if state and state.step > saved:
             writer.save(state)
 
         def complete(end: RunEnd, seconds: float) -> RunEnd:
@@ -198,7 +200,7 @@ class ElasticTrainer(Trainer):
                 if self.summary.snapshot or (self.summary.change and not self._is_local):
                     self._start_copy()
                 self._save_copy()
-                if self.summary.change:
+                if self.summary.change and step + 1 < self.plan.num_iterations:
                     self.copies.finish()
                     self.group.gather_int64(torch.tensor([0]))  # until all have it: one of them may end now
                     self._change_members()
@@ -248,8 +250,9 @@ class ElasticTrainer(Trainer):
 
     @property
     def save_minutes(self) -> float:
-        """As in every run; where copies are saved instead, 0."""
-        return 0.0 if self._saves_copies else super().save_minutes
+        """As in every run, with failover at most COPY_MINUTES; where copies are saved instead, 0."""
+        minutes = 0.0 if self._saves_copies else super().save_minutes
+        return min(minutes, COPY_MINUTES) if self._is_local and self.candidacy else minutes
 
     @property
     def _saves_copies(self) -> bool:
@@ -309,6 +312,7 @@ class ElasticTrainer(Trainer):
     def _state_to_continue(self) -> State | None:
         """On the coordinator, the state from which the members continue. Releases what they build again."""
         if self._is_local:
+            self.checkpoint_writer.wait()  # the last one is not a copy, and its tensors change from now on
             meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
             return State(meta, {}, {}) if self.env.is_coordinator else None
         self._release()

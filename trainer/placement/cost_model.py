@@ -24,7 +24,7 @@ from trainer.placement.batch_split import relative_speeds, slowest, split_rows
 from trainer.placement.microbenchmark import Link, Speed
 from trainer.sync.buckets import assign_owners
 from trainer.sync.compressor import make_compressor
-from trainer.sync.local import TAIL_STEPS, Outer
+from trainer.sync.fragment import TAIL_STEPS, Outer
 
 # The part of backward's and the optimizer's time that hides transfers of exact and fast: the same processor
 # computes and moves the bytes.

@@ -42,7 +42,7 @@ from trainer.placement.cost_model import (
 from trainer.placement.microbenchmark import Link, Speed, measure_link, measure_speed
 from trainer.placement.single_host import FasterHost, find_faster_host, measure_gpu
 from trainer.run_plan import Plan
-from trainer.sync.local import Outer
+from trainer.sync.fragment import Outer
 
 COUNTED_TOKENS = 2**22  # enough for 62 steps of 65,536: the active rows of a sync round in local
 

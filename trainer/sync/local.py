@@ -38,162 +38,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from trainer.config import RunConfig
-from trainer.distributed.process_group import Collectives, Pending
+from trainer.distributed.process_group import Collectives
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.buckets import add_only_active_rows
-from trainer.sync.compressor import Compressor, make_compressor
+from trainer.sync.compressor import make_compressor
+from trainer.sync.fragment import (
+    NEVER,
+    ROUND,
+    Fragment,
+    Outer,
+    SyncRound,
+    done,
+    make_fragments,
+    rows_of,
+    write_rows,
+)
 from trainer.sync.mode import SyncMode
 
-# AdamW's momentum moves a row after its last token; after these steps by 0.8^32, less than a thousandth.
-TAIL_STEPS = 32
-NEVER = -(2**40)
 FINAL_BITS = 8  # with top-k, of the round after the last step
-ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoint
 COUNT_BYTES = 8  # the token count of a rank, an int64 that follows its packed values
-
-
-@dataclass(frozen=True)
-class Outer:
-    """The settings of `sync=local`: those of RunConfig that start with local_, without this prefix.
-
-    steps: from one sync round of a fragment to the next. delay: steps that overlap with a sync round.
-    lr, momentum: of the outer step.
-    bits: of a value that is sent. topk: values sent of each 4,096; 0: all.
-    """
-
-    steps: int = 30
-    lr: float = 0.7
-    momentum: float = 0.6
-    bits: int = 8
-    topk: int = 0
-    delay: int = 1
-
-    @property
-    def keeps_residual(self) -> bool:
-        """Whether the residual stays in the parameters of a rank; otherwise it is in a buffer."""
-        return self.topk > 0
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Outer:
-        """The settings of local in `config`."""
-        return cls(
-            steps=config.local_steps,
-            lr=config.local_lr,
-            momentum=config.local_momentum,
-            bits=config.local_bits,
-            topk=config.local_topk,
-            delay=config.local_delay,
-        )
-
-
-class SyncRound(NamedTuple):
-    """A sync round in flight: the transfer of the pseudo-gradients of one fragment.
-
-    started_at: the step after which it was started.
-    sent_parameters: for each parameter, the values that the outer step replaces in the parameters of this
-        rank.
-    rows: of an embedding, int64, the rows that are sent; None: all values.
-    decay: weight decay, as a factor, of a row without tokens.
-    table: packed pseudo-gradients, uint8, (world_size, bytes).
-    pending: waits for the transfer.
-    rank: row of this rank in `table`. tokens: of this rank, in the round.
-    """
-
-    started_at: int
-    sent_parameters: list[Tensor]
-    rows: Tensor | None
-    decay: float
-    table: Tensor
-    pending: Pending
-    rank: int = 0
-    tokens: int = 0
-
-    def common_state(self) -> ParameterState:
-        """The state that is equal on all ranks, for a checkpoint: {name: tensor}.
-
-        The transfer must be complete.
-        """
-        state = {
-            f"{ROUND}step": torch.tensor(self.started_at),
-            f"{ROUND}kept": torch.tensor(self.decay, dtype=torch.float64),
-            f"{ROUND}table": self.table,
-        }
-        return state if self.rows is None else {**state, f"{ROUND}rows": self.rows}
-
-    @classmethod
-    def from_state(cls, state: ParameterState, sent_parameters: list[Tensor]) -> SyncRound:
-        """Rebuild a round from its `common_state`. Its transfer is complete; its outer step is not taken.
-
-        state: the result of `common_state`. sent_parameters: as the field.
-        """
-        device = sent_parameters[0].device
-        rows = state.get(f"{ROUND}rows")
-        return cls(
-            int(state[f"{ROUND}step"]),
-            sent_parameters,
-            rows if rows is None else rows.to(device),
-            float(state[f"{ROUND}kept"]),
-            state[f"{ROUND}table"].to(device),
-            _done,
-        )
-
-
-class Fragment:
-    """Parameters that share a sync round: the matrices of a layer, an embedding, or lm_head and the rest.
-
-    parameters: {name: parameter}. outer: settings of local. sync_at: step at which its rounds are due.
-        of_rows: whether it is an embedding, of which only some rows are sent.
-    Attributes: `outer`, `momentum` and `error` have the outer parameters, their momentum and the error
-    feedback, one tensor for each parameter; `synced_at` is the step at which its last round was started,
-    `tokens` those of this rank since then, `completed` the `synced_at` of its last complete round, and
-    `is_due` whether a round that was taken back is started again after the next step.
-    """
-
-    def __init__(
-        self, parameters: Mapping[str, nn.Parameter], outer: Outer, sync_at: int, of_rows: bool
-    ) -> None:
-        self.names, self.parameters = list(parameters), list(parameters.values())
-        self.sync_at = sync_at
-        self.outer = [p.detach().clone() for p in self.parameters]
-        self.momentum = [torch.zeros_like(value) for value in self.outer]
-        self._sizes = [] if of_rows else [value.numel() for value in self.outer]
-        self.compressor = self.make_compressor(outer)
-        self.error = [] if outer.keeps_residual else [torch.zeros_like(value) for value in self.outer]
-        # Of an embedding, the last step at which each row was active; on the CPU.
-        self.active_at = torch.full((len(self.outer[0]),), NEVER, device="cpu") if of_rows else None
-        self.synced_at = self.completed = 0
-        self.is_due = False
-        self.tokens = 0  # of this rank since its last round
-        self.decay = 1.0  # weight decay of a row without tokens since the last round
-        self.sync_round: SyncRound | None = None
-
-    def make_compressor(self, outer: Outer) -> Compressor:
-        return make_compressor(outer.bits, outer.topk, self._sizes)
-
-    def rows(self) -> Tensor | None:
-        """Of an embedding, the rows that may differ between ranks, equal on every rank; None for others."""
-        if self.active_at is None:
-            return None
-        return (self.active_at > self.synced_at - TAIL_STEPS).nonzero().flatten().to(self.outer[0].device)
-
-    def apply_to_outer(self, sent: Tensor, rows: Tensor | None) -> list[Tensor]:
-        """The outer parameters minus the pseudo-gradients `sent`, as new tensors.
-
-        sent: flat. rows: of an embedding, the rows that `sent` has; the other rows get the weight decay since
-        the last round. None: `sent` has all values.
-        """
-        values = [outer.clone() for outer in self.outer]
-        if rows is not None:
-            values[0].mul_(self.decay)
-        _write_rows(values, rows, torch.cat([_rows_of(outer, rows).flatten() for outer in self.outer]) - sent)
-        return values
 
 
 class Local(SyncMode):
@@ -213,7 +80,7 @@ class Local(SyncMode):
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         add_only_active_rows(model)
-        self._fragments = _make_fragments(model, self._outer)
+        self._fragments = make_fragments(model, self._outer)
         self._tables = [f for f in self._fragments if f.active_at is not None]
         self._active = torch.empty(0, dtype=torch.int64)
         self._lock = threading.Lock()  # held while outer parameters change: another thread may copy them
@@ -273,15 +140,15 @@ class Local(SyncMode):
         """Start to exchange the pseudo-gradients since the last round, with an all-gather."""
         rows = fragment.rows()
         deltas = [outer - p for outer, p in zip(fragment.outer, fragment.parameters, strict=True)]
-        delta = torch.cat([_rows_of(delta, rows).flatten() for delta in deltas])
+        delta = torch.cat([rows_of(delta, rows).flatten() for delta in deltas])
         if fragment.error:
-            delta += torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
+            delta += torch.cat([rows_of(error, rows).flatten() for error in fragment.error])
         packed = fragment.compressor.pack(delta)
         unpacked = fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
         count = torch.tensor([fragment.tokens], device=delta.device).view(torch.uint8)
         table, pending = self._group.start_all_gather(torch.cat([packed, count]))
         if fragment.error:
-            _write_rows(fragment.error, rows, delta - unpacked)
+            write_rows(fragment.error, rows, delta - unpacked)
             sent = [p.detach().clone() for p in fragment.parameters]
         else:
             sent = fragment.apply_to_outer(unpacked, rows)
@@ -299,13 +166,14 @@ class Local(SyncMode):
         deltas = [torch.zeros_like(outer) for outer in fragment.outer]
         if sync_round.rows is not None:  # rows without tokens have only decayed, equally on every rank
             torch.mul(fragment.outer[0], 1 - sync_round.decay, out=deltas[0])
-        _write_rows(deltas, sync_round.rows, self._mean(sync_round, fragment))
+        write_rows(deltas, sync_round.rows, self._mean(sync_round, fragment))
         with self._lock:
             self._take_outer_step(fragment, sync_round, deltas)
 
     def _take_outer_step(self, fragment: Fragment, sync_round: SyncRound, deltas: list[Tensor]) -> None:
         """Take the outer step of a complete round. deltas: the mean of the pseudo-gradients, by parameter."""
         fragment.sync_round, fragment.completed = None, sync_round.started_at
+        fragment.checksum = sync_round.table.sum(dtype=torch.int64)
         for parameter, outer, momentum, delta, sent in zip(
             fragment.parameters,
             fragment.outer,
@@ -327,7 +195,7 @@ class Local(SyncMode):
         tokens = counts.flatten().clone().view(torch.int64).double()  # a copy is aligned for int64
         dtype = fragment.outer[0].dtype
         weights = (tokens / tokens.sum()).to(dtype)
-        n = sum(_rows_of(outer, sync_round.rows).numel() for outer in fragment.outer)
+        n = sum(rows_of(outer, sync_round.rows).numel() for outer in fragment.outer)
         mean = torch.zeros(n, dtype=dtype, device=values.device)
         for packed, weight in zip(values, weights, strict=True):
             mean += fragment.compressor.unpack(packed, n, dtype).mul_(weight)
@@ -341,31 +209,35 @@ class Local(SyncMode):
     # -- a change of the members -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def regroup(self, group: Collectives, step: int, is_new: bool) -> int:
+    def regroup(self, group: Collectives, step: int, is_new: bool, last: int) -> int:
         """Continue with the ranks of `group`. All of them call it; it may be called again if one is lost.
 
         step: number of steps that rank 0 has completed. is_new: whether this rank has just joined, and takes
-        the outer parameters from the others. Rank 0 is not new. Returns the number of completed steps from
-        which all ranks continue: that of rank 0 unless it has missed steps of the others. Raises PeerLost.
+        the outer parameters from the others. Rank 0 is not new. last: the highest number that is returned,
+        so that the last step, after which the run is saved, is trained again. Returns the number of completed
+        steps from which all ranks continue: that of rank 0 unless it has missed steps of the others. Raises
+        PeerLost.
         """
         for fragment in self._fragments:
             fragment.compressor = fragment.make_compressor(self._outer)
-            if fragment.sync_round and fragment.sync_round.pending is _done:
+            if fragment.sync_round and fragment.sync_round.pending is done:
                 self._finish_round(fragment)
         self._group = group
         steps = group.gather_int64(torch.tensor([-1 if is_new else self._step])).flatten().tolist()
-        leader = 0 if max(steps) <= step + 1 else steps.index(max(steps))
-        step = steps[leader] if leader else step
-        completed = [NEVER if is_new else fragment.completed for fragment in self._fragments]
-        of_ranks = group.gather_int64(torch.tensor(completed)).T.tolist()
-        for fragment, by_rank in zip(self._fragments, of_ranks, strict=True):
-            newest = max(by_rank)
-            behind = [rank for rank, completed_at in enumerate(by_rank) if completed_at < newest]
+        is_ahead = max(steps) > step + 1
+        leader = steps.index(max(steps)) if is_ahead else 0
+        step = min(max(steps) if is_ahead else step, last)
+        rounds = [(NEVER if is_new else each.completed, int(each.checksum)) for each in self._fragments]
+        of_ranks = group.gather_int64(torch.tensor(rounds).flatten()).view(group.world_size, -1, 2)
+        for fragment, by_rank in zip(self._fragments, of_ranks.transpose(0, 1).tolist(), strict=True):
+            newest = max(completed for completed, _ in by_rank)
+            source = next(rank for rank in (leader, *range(len(by_rank))) if by_rank[rank][0] == newest)
+            behind = [rank for rank, known in enumerate(by_rank) if known != by_rank[source]]
             if behind:
-                self._send_outer(fragment, by_rank.index(newest), behind, newest)
+                self._send_outer(fragment, source, behind, *by_rank[source])
             if fragment.sync_round:
                 self._take_back(fragment)
-        late = [rank for rank, own in enumerate(steps) if own + 1 < step]  # new ones, and others
+        late = [rank for rank, own in enumerate(steps) if own < step]  # new ones, and others
         for fragment in self._tables if late else []:
             assert fragment.active_at is not None
             fragment.active_at.copy_(group.send(fragment.active_at, leader, late))
@@ -381,10 +253,12 @@ class Local(SyncMode):
         self._step = step
         return step
 
-    def _send_outer(self, fragment: Fragment, source: int, behind: Sequence[int], completed: int) -> None:
+    def _send_outer(
+        self, fragment: Fragment, source: int, behind: Sequence[int], completed: int, checksum: int
+    ) -> None:
         """Send the outer parameters of `fragment` from rank `source` to the ranks `behind`.
 
-        completed: the step of the last round that `source` has completed. A rank that takes part in this
+        completed, checksum: of the last round that `source` has completed. A rank that takes part in this
         round keeps what it has learned since its start; another one continues from the outer parameters.
         """
         group = self._group
@@ -405,7 +279,7 @@ class Local(SyncMode):
             fragment.outer[i].copy_(outer)
             fragment.momentum[i].copy_(received[len(fragment.parameters) + i])
         fragment.tokens = fragment.tokens if takes_part else 0
-        fragment.completed = completed
+        fragment.completed, fragment.checksum = completed, torch.tensor(checksum)
 
     def _take_back(self, fragment: Fragment) -> None:
         """Drop the round in flight of `fragment`, as if this rank had not taken part; it is started again."""
@@ -414,11 +288,11 @@ class Local(SyncMode):
         rows = sync_round.rows
         if fragment.error:
             pairs = zip(fragment.outer, sync_round.sent_parameters, strict=True)
-            delta = torch.cat([_rows_of(outer - sent, rows).flatten() for outer, sent in pairs])
+            delta = torch.cat([rows_of(outer - sent, rows).flatten() for outer, sent in pairs])
             packed = sync_round.table[sync_round.rank, :-COUNT_BYTES]
             unpacked = fragment.compressor.unpack(packed, delta.numel(), delta.dtype)
-            error = torch.cat([_rows_of(error, rows).flatten() for error in fragment.error])
-            _write_rows(fragment.error, rows, error + unpacked - delta)
+            error = torch.cat([rows_of(error, rows).flatten() for error in fragment.error])
+            write_rows(fragment.error, rows, error + unpacked - delta)
         fragment.tokens += sync_round.tokens
         fragment.decay *= sync_round.decay
         fragment.synced_at = sync_round.started_at - self._outer.steps
@@ -461,7 +335,8 @@ class Local(SyncMode):
             with self._lock:
                 outer = [p.detach() for p in fragment.parameters] if self._is_swapped else fragment.outer
                 tables = [] if fragment.active_at is None else [fragment.active_at]
-                state = [torch.tensor(fragment.completed), *outer, *fragment.momentum, *tables]
+                completed = torch.tensor([fragment.completed, int(fragment.checksum)])
+                state = [completed, *outer, *fragment.momentum, *tables]
                 copied = {str(i): tensor.cpu().clone() for i, tensor in enumerate(state)}
             yield copied
 
@@ -475,7 +350,7 @@ class Local(SyncMode):
                 own.copy_(tensor)
             for parameter, outer in zip(fragment.parameters, fragment.outer, strict=True):
                 parameter.copy_(outer)
-            fragment.completed = int(completed)
+            fragment.completed, fragment.checksum = int(completed[0]), completed[1]
 
     def common_state(self) -> dict[str, ParameterState]:
         """See SyncMode.
@@ -486,15 +361,21 @@ class Local(SyncMode):
         """
         states: dict[str, ParameterState] = {}
         for fragment in self._fragments:
-            for name, momentum in zip(fragment.names, fragment.momentum, strict=True):
-                states[name] = {"momentum": momentum, "met_at": torch.tensor(fragment.synced_at)}
-                if fragment.active_at is not None:
-                    states[name]["touched_at"] = fragment.active_at
-                    states[name]["kept"] = torch.tensor(fragment.decay, dtype=torch.float64)
+            states |= fragment.common_state(fragment.synced_at, fragment.decay)
             if fragment.sync_round:
                 self._group.wait([fragment.sync_round.pending])  # without the outer step
-                fragment.sync_round = fragment.sync_round._replace(pending=_done)
+                fragment.sync_round = fragment.sync_round._replace(pending=done)
                 states[fragment.names[0]] |= fragment.sync_round.common_state()
+        return states
+
+    def state_without_rounds(self) -> dict[str, ParameterState]:
+        """As `common_state`, but as if the rounds in flight had been taken back. Nothing is changed."""
+        states: dict[str, ParameterState] = {}
+        for fragment in self._fragments:
+            synced_at, decay = fragment.synced_at, fragment.decay
+            if sync_round := fragment.sync_round:
+                synced_at, decay = sync_round.started_at - self._outer.steps, decay * sync_round.decay
+            states |= fragment.common_state(synced_at, decay)
         return states
 
     def rank_state(self) -> dict[str, Tensor]:
@@ -541,34 +422,3 @@ class Local(SyncMode):
                 sent_parameters = [own.get(f"sent/{name}", p).to(p.device, copy=True) for name, p in pairs]
                 fragment.sync_round = SyncRound.from_state(state, sent_parameters)
                 fragment.completed -= self._outer.steps
-
-
-def _make_fragments(model: nn.Module, outer: Outer) -> list[Fragment]:
-    """Divide the model into fragments, whose sync rounds are spread over `outer.steps` steps."""
-    tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    parts: dict[str, dict[str, nn.Parameter]] = {}
-    for name, p in model.named_parameters():
-        layer = name.split(".")[2] if name.startswith("transformer.h.") else ""
-        part = name if id(p) in tables else f"layer {layer}" if layer else "the rest"
-        parts.setdefault(part, {})[name] = p
-    return [
-        Fragment(part, outer, max(1, outer.steps * number // len(parts)), name in part)
-        for number, (name, part) in enumerate(parts.items(), start=1)
-    ]
-
-
-def _done() -> None:
-    """The Pending of a transfer that is complete."""
-
-
-def _rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
-    return values if rows is None else values[rows]
-
-
-def _write_rows(tensors: list[Tensor], rows: Tensor | None, flat: Tensor) -> None:
-    """Copy `flat` into `tensors`; with `rows`, into these rows of tensors[0], the only one."""
-    if rows is not None:
-        tensors[0][rows] = flat.view(len(rows), -1)
-        return
-    for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(part.view_as(tensor))

@@ -12,7 +12,8 @@ from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.dense import Dense
 from trainer.sync.exact import Exact
 from trainer.sync.fast import Fast
-from trainer.sync.local import Local, Outer
+from trainer.sync.fragment import Outer
+from trainer.sync.local import Local
 from trainer.sync.mode import SyncMode
 
 
