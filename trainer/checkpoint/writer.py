@@ -47,12 +47,14 @@ class CheckpointWriter:
     saved: path of the newest complete checkpoint; None before the first.
     problem: a sentence after a failed write; else None.
     shortage: a sentence while the disk has no room; else None.
+    copies_last: whether the last checkpoint is copied too, so that the caller may change it.
     """
 
     def __init__(self, folder: Path, tokenizer_dir: Path, keep: int, log: Callable[[str], None]) -> None:
         self.saved: Path | None = None
         self.problem: str | None = None
         self.shortage: str | None = None
+        self.copies_last = False
         self._short_at = self._reminded_at = 0.0
         self.folder, self._tokenizer_dir, self._keep, self._log = folder, tokenizer_dir, keep, log
         self._copies: dict[str, Tensor] = {}  # reused, so that a save allocates no memory
@@ -74,13 +76,14 @@ class CheckpointWriter:
     def save(self, state: State, last: bool = False) -> None:
         """Start to write `state`, after the previous write. Returns once `state` is copied.
 
-        With `last` it is not copied, and the caller must not change it. If the disk is too full for it, the
-        thread tries again for LAST_SECONDS.
+        With `last` it is not copied unless `copies_last`, and the caller must not change it. If the disk is
+        too full for it, the thread tries again for LAST_SECONDS.
         """
         if not self.wait():
             return
         began = time.monotonic()
-        written = state if last else self._copy(state)
+        copies = self.copies_last or not last
+        written = self._copy(state) if copies else state
         pause = time.monotonic() - began
         patience = LAST_SECONDS if last else 0.0
         self._step = state.step

@@ -232,10 +232,7 @@ class Membership:
         try:
             return call(self._follower) or self.view
         except RuntimeError as error:
-            raise Retryable(
-                f"The rendezvous store was lost: rank 0 or its host has ended, or the network was "
-                f"interrupted ({str(error).splitlines()[0]})."
-            ) from None
+            raise lost_store(error) from None
 
     def _report(self, before: View) -> None:
         then = {(each.number, each.incarnation) for each in before.members}
@@ -304,8 +301,9 @@ class Membership:
         threading.Thread(target=self._watch, name="membership", daemon=True).start()
 
     def stop(self) -> None:
-        """End the threads that watch members and store."""
+        """End the threads that watch members and store; one may wait for the store for ever."""
         self._stopped.set()
+        self.send_state = None
 
     def _watch(self) -> None:
         keys = None
@@ -364,7 +362,8 @@ class Membership:
         silent = [member for member in view.members if self._is_silent(member)]
         numbers = self._late()
         late = [member for member in view.members if member.number in numbers]
-        if not coordinator.suffices(member for member in view.members if member not in late):
+        others = [*replaced, *silent, *late]
+        if not coordinator.suffices(member for member in view.members if member not in others):
             late = []  # the run could not continue without them
         for members, why in (
             (replaced, "has started again"),
@@ -420,3 +419,11 @@ class Membership:
     def _query(self, member: Member) -> EndpointResult:
         address = EndpointAddress.parse(member.record.endpoint)
         return query(address, False, QUERY_SECONDS).result if address else EndpointResult.UNKNOWN
+
+
+def lost_store(error: RuntimeError) -> Retryable:
+    """The end of an attempt whose rendezvous store does not answer any more."""
+    return Retryable(
+        "The rendezvous store was lost: rank 0 or its host has ended, or the network was interrupted "
+        f"({str(error).splitlines()[0]})."
+    )

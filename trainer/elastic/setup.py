@@ -21,7 +21,7 @@ from trainer.distributed.process_group import CPU, Collectives, Peer
 from trainer.elastic import prefetch
 from trainer.elastic.candidacy import Candidacy
 from trainer.elastic.keys import View
-from trainer.elastic.membership import Membership
+from trainer.elastic.membership import Membership, lost_store
 from trainer.elastic.snapshot import Copy, state_of
 from trainer.host.logger import fields
 from trainer.host.numerics import Numerics, Options
@@ -72,7 +72,7 @@ class ElasticSetup(RunSetup):
     candidacy: the elections, with coordinator_failover; else None.
     copy: on a coordinator that continues from its memory, the state; else None.
     kept: with sync=local, what this rank continues from after an election; else None.
-    wait_for_checkpoint: waits until `kept` is written, which a coordinator without it needs.
+    wait_for_checkpoint: after an election, waits until the state that this process had is written.
     terms: [term, step after which it began] for each term of the run, with coordinator_failover.
     """
 
@@ -84,6 +84,7 @@ class ElasticSetup(RunSetup):
     wait_for_checkpoint: Callable[[], object] | None = None
     terms: list[list[int]]
     _is_new = True  # whether this rank has not taken part yet
+    _kept_term: int | None = None  # term of what this rank has kept, until the coordinator's is known
 
     def _open_store(self) -> dist.Store:
         self.membership = Membership(
@@ -97,7 +98,10 @@ class ElasticSetup(RunSetup):
             self._fetch()
         continues = self.env.is_coordinator and (self.copy or self.kept)
         kind = "cpu" if continues else ""
-        view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive, kind)
+        try:
+            view = self.joined.join(record, self.config.min_hosts, self.watchdog.is_alive, kind)
+        except RuntimeError as error:
+            raise lost_store(error) from None
         return [member.record for member in view.members]
 
     def _load_and_check(self, options: Options) -> list[Record]:
@@ -106,7 +110,11 @@ class ElasticSetup(RunSetup):
 
     def _fetch(self) -> None:
         """With sync=local, receive the shared state while the others train, before this rank joins them."""
-        if (store := self.joined.fetch()) is None:
+        try:
+            store = self.joined.fetch()
+        except RuntimeError as error:
+            raise lost_store(error) from None
+        if store is None:
             return
         self._build()
         self.placement, self.group = Placement("local", tuple(self.plan.shares)), Collectives(RankEnv(), [])
@@ -134,8 +142,6 @@ class ElasticSetup(RunSetup):
         kept, self.kept = self.kept, None
         if self.joined.is_first:
             del kept
-            if self.wait_for_checkpoint:
-                self.wait_for_checkpoint()
             self.plan = dataclasses.replace(self.plan, shares=self._shares_of(self.joined.view))
             super()._begin(records, gpu)
             self._is_new = False
@@ -144,8 +150,9 @@ class ElasticSetup(RunSetup):
         state = state_of(self.copy)
         if kept:
             self.model, self.optimizer, self.sync = kept.model, kept.optimizer, kept.sync
-            self._is_new = False
+            self._is_new, self._kept_term = False, kept.term
             state = State(kept.meta, {}, {}) if self.env.is_coordinator else None
+            del kept
         self.connect_members(self.joined.view, state)
         if state:
             step = self.train_state.step
@@ -168,6 +175,9 @@ class ElasticSetup(RunSetup):
 
         state: on rank 0, that of the last step, without tensors.
         """
+        if self._kept_term not in (None, int((state.meta.get("terms") or [[0]])[-1][0])):
+            self._is_new = True  # the others have trained since in a term that this rank missed
+        self._kept_term = None
         is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
         step = sync.regroup(self.group, state.step, self._is_new, self.plan.num_iterations - 1)
         exchange.send_optimizer(self.group, self.optimizer, [rank for rank, new in enumerate(is_new) if new])
@@ -194,6 +204,8 @@ class ElasticSetup(RunSetup):
 
     def _connect(self, records: list[Record]) -> None:
         self._connect_view(self.joined.view)
+        if self.wait_for_checkpoint:  # the newest one of all hosts is looked for next
+            self.wait_for_checkpoint()
 
     def connect_members(self, view: View, state: State | None) -> None:
         """Connect the members of `view`, and set up model, optimizer and sync mode from a state of the run.

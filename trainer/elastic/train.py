@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -131,24 +131,22 @@ class ElasticTrainer(Trainer):
             return
         self._last_term, self.continues = last, True
         # Others may have trained since in a term that this host missed: then the newest checkpoint counts.
-        state = last.copy or last.kept
+        state, coordinates = last.copy or last.kept, self.env.is_coordinator
         is_newest = state is not None and state.term == candidacy.election.previous
-        self.setup.kept, last.kept = last.kept if is_newest else None, None
-        if self.env.is_coordinator and is_newest:
-            self.setup.copy, self.checkpoint_writer = last.copy, last.writer
-        elif self.setup.kept:
-            self.setup.wait_for_checkpoint = last.writer.wait
-        else:
-            last.writer.wait()  # the coordinator may need this checkpoint
+        self.checkpoint_writer = last.writer
+        self.setup.wait_for_checkpoint = last.writer.wait
+        self.setup.copy = last.copy if coordinates and is_newest else None
+        # Another rank compares the term of what it has kept with that of the coordinator.
+        self.setup.kept = last.kept if is_newest or not coordinates else None
+        last.copy = last.kept = None
 
     def end_term(self) -> LastTerm:
         """Release this trainer after MembershipLost; returns what the next one continues from."""
         if self.reporter.tracker:
             self.reporter.tracker.close("retryable", hurry=True)
         kept = None
-        if isinstance(self.sync, Local):
-            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
-            kept = Kept(meta, self.model, self.optimizer, self.sync)
+        if self._is_local and isinstance(self.sync, Local):
+            kept = Kept(self._meta_to_continue(), self.model, self.optimizer, self.sync)
         self._release()
         self.run_status.is_waiting = lambda: False  # a thread may still hold the run status
         copy, writer = self.copies.newest, self.checkpoint_writer
@@ -173,7 +171,8 @@ class ElasticTrainer(Trainer):
         self.membership = self.setup.joined
         watchdog, grace = self.watchdog, self.config.local_grace
         late = (lambda: watchdog.delaying(grace)) if self._is_local else (lambda: [])
-        if isinstance(self.sync, Local):
+        self.checkpoint_writer.copies_last = self._is_local  # its tensors change if the run continues
+        if isinstance(self.sync, Local) and self.env.is_coordinator:
             sync, optimizer = self.sync, self.optimizer
             self.membership.send_state = lambda store: prefetch.send_state(store, sync, optimizer)
         self.membership.watch(watchdog.status_age, late)
@@ -250,9 +249,8 @@ class ElasticTrainer(Trainer):
 
     @property
     def save_minutes(self) -> float:
-        """As in every run, with failover at most COPY_MINUTES; where copies are saved instead, 0."""
-        minutes = 0.0 if self._saves_copies else super().save_minutes
-        return min(minutes, COPY_MINUTES) if self._is_local and self.candidacy else minutes
+        """As in every run; where copies are saved instead, 0."""
+        return 0.0 if self._saves_copies else super().save_minutes
 
     @property
     def _saves_copies(self) -> bool:
@@ -312,11 +310,18 @@ class ElasticTrainer(Trainer):
     def _state_to_continue(self) -> State | None:
         """On the coordinator, the state from which the members continue. Releases what they build again."""
         if self._is_local:
-            self.checkpoint_writer.wait()  # the last one is not a copy, and its tensors change from now on
-            meta = self.setup.checkpoint_meta(self.plan, self.reporter.train_state)
-            return State(meta, {}, {}) if self.env.is_coordinator else None
+            return State(self._meta_to_continue(), {}, {}) if self.env.is_coordinator else None
         self._release()
         return state_of(self.copies.newest if self.env.is_coordinator else None)
+
+    def _meta_to_continue(self) -> dict[str, Any]:
+        """With sync=local, the content of meta.json for the last step; the last one of the run is repeated.
+
+        After that one the run is evaluated and saved.
+        """
+        state = self.reporter.train_state
+        state = dataclasses.replace(state, step=min(state.step, self.plan.num_iterations - 1))
+        return self.setup.checkpoint_meta(self.plan, state)
 
     def _report_change(self, reached: int, stopped_at: float) -> None:
         """Report the members that train now. reached, stopped_at: the step and the time before the change."""

@@ -226,7 +226,7 @@ class Local(SyncMode):
         steps = group.gather_int64(torch.tensor([-1 if is_new else self._step])).flatten().tolist()
         is_ahead = max(steps) > step + 1
         leader = steps.index(max(steps)) if is_ahead else 0
-        step = min(max(steps) if is_ahead else step, last)
+        step = min(max(steps) - 1 if is_ahead else step, last)  # its own last one may not be complete
         rounds = [(NEVER if is_new else each.completed, int(each.checksum)) for each in self._fragments]
         of_ranks = group.gather_int64(torch.tensor(rounds).flatten()).view(group.world_size, -1, 2)
         for fragment, by_rank in zip(self._fragments, of_ranks.transpose(0, 1).tolist(), strict=True):
