@@ -106,6 +106,8 @@ def test_the_others_continue_when_the_coordinator_is_lost(begin: Begin) -> None:
     for rank in (1, 0, 2):
         assert run.finish(rank)["outcome"] == "finished", run.log(rank)
         assert "trained again" not in run.log(rank)
+    assert "MB from the coordinator" not in run.log(2)
+    assert "this rank missed" not in run.log(2)
     check_steps(run)
 
 

@@ -176,7 +176,10 @@ class ElasticSetup(RunSetup):
         state: on rank 0, that of the last step, without tensors.
         """
         if self._kept_term not in (None, int((state.meta.get("terms") or [[0]])[-1][0])):
-            self._is_new = True  # the others have trained since in a term that this rank missed
+            self._is_new = True
+            self.log.info(
+                "The others have trained in a term that this rank missed: it starts from their state."
+            )
         self._kept_term = None
         is_new = self.group.gather_int64(torch.tensor([int(self._is_new)])).flatten().tolist()
         step = sync.regroup(self.group, state.step, self._is_new, self.plan.num_iterations - 1)
