@@ -239,6 +239,8 @@ def handle_sigterm(attempt: Attempt, log: RunLogger) -> None:
         end = _terminated(by_parent, attempt)  # it names the checkpoint
         if attempt.end(end.outcome, str(end), hurry=True, settled=False):
             log.ended(end.outcome, str(end))
+        else:  # the training thread has written its outcome, and ends the process with its exit code
+            time.sleep(ENDING_SECONDS)
         os._exit(128 + signal.SIGTERM)
 
     threading.Thread(target=wait, name="sigterm", daemon=True).start()
