@@ -426,7 +426,8 @@ class Trainer:
     def _report_checkpoint(self) -> None:
         """Set the newest completely written checkpoint in outcome and run status, and a shortage of space."""
         writer, state = self.checkpoint_writer, self.reporter.train_state
-        if writer.saved is not None:
+        # Another rank may have written one of its own, when an elastic run lost its coordinator.
+        if writer.saved is not None and self.env.is_coordinator:
             path = writer.saved.relative_to(self.run_dir).as_posix()
             if path != state.checkpoint:
                 state.checkpoint = path

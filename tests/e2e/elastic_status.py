@@ -1,12 +1,34 @@
-"""What the hosts of a lab report of an elastic run, whichever of them is the coordinator."""
+"""An elastic run on a lab of its own, and what the hosts report of it, whichever is the coordinator."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from benchmarks.elastic import RUNS, Lab
+
+from .lab import LAB, Fleet
+from .test_elastic import ELASTIC, MODEL
+
+
+@contextmanager
+def elastic_lab(
+    workdir: Path, name: str, hosts: int, dataset: Path, run_id: str, **settings: object
+) -> Iterator[Lab]:
+    """A lab with so many hosts, set up, on which an elastic run trains; it is taken away at the end."""
+    lab = Lab(f"{LAB}-{name}", hosts, dataset, run_id)
+    playbooks = Fleet(workdir, None)
+    try:
+        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=hosts)
+        lab.play("setup.yml", data_dir=dataset)
+        lab.play("train.yml", run_id=run_id, data_dir=dataset, **{**MODEL, **ELASTIC, **settings})
+        yield lab
+    finally:
+        playbooks.play("lab.yml", lab_state="down", lab_name=lab.name)
 
 
 class Run:

@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks.elastic import RANK, RUNS, Lab
 
-from .elastic_status import Run
-from .lab import LAB, Fleet
-from .test_elastic import ELASTIC, MODEL, undisturbed
+from .elastic_status import Run, elastic_lab
+from .test_elastic import undisturbed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2400)]
 
@@ -23,16 +22,9 @@ RUN_DIR = f"{RUNS}/{RUN_ID}"
 @pytest.fixture(scope="module")
 def lab(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Three hosts, set up, on which an elastic run trains."""
-    lab = Lab(f"{LAB}-fail", HOSTS, dataset, RUN_ID)
-    playbooks = Fleet(tmp_path_factory.mktemp("runner"), None)
-    try:
-        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=HOSTS)
-        lab.play("setup.yml", data_dir=dataset)
-        settings = {**MODEL, **ELASTIC, "steps": STEPS, "save_every": 20}
-        lab.play("train.yml", run_id=RUN_ID, data_dir=dataset, **settings)
+    workdir = tmp_path_factory.mktemp("runner")
+    with elastic_lab(workdir, "fail", HOSTS, dataset, RUN_ID, steps=STEPS, save_every=20) as lab:
         yield lab
-    finally:
-        playbooks.play("lab.yml", lab_state="down", lab_name=lab.name)
 
 
 def test_the_run_continues_whatever_happens_to_its_coordinator(lab: Lab) -> None:

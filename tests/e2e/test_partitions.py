@@ -14,14 +14,14 @@ import pytest
 from benchmarks.elastic import RUNS, Lab
 from trainer.elastic.agreement import QUORUM_SECONDS
 
-from .elastic_status import Run
-from .lab import LAB, Fleet
-from .test_elastic import ELASTIC, MODEL, undisturbed
+from .elastic_status import Run, elastic_lab
+from .test_elastic import undisturbed
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(2400)]
 
 HOSTS, STEPS, RUN_ID = 4, 4000, "partitions"
 RUN_DIR = f"{RUNS}/{RUN_ID}"
+SETTINGS = {"steps": STEPS, "total_batch_size": 4096, "save_every": 50, "checkpoint_copies": HOSTS}
 CUT_SECONDS = 10.0  # in which the side with the majority must train, and the other must not
 
 # What is cut: (from, to) of packets that are dropped. Host 1 is the coordinator.
@@ -32,16 +32,9 @@ ONE_WAY = [(3, 1)]
 @pytest.fixture(scope="module")
 def four(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Four hosts, set up, on which an elastic run trains."""
-    lab = Lab(f"{LAB}-four", HOSTS, dataset, RUN_ID)
-    playbooks = Fleet(tmp_path_factory.mktemp("runner"), None)
-    try:
-        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=HOSTS)
-        lab.play("setup.yml", data_dir=dataset)
-        settings = {**MODEL, **ELASTIC, "steps": STEPS, "total_batch_size": 4096, "save_every": 50}
-        lab.play("train.yml", run_id=RUN_ID, data_dir=dataset, checkpoint_copies=HOSTS, **settings)
+    workdir = tmp_path_factory.mktemp("runner")
+    with elastic_lab(workdir, "four", HOSTS, dataset, RUN_ID, **SETTINGS) as lab:
         yield lab
-    finally:
-        playbooks.play("lab.yml", lab_state="down", lab_name=lab.name)
 
 
 def addresses(lab: Lab) -> list[str]:

@@ -59,6 +59,7 @@ def test_a_run_trains_on_both_hosts_and_its_loss_falls(fleet: Fleet) -> None:
     for host in HOSTS:
         outcome = json.loads(fleet.on(host, f"cat {RUN}/e2e/outcome.json"))
         assert outcome["outcome"] == "finished", outcome
+    assert json.loads(fleet.on(HOSTS[1], f"cat {RUN}/e2e/run.json"))["config"]["elastic"] == "true"
     digests = {fleet.on(host, f"sha256sum {RUN}/e2e/run.json").split()[0] for host in HOSTS}
     assert len(digests) == 1
 

@@ -105,6 +105,13 @@ class ElasticRun:
         folder = Path(f"/proc/{self.processes[rank].pid}/fd")
         return [Path(os.readlink(path)).name for path in folder.iterdir() if path.is_symlink()]
 
+    def kill(self) -> None:
+        """Kill the ranks that have not ended."""
+        for process in self.processes.values():
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
     def finish(self, rank: int | None = None) -> dict[str, Any]:
         """Wait for the end of a rank, by default of the coordinator; returns its outcome.
 

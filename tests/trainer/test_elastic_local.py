@@ -36,10 +36,7 @@ def begin(data_dir: Path, tmp_path: Path) -> Iterator[Begin]:
 
     yield begin
     for run in runs:
-        for process in run.processes.values():
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        run.kill()
 
 
 def check_steps(run: ElasticRun) -> None:

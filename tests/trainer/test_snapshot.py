@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainer.distributed.process_group import formats_of
+from trainer.distributed.tensor_format import formats_of
 from trainer.elastic.snapshot import Copy, state_of
 
 ROWS = [torch.tensor([0, 3]), torch.tensor([1, 4]), torch.tensor([2])]

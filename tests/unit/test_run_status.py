@@ -180,7 +180,7 @@ def test_what_mends_a_frozen_rank_is_said_or_that_it_mends_itself() -> None:
 
 def test_a_stopped_process_is_told_from_a_sleeping_one() -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as sleeper:
-        assert unit_facts.process_state(sleeper.pid) in ("sleeping", "running")
+        assert unit_facts.process_state(sleeper.pid) in ("sleeping", "running", "disk sleep")
         assert not unit_facts.is_missing(sleeper.pid)
         sleeper.send_signal(signal.SIGSTOP)
         os.waitpid(sleeper.pid, os.WUNTRACED)

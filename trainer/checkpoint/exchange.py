@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.storage import State
-from trainer.distributed.process_group import Collectives, formats_of
+from trainer.distributed.process_group import Collectives
+from trainer.distributed.tensor_format import empty_tensors, formats_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 
@@ -121,9 +122,8 @@ def send_optimizer(group: Collectives, optimizer: MuonAdamW, receivers: Sequence
     if not receivers:
         return
     mine, received = flatten(optimizer.state_dict()) if group.rank == 0 else {}, {}
-    for name, dtype, shape in json.loads(group.gather_bytes(formats_of(mine))[0]):
-        tensor = mine[name] if group.rank == 0 else torch.empty(shape, dtype=getattr(torch, dtype))
-        received[name] = group.send(tensor, 0, receivers)
+    for name, tensor in empty_tensors(group.gather_bytes(formats_of(mine))[0]).items():
+        received[name] = group.send(mine.get(name, tensor), 0, receivers)
     if group.rank in receivers:
         optimizer.load_state_dict(unflatten(received))
 

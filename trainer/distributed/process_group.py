@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from trainer.distributed.tensor_format import empty_tensors, formats_of
 from trainer.host.rank_env import RankEnv
 from trainer.outcome import Final, Retryable
 
@@ -481,29 +482,6 @@ def broadcast_sends(virtual_rank: int, world_size: int) -> int:
     )
 
 
-def formats_of(tensors: Mapping[str, Tensor]) -> bytes:
-    """Name, data type and shape of each tensor, as JSON. tensors: {name: tensor}."""
-    formats = [[name, str(t.dtype).removeprefix("torch."), list(t.shape)] for name, t in tensors.items()]
-    return json.dumps(formats).encode()
-
-
-def tensors_of(formats: bytes, data: Tensor) -> dict[str, Tensor]:
-    """The named tensors whose bytes are in `data`.
-
-    formats: the result of `formats_of` for these tensors. data: uint8, flat, the bytes of one tensor after
-    another. The tensors are views of `data`, except those that are not aligned there, which are copies.
-    """
-    tensors, start = {}, 0
-    for name, dtype, shape in json.loads(formats):
-        kind = getattr(torch, dtype)
-        end = start + math.prod(shape) * kind.itemsize
-        piece = data[start:end]
-        piece = piece if start % kind.itemsize == 0 else piece.clone()
-        tensors[name] = piece.view(kind).view(shape)
-        start = end
-    return tensors
-
-
 def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any]) -> dict[str, Tensor]:
     """Send the named tensors, or receive them if `tensors` is None; `move` sends or fills a flat CPU tensor.
 
@@ -517,8 +495,7 @@ def _transfer(tensors: Mapping[str, Tensor] | None, move: Callable[[Tensor], Any
     header = torch.empty(int(size), dtype=torch.uint8) if header is None else header
     move(header)
     if tensors is None:
-        formats = json.loads(header.numpy().tobytes())
-        tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, dtype, shape in formats}
+        tensors = empty_tensors(header.numpy().tobytes())
     for tensor in tensors.values():
         move(tensor.detach().cpu().contiguous().view(-1))  # a view of a received tensor
     return dict(tensors)

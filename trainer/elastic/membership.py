@@ -380,7 +380,9 @@ class Membership:
 
     def _serve(self, view: View, keys: SignedKeys) -> None:
         """On the coordinator, start to send the shared state to ranks that have asked for it."""
-        for number in set(range(self.env.world_size)) - set(view.numbers) if self.send_state else ():
+        if self.send_state is None:
+            return
+        for number in set(range(self.env.world_size)) - set(view.numbers):
             token = keys.get(f"fetch/{number}")
             if token and token not in self._fetched:
                 self._fetched.add(token)

@@ -7,7 +7,6 @@ parameters are sent again that a sync round has changed since.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import Any
@@ -17,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainer.checkpoint.exchange import flatten, unflatten
-from trainer.distributed.process_group import formats_of
+from trainer.distributed.tensor_format import empty_tensors, formats_of
 from trainer.elastic.snapshot import CHUNK_BYTES
 from trainer.optim.muon_adamw import MuonAdamW
 from trainer.sync.local import Local
@@ -83,10 +82,7 @@ def _receive(pair: Any) -> dict[str, Tensor]:
     pair.recv([length], SENDER, 0).wait(PIECE_TIMEOUT)
     formats = torch.zeros(int(length), dtype=torch.uint8)
     pair.recv([formats], SENDER, 0).wait(PIECE_TIMEOUT)
-    tensors = {
-        name: torch.empty(shape, dtype=getattr(torch, dtype))
-        for name, dtype, shape in json.loads(formats.numpy().tobytes())
-    }
+    tensors = empty_tensors(formats.numpy().tobytes())
     for tensor in tensors.values():
         data = tensor.view(-1).view(torch.uint8)
         for chunk in data.split(CHUNK_BYTES) if len(data) else ():

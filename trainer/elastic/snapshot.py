@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from trainer.checkpoint.storage import State
-from trainer.distributed.process_group import Collectives, PeerLost, formats_of, tensors_of
+from trainer.distributed.process_group import Collectives, PeerLost
+from trainer.distributed.tensor_format import formats_of, tensors_of
 from trainer.optim.muon_adamw import MuonAdamW, ParameterState
 from trainer.sync.mode import SyncMode
 

@@ -91,9 +91,8 @@ class LastTerm:
     """What a rank keeps of the last term for the trainer of the next one, in the same process.
 
     copy: the newest copy of the state on this rank, or None. kept: with sync=local, what this rank continues
-    from; else None. writer: writes it as a checkpoint, if there is
-    no newer one on this host. step: number of steps that were completed. ended: when training stopped, as
-    time.monotonic().
+    from; else None. writer: writes it as a checkpoint, if there is no newer one on this host. step: number of
+    steps that were completed. ended: when training stopped, as time.monotonic().
     """
 
     copy: Copy | None
@@ -227,12 +226,8 @@ class ElasticTrainer(Trainer):
     def _step_report(self, loss_sum: float, seconds: float, step: int) -> StepReport:
         report = super()._step_report(loss_sum, seconds, step)
         copies, wanted = self.copies, self.env.is_coordinator and self.group.world_size > 1
-        due = (
-            wanted
-            and not self._is_local
-            and copies.age >= self.config.snapshot_seconds
-            and not copies.is_busy
-        )
+        wanted = wanted and not self._is_local
+        due = wanted and copies.age >= self.config.snapshot_seconds and not copies.is_busy
         return dataclasses.replace(report, change=self.membership.wants_change, snapshot=due)
 
     def _start_copy(self) -> None:

@@ -16,7 +16,7 @@ from trainer.sync.compressor import Compressor, make_compressor
 
 # AdamW's momentum moves a row after its last token; after these steps by 0.8^32, less than a thousandth.
 TAIL_STEPS = 32
-NEVER = -(2**40)
+NEVER = -(2**40)  # a step before all others
 ROUND = "round_"  # prefix of the state of a sync round in flight, in a checkpoint
 
 
@@ -187,6 +187,7 @@ def done() -> None:
 
 
 def rows_of(values: Tensor, rows: Tensor | None) -> Tensor:
+    """The rows of `values` with the numbers `rows`, int64; None: all values."""
     return values if rows is None else values[rows]
 
 

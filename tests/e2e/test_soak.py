@@ -1,6 +1,6 @@
 """An elastic run of half an hour to whose three hosts something happens every 45 s, also to the coordinator.
 
-NANOFLEET_FAULTS_MINUTES=6 pytest -s tests/faults/test_soak.py  # shorter; _SEED: other events
+NANOFLEET_FAULTS_MINUTES=6 pytest -s tests/e2e/test_soak.py  # shorter; _SEED: other events
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from e2e.lab import LAB, Fleet
-from e2e.test_elastic import ELASTIC, MODEL, undisturbed
 
 from benchmarks.elastic import CALM_STEPS, RANK, RUNS, Lab
 from benchmarks.elastic_soak import disturb, result
 
+from .elastic_status import elastic_lab
+from .test_elastic import undisturbed
+
 MINUTES = float(os.environ.get("NANOFLEET_FAULTS_MINUTES", "30"))
 SEED = int(os.environ.get("NANOFLEET_FAULTS_SEED", "1"))
 HOSTS, STEPS, RUN_ID = 3, 100_000, "soak"
-SETTINGS = {**MODEL, **ELASTIC, "steps": STEPS, "save_minutes": 1}
 # The rounding of other members grows with the steps, in the gradients of the same rows.
 EXACT_STEPS = 4000
 
@@ -32,15 +32,9 @@ pytestmark = [
 @pytest.fixture
 def lab(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
     """Three hosts, set up, on which an elastic run trains."""
-    lab = Lab(f"{LAB}-soak", HOSTS, dataset, RUN_ID)
-    playbooks = Fleet(tmp_path_factory.mktemp("runner"), None)
-    try:
-        playbooks.play("lab.yml", lab_state="up", lab_name=lab.name, lab_hosts=HOSTS)
-        lab.play("setup.yml", data_dir=dataset)
-        lab.play("train.yml", run_id=RUN_ID, data_dir=dataset, **SETTINGS)
+    workdir = tmp_path_factory.mktemp("runner")
+    with elastic_lab(workdir, "soak", HOSTS, dataset, RUN_ID, steps=STEPS, save_minutes=1) as lab:
         yield lab
-    finally:
-        playbooks.play("lab.yml", lab_state="down", lab_name=lab.name)
 
 
 def test_a_disturbed_run_has_the_losses_of_an_undisturbed_one(
